@@ -1,0 +1,222 @@
+"""Scale losses, unscale gradients: both in one place."""
+
+import functools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jamp._lookup import find_state
+from jamp._loss_scale import NoOpLossScaleState
+from jamp._tree import is_gradient, is_inexact, leaves_finite, widen, widen_half
+
+
+def scale_loss(loss: Any, state: Any) -> Any:
+    """Multiply a loss by the loss scale.
+
+    Compiled also when called outside `jit`; inside it, it dissolves into the caller's computation.
+
+    Args:
+      loss: A floating or complex array, or a pytree of them (several losses under one scale). float16 and bfloat16
+        losses come out float32, so that the scaled loss does not overflow; other dtypes are kept.
+      state: A loss-scale state, or any pytree that holds exactly one, such as the optimizer state.
+
+    Returns:
+      The scaled loss. Its gradient is the scaled gradient, for `unscale_and_check`.
+
+    Raises:
+      ValueError: If `state` holds no loss-scale state or several.
+      TypeError: If a loss is neither floating nor complex.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> float(jamp.scale_loss(jnp.float32(0.5), jamp.StaticLossScale(8.0).init()))
+      4.0
+    """
+    found = find_state(state)
+    for x in jax.tree.leaves(loss):
+        if not is_inexact(x):
+            raise TypeError(f"A loss must be floating, got {jax.typeof(x)}: compute it in float32.")
+    if isinstance(found, NoOpLossScaleState):
+        return jax.tree.map(widen, loss)
+    if any(jnp.result_type(x) == jnp.float16 for x in jax.tree.leaves(loss)):
+        warnings.warn(
+            "The loss is float16: its cotangent is the loss scale, which float16 holds only up to 65504, so at the "
+            "default scale of 2**16 every gradient overflows. Compute the loss in float32, as in "
+            "`loss.astype(jnp.float32)`.",
+            stacklevel=_users_stacklevel(),
+        )
+    return _scale(loss, found.loss_scale)
+
+
+def unscale_and_check(
+    grads: Any, state: Any, *, dtype: DTypeLike = jnp.float32, axis_name: Any = None
+) -> tuple[Any, Array]:
+    """Divide gradients by the loss scale and check that they are finite.
+
+    Compiled also when called outside `jit`; inside it, it dissolves into the caller's computation.
+
+    Args:
+      grads: The scaled gradients: a pytree of arrays. Integers, bools, PRNG keys, float0, None, `optax.MaskedNode`
+        and leaves of Flax's `_overwrite_with_gradient` collection are neither unscaled nor checked.
+      state: The state that scaled the loss, before any update: a loss-scale state, or a pytree with exactly one.
+      dtype: What floating gradients of at most 32 bits come out as. float64 and complex ones keep their dtype. The
+        arithmetic is float32 at least.
+      axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes that must agree on the check.
+
+    Returns:
+      The true gradients, and bool[]: whether they are all finite. It is exact: what counts is the unscaled gradient,
+      and a finite one of any size is finite. Constantly True under `NoOpLossScale`.
+
+    Raises:
+      ValueError: If `state` holds no loss-scale state or several.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> grads, finite = jamp.unscale_and_check({"w": jnp.float16([8.0])}, jamp.StaticLossScale(4.0).init())
+      >>> float(grads["w"][0]), bool(finite)
+      (2.0, True)
+    """
+    found = find_state(state)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
+    leaves = [x for _, x in flat]
+    dtype = jnp.dtype(dtype)
+    if isinstance(found, NoOpLossScaleState):
+        true, finite = [widen(leaves[i], dtype) for i in chosen], jnp.bool_(True)
+    else:
+        true, finite = _unscale([leaves[i] for i in chosen], found.loss_scale, dtype, axis_name)
+    for i, x in zip(chosen, true, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves), finite
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with loss scaling inside.
+
+    The loss is scaled before the backward pass and the gradients are unscaled after it, so that float16 cotangents
+    do not underflow. No scaled number leaves it: the loss is the true loss, the gradients are the true gradients in
+    float32. On an overflow they hold inf or nan, which `loss_scaled` refuses.
+
+    Args:
+      fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
+      state: A loss-scale state, or any pytree that holds exactly one, such as the optimizer state.
+      argnums: As for `jax.value_and_grad`.
+      has_aux: As for `jax.value_and_grad`.
+      holomorphic: As for `jax.value_and_grad`.
+      allow_int: As for `jax.value_and_grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns `(value, grads)`. Gradients of at most 32 bits are float32,
+      float64 and complex ones keep their dtype.
+
+    Raises:
+      ValueError: If `state` holds no loss-scale state or several.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> opt_state = jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+      >>> loss, grads = jamp.value_and_grad(lambda w: jnp.sum(w**2), opt_state)(jnp.ones(2))
+      >>> float(loss), grads.tolist()
+      (2.0, [2.0, 2.0])
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+    """
+    found = find_state(state)
+
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        return scale_loss(loss, found), (loss, aux)
+
+    differentiate = jax.value_and_grad(scaled, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
+        grads, _ = unscale_and_check(scaled_grads, found)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return with_true_gradients
+
+
+def grad(
+    fun: Callable[..., Any],
+    state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """`jax.grad` with loss scaling inside: `value_and_grad` without the value.
+
+    Args:
+      fun: As for `value_and_grad`.
+      state: As for `value_and_grad`.
+      argnums: As for `jax.grad`.
+      has_aux: As for `jax.grad`.
+      holomorphic: As for `jax.grad`.
+      allow_int: As for `jax.grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns the true gradients, or `(grads, aux)` with `has_aux`.
+
+    Raises:
+      ValueError: If `state` holds no loss-scale state or several.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> jamp.grad(lambda w: jnp.sum(w**2), jamp.StaticLossScale().init())(jnp.ones(2)).tolist()
+      [2.0, 2.0]
+    """
+    differentiate = value_and_grad(fun, state, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
+        value, grads = differentiate(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return with_true_gradients
+
+
+def _users_stacklevel() -> int:
+    """The stacklevel with which a warning of the calling function points at the line outside jamp and jax."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    return next((i for i, name in enumerate(modules, start=1) if name not in ("jamp", "jax")), 2)
+
+
+@functools.partial(jax.jit, inline=True)
+def _scale(loss: Any, scale: Array) -> Any:
+    return jax.tree.map(lambda x: _multiply(jnp.asarray(widen_half(x)), scale), loss)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _unscale(grads: list[Any], scale: Array, dtype: Any, axis_name: Any) -> tuple[list[Any], Array]:
+    # Above 2**126 the reciprocal is subnormal, which XLA flushes to 0: there a quarter of the scale is taken first.
+    # Everywhere else this is g * float32(1 / scale) * 1, to the bit. Without the barrier XLA would multiply the two
+    # factors of a constant scale into that subnormal.
+    scale = lax.optimization_barrier(scale)
+    quarter = jnp.where(scale > 2.0**126, jnp.float32(0.25), jnp.float32(1.0))
+    reciprocal = 1.0 / (scale * quarter)
+    true = [widen(_multiply(_multiply(jnp.asarray(widen(g)), reciprocal), quarter), dtype) for g in grads]
+    return true, leaves_finite(true, axis_name)
+
+
+def _multiply(x: Array, scale: Array) -> Array:
+    return x * scale.astype(x.real.dtype).astype(x.dtype)
