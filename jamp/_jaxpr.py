@@ -1,0 +1,191 @@
+"""Evaluate a jaxpr piece by piece, with public JAX API only: the one place that knows how JAX versions differ."""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+Env = dict[Any, Any]  # of Var
+
+
+@functools.cache
+def core() -> Any:
+    """`jax.extend.core`, imported when first needed: it imports Pallas, which takes longer than all of jamp.
+
+    Call it before a trace begins: on jax 0.12 the import changes the configuration that keys every traced function.
+    """
+    import jax.extend.core
+    import jax.extend.core.primitives
+
+    return jax.extend.core
+
+
+def is_literal(atom: Var | Literal) -> bool:
+    """Whether an operand is a constant written into its equation."""
+    return isinstance(atom, core().Literal)
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of `fun` over the flattened `args`, and the pytree of its outputs' shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(args)
+    closed, shapes = jax.make_jaxpr(lambda *flat: fun(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*leaves)
+    return closed, shapes
+
+
+def read(env: Env, atom: Var | Literal) -> Any:
+    """The value of an operand."""
+    constant: Any = atom
+    return jnp.asarray(constant.val, constant.aval.dtype) if is_literal(atom) else env[atom]
+
+
+def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
+    """For each variable the index of the last equation that reads it; for an output, the number of equations."""
+    uses = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
+    return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
+
+
+def evaluate(eqns: Sequence[JaxprEqn], env: Env, needed: Callable[[Var], bool]) -> None:
+    """Evaluate `eqns` at their traced dtypes and add to `env` those outputs that are `needed`."""
+    defined = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+    reads = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v))
+    inputs = [v for v in reads if v not in defined]
+    outputs = [v for v in defined if needed(v)]
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    # Without a DebugInfo of its own the Jaxpr warns.
+    debug_info = core().DebugInfo("evaluate", "jamp", None, None)
+    closed = core().ClosedJaxpr(core().Jaxpr([], inputs, outputs, list(eqns), effects, debug_info), [])
+    env.update(zip(outputs, core().jaxpr_as_fun(closed)(*[env[v] for v in inputs]), strict=True))
+
+
+def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a jit call that means the same without the call (it pins no sharding), else None."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    body: ClosedJaxpr = eqn.params["jaxpr"]
+    return None if any(isinstance(s, Sharding) for s in shardings) else body
+
+
+# The parameters of each construct that autocast enters, as the releases of JAX name them. A construct that carries
+# others is run as it was traced: what a new parameter means is not guessed.
+_JIT = (
+    "jaxpr in_shardings out_shardings in_layouts out_layouts donated_invars ctx_mesh name keep_unused inline "
+    "compiler_options_kvs"
+)
+_LAYOUTS = {
+    "jit": (_JIT,),
+    "scan": (
+        "jaxpr length reverse unroll num_consts num_carry",  # jax 0.10
+        "jaxpr length reverse unroll ft_in ft_out",  # jax 0.12
+    ),
+    "while": ("cond_jaxpr body_jaxpr cond_nconsts body_nconsts",),
+    "cond": ("branches",),
+    "remat2": ("jaxpr prevent_cse differentiated policy",),
+    "custom_jvp_call": ("call_jaxpr jvp_jaxpr_fun num_consts symbolic_zeros",),
+    "custom_vjp_call": ("call_jaxpr fwd_jaxpr_thunk bwd num_consts out_trees symbolic_zeros",),
+    "shard_map": (
+        "jaxpr mesh in_specs out_specs check_vma manual_axes",  # jax 0.10.0
+        "jaxpr mesh in_specs out_specs check_vma newly_manual_axes",
+    ),
+}
+CONSTRUCTS = frozenset(_LAYOUTS)
+
+
+def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
+    """The jaxprs that a construct evaluates, in the order of `_LAYOUTS`; None where its layout is not known."""
+    params = eqn.params
+    if not any(set(params) == set(layout.split()) for layout in _LAYOUTS.get(eqn.primitive.name, ())):
+        return None
+    names = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr")
+    inner = params["branches"] if "branches" in params else [params[name] for name in names if name in params]
+    closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in inner)
+    # A body that reads or writes a Ref has inputs that are no arrays.
+    types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
+    return closed if all(isinstance(x, jax.core.ShapedArray) for x in types) else None
+
+
+def body_operands(eqn: JaxprEqn) -> list[list[int]]:
+    """For each body of a construct, which of the operands are its arguments."""
+    operands = list(range(len(eqn.invars)))
+    if eqn.primitive.name == "cond":
+        return [operands[1:]] * len(eqn.params["branches"])
+    if eqn.primitive.name == "while":
+        m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        return [operands[:m] + operands[m + n :], operands[m:]]
+    return [operands]
+
+
+def carry(eqn: JaxprEqn) -> range:
+    """Which operands of a loop are its carry; its first results are the carry at the end."""
+    params = eqn.params
+    if eqn.primitive.name == "while":
+        return range(params["cond_nconsts"] + params["body_nconsts"], len(eqn.invars))
+    if eqn.primitive.name != "scan":
+        return range(0)
+    if "num_carry" in params:
+        return range(params["num_consts"], params["num_consts"] + params["num_carry"])
+    consts, init, _ = params["ft_in"].unpack()
+    return range(len(consts), len(consts) + len(init))
+
+
+def manual_axes(eqn: JaxprEqn) -> frozenset[Any]:
+    """The mesh axes over which a shard_map maps its body."""
+    return frozenset(eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"])
+
+
+def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> tuple[JaxprEqn, Sequence[Any]]:
+    """A jit or remat equation with another body, and the constants to hand it before its operands."""
+    if eqn.primitive.name == "jit":
+        return eqn.replace(params={**eqn.params, "jaxpr": body}), ()
+    inner = body.jaxpr
+    inputs = [*inner.constvars, *inner.invars]
+    # Remat takes no constants.
+    opened = core().Jaxpr([], inputs, inner.outvars, inner.eqns, inner.effects, inner.debug_info)
+    return eqn.replace(params={**eqn.params, "jaxpr": opened}), body.consts
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """One equation on values of any dtypes it can take."""
+    inputs = [core().Var(jax.typeof(x)) for x in args]
+    outputs = [core().Var(v.aval) for v in eqn.outvars]
+    env: Env = dict(zip(inputs, args, strict=True))
+    evaluate([eqn.replace(invars=inputs, outvars=outputs)], env, lambda v: True)
+    return [env[v] for v in outputs]
+
+
+def weaken(x: Any) -> Any:
+    """A value with a weak type: what a Python scalar gets when it is traced, and no public function gives an array."""
+    eqn = jax.make_jaxpr(lambda y: jax.lax.convert_element_type(y, x.dtype))(False).eqns[0]
+    return bind(eqn.replace(params={**eqn.params, "weak_type": True}), [x])[0]
+
+
+def primitive_names() -> frozenset[str]:
+    """The names of JAX's own primitives."""
+    listed = core().primitives
+    return frozenset(getattr(listed, name).name for name in dir(listed) if name.endswith("_p"))
+
+
+def avals(atoms: Sequence[Any]) -> list[Any]:
+    """The types of variables and literals."""
+    return [atom.aval for atom in atoms]
+
+
+def user_line(eqn: JaxprEqn) -> str | None:
+    """The innermost line of an equation's traceback that is neither an installed package's nor jamp's."""
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
+    return None
+
+
+_LIBRARIES = (*(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")), str(Path(__file__).parent), "<")
