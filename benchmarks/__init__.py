@@ -1,0 +1,1 @@
+"""Benchmarks of jamp beside its peers: `python -m benchmarks --help`."""
