@@ -1,5 +1,6 @@
 """Paired timing: every case runs once in each round, so that a drifting machine drifts for all of them."""
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -51,6 +52,8 @@ def compare(cases: list[Case], rounds: int) -> list[Result]:
     compiled, seconds = {}, {case.name: [] for case in cases}
     for _ in range(3):
         for case in cases:
+            if seconds[case.name] and seconds[case.name][0] > 2:
+                continue  # long enough to be told from noise
             start = time.perf_counter()
             # A function of its own each time, or the trace would come from the cache.
             jitted = jax.jit(lambda carry, *args, step=case.step: step(carry, *args), donate_argnums=0)
@@ -59,13 +62,14 @@ def compare(cases: list[Case], rounds: int) -> list[Result]:
     carries = {case.name: jax.tree.map(lambda x: x.copy(), case.carry) for case in cases}
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     order = list(cases)
-    for round_ in range(rounds + 2):
-        order = order[1:] + order[:1]  # no case always follows the same one, whose memory it may reuse
+    for _ in range(rounds):
+        random.shuffle(order)
         for case in order:
-            start = time.perf_counter()
-            carries[case.name] = jax.block_until_ready(compiled[case.name](carries[case.name], *case.args))
-            if round_ > 1:  # the first two touch memory for the first time
-                times[case.name].append(time.perf_counter() - start)
+            for _ in range(2):  # the first call meets the caches and the freed memory of another case: not counted
+                start = time.perf_counter()
+                carries[case.name] = jax.block_until_ready(compiled[case.name](carries[case.name], *case.args))
+                seconds_taken = time.perf_counter() - start
+            times[case.name].append(seconds_taken)
     base = cases[0].name
     return [
         Result(
@@ -73,7 +77,7 @@ def compare(cases: list[Case], rounds: int) -> list[Result]:
             float(np.median(times[case.name]) * 1e3),
             *np.quantile(np.array(times[case.name]) / np.array(times[base]), [0.5, 0.25, 0.75]).tolist(),
             float(np.median(seconds[case.name])),
-            float(np.median(np.array(seconds[case.name]) / np.array(seconds[base]))),
+            float(np.median(seconds[case.name]) / np.median(seconds[base])),
             compiled[case.name].as_text().count("\n"),
             compiled[case.name].memory_analysis().temp_size_in_bytes / 1e6,
         )

@@ -1,0 +1,252 @@
+"""Go on from another library's loss scaler, or hand over to it. None of them is imported.
+
+A GradScaler holds a configuration (`scaler.loss_scale`) and a state (`scaler.state`). To use them with an optimizer:
+
+    tx = jamp.loss_scaled(optax.adamw(1e-3), scaler.loss_scale)
+    opt_state = optax.tree.set(tx.init(params), loss_scale_state=scaler.state)
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._adaptive import AdaptiveLossScale, AdaptiveLossScaleState
+from jamp._checks import INT32_MAX, TINY
+from jamp._lookup import find_state
+from jamp._loss_scale import DynamicLossScale, LossScale
+from jamp._stats import LossScaleStats
+from jamp._transforms import LossScaledState
+from jamp.grad_scaler import GradScaler
+
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
+    """The scaler that goes on where a `torch.amp.GradScaler` stopped.
+
+    torch has neither a floor nor a ceiling, so the scaler gets `min_scale` of the smallest normal float32 and
+    `max_scale=math.inf`. It then gives torch's scale at every step, with one difference: where the growth interval was
+    lowered below the tracker, torch never grows again, and jamp grows at the next finite step.
+
+    Args:
+      state_dict: What `scaler.state_dict()` returned in torch.
+
+    Raises:
+      ValueError: If it is empty or lacks keys. The message names them.
+
+    Examples:
+      >>> import jamp
+      >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+      >>> scaler = jamp.interop.from_torch(saved | {"_growth_tracker": 7})
+      >>> float(scaler.get_scale()), int(scaler.state.growth_count)
+      (1024.0, 7)
+    """
+    if not state_dict:
+        raise ValueError(
+            "The state dict is empty: it comes from a disabled scaler. Use jamp.GradScaler(enabled=False)."
+        )
+    _check_keys(state_dict, _TORCH_KEYS, "state dict of torch's GradScaler")
+    return _dynamic(
+        scale=state_dict["scale"],
+        growth_count=state_dict["_growth_tracker"],
+        growth_factor=state_dict["growth_factor"],
+        backoff_factor=max(state_dict["backoff_factor"], TINY),  # torch accepts 0
+        growth_interval=state_dict["growth_interval"] or INT32_MAX,  # with 0, torch never grows
+        min_scale=TINY,
+        max_scale=math.inf,
+    )
+
+
+def to_torch(scaler: GradScaler) -> dict[str, Any]:
+    """The state dict that torch's `GradScaler.load_state_dict` accepts; empty for a disabled scaler.
+
+    torch knows no bounds and no hysteresis, so those are lost.
+
+    Args:
+      scaler: A scaler with a `DynamicLossScale`. It waits for the device.
+
+    Raises:
+      ValueError: If the scaler has another kind of loss scale.
+
+    Examples:
+      >>> import jamp
+      >>> jamp.interop.to_torch(jamp.GradScaler())["scale"]
+      65536.0
+    """
+    saved = scaler.state_dict()
+    if saved and not isinstance(scaler.loss_scale, DynamicLossScale):
+        raise ValueError(f"torch has a dynamic loss scale only, got {scaler.loss_scale!r}.")
+    return {key: saved[key] for key in _TORCH_KEYS if saved}
+
+
+def from_flax(dynamic_scale: Any) -> GradScaler:
+    """The scaler that goes on where a `flax.training.dynamic_scale.DynamicScale` stopped.
+
+    flax grows on the finite step after `growth_interval` of them, so the scaler's interval is one longer.
+
+    Args:
+      dynamic_scale: The `DynamicScale`; its attributes are read.
+
+    Examples:
+      >>> import types, jamp  # in place of flax's DynamicScale(), its attributes
+      >>> rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "minimum_scale": None}
+      >>> dynamic_scale = types.SimpleNamespace(**rule, scale=1024.0, fin_steps=7)
+      >>> jamp.interop.from_flax(dynamic_scale).loss_scale.growth_interval
+      2001
+    """
+    return _dynamic(
+        scale=dynamic_scale.scale,
+        growth_count=dynamic_scale.fin_steps,
+        growth_factor=dynamic_scale.growth_factor,
+        backoff_factor=dynamic_scale.backoff_factor,
+        growth_interval=dynamic_scale.growth_interval + 1,
+        min_scale=max(float(dynamic_scale.minimum_scale or 0.0), TINY),
+        max_scale=float(np.finfo(np.float32).max),
+    )
+
+
+def from_jmp(loss_scale: Any) -> GradScaler:
+    """The scaler that goes on where a `jmp.DynamicLossScale` stopped.
+
+    jmp loses its `min_loss_scale` in every pytree round trip; what it is at this moment is taken.
+
+    Args:
+      loss_scale: The `jmp.DynamicLossScale`; its attributes are read.
+
+    Examples:
+      >>> import types, jamp  # in place of jmp's DynamicLossScale, its attributes
+      >>> rule = {"period": 2000, "factor": 2, "min_loss_scale": 1.0}
+      >>> float(jamp.interop.from_jmp(types.SimpleNamespace(**rule, loss_scale=2.0**15, counter=7)).get_scale())
+      32768.0
+    """
+    return _dynamic(
+        scale=loss_scale.loss_scale,
+        growth_count=loss_scale.counter,
+        growth_factor=float(loss_scale.factor),
+        backoff_factor=1.0 / loss_scale.factor,
+        growth_interval=loss_scale.period,
+        min_scale=max(float(loss_scale.min_loss_scale), TINY),
+        max_scale=math.inf,
+    )
+
+
+def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
+    """The state of MindFormers' adaptive loss scale.
+
+    Args:
+      parameters: The six parameters of `AdaptiveLossScaleUpdateCell` by name, and `scale_sense`, which the train-step
+        cell owns: `scale_window`, `list_index`, `scale_window_up_count`, `scale_window_down_count`,
+        `current_iterator_step`, `last_overflow_iterator_step`.
+
+    Returns:
+      The state for an `AdaptiveLossScale` with the same window list.
+
+    Raises:
+      ValueError: If a parameter is missing. The message names it.
+
+    Examples:
+      >>> import jamp
+      >>> state = jamp.AdaptiveLossScale().init()
+      >>> int(jamp.interop.from_mindformers(jamp.interop.to_mindformers(state)).steps_since_change)
+      1
+    """
+    _check_keys(
+        parameters, to_mindformers(AdaptiveLossScale().init()), "parameters of MindFormers' adaptive loss scale"
+    )
+    number = {name: np.asarray(x).item() for name, x in parameters.items()}
+    counts = (
+        number["list_index"],
+        number["scale_window_up_count"],
+        number["scale_window_down_count"],
+        number["current_iterator_step"] - number["last_overflow_iterator_step"],
+    )
+    return AdaptiveLossScaleState(
+        jnp.array(number["scale_sense"], jnp.float32), *(jnp.array(x, jnp.int32) for x in counts)
+    )
+
+
+def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale()) -> dict[str, Any]:
+    """MindFormers' six parameters and `scale_sense`, the inverse of `from_mindformers`.
+
+    MindFormers counts steps from the start and uses only the difference of its two counts: the second is given as 0.
+
+    Args:
+      tree: A state of an `AdaptiveLossScale`, or any pytree that holds exactly one. It waits for the device.
+      loss_scale: Its configuration, for the length of the window.
+
+    Raises:
+      ValueError: If the tree holds no loss-scale state or several.
+
+    Examples:
+      >>> import jamp
+      >>> jamp.interop.to_mindformers(jamp.AdaptiveLossScale().init())["scale_window"]
+      20
+    """
+    state = jax.tree.map(lambda x: x.item(), jax.device_get(find_state(tree)))
+    return {
+        "scale_sense": state.loss_scale,
+        "scale_window": 1 if state.window_index < 0 else loss_scale.window_list[state.window_index],
+        "list_index": state.window_index,
+        "scale_window_up_count": state.up_count,
+        "scale_window_down_count": state.down_count,
+        "current_iterator_step": state.steps_since_change,
+        "last_overflow_iterator_step": 0,
+    }
+
+
+def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale()) -> LossScaledState:
+    """The state of `jamp.loss_scaled(tx, loss_scale)` that goes on with the state of the plain `tx`.
+
+    Args:
+      opt_state: A state of `tx`, such as one restored from a checkpoint.
+      loss_scale: The loss scale, which starts anew.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> opt_state = optax.adam(0.1).init(jnp.ones(3))
+      >>> float(jamp.get_loss_scale(jamp.interop.wrap_state(opt_state)))
+      65536.0
+    """
+    state = loss_scale.init()
+    return LossScaledState(state, LossScaleStats.init(state.loss_scale), jnp.array(True), opt_state)
+
+
+def unwrap_state(tree: Any) -> Any:
+    """The plain optimizer's state in that of `jamp.loss_scaled`.
+
+    Args:
+      tree: A state of `jamp.loss_scaled`, or a pytree with one.
+
+    Returns:
+      The tree with the inner state in place of the loss-scaled one.
+
+    Raises:
+      ValueError: If the tree holds no loss-scaled state.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = optax.sgd(0.1)
+      >>> jamp.interop.unwrap_state(jamp.loss_scaled(tx).init(jnp.ones(3))) == tx.init(jnp.ones(3))
+      True
+    """
+    is_wrapped = lambda x: isinstance(x, LossScaledState)
+    if not any(is_wrapped(x) for x in jax.tree.leaves(tree, is_leaf=is_wrapped)):
+        raise ValueError(f"Expected the state of `jamp.loss_scaled`, found none in this {type(tree).__name__}.")
+    return jax.tree.map(lambda x: x.inner_state if is_wrapped(x) else x, tree, is_leaf=is_wrapped)
+
+
+def _dynamic(scale: Any, growth_count: Any, **config: Any) -> GradScaler:
+    scale = float(scale)
+    # A scale that fell to 0 has ended the training; it starts again from the floor.
+    scaler = GradScaler(DynamicLossScale(init_scale=config["min_scale"] if scale == 0 else scale, **config))
+    return scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(growth_count)})
+
+
+def _check_keys(mapping: Mapping[str, Any], keys: Sequence[str] | Mapping[str, Any], what: str) -> None:
+    missing = [key for key in keys if key not in mapping]
+    if missing:
+        raise ValueError(f"This is no {what}: it lacks {', '.join(missing)} and has {', '.join(map(str, mapping))}.")
