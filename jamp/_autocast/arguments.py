@@ -1,0 +1,86 @@
+"""What a transformed function is called with and returns: arrays to trace, and all the rest."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
+
+
+class Call:
+    """One call of a function: its arguments taken apart, its results put together.
+
+    Arrays are traced. Python numbers, flags and all other leaves stay what they are, so that a function can branch on
+    them. A mutable box of arrays (a Flax NNX `Variable`: a pytree with `get_value` and `set_value`) is one object for
+    the function however often it is passed, and gets what the function puts into it.
+
+    Attributes:
+      leaves: The arrays.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        nodes, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_box)
+        self._boxes = list({id(x): x for x in nodes if _is_box(x)}.values())
+        self._structures: list[Any] = [jax.tree.structure(box) for box in self._boxes]
+        self._nodes = nodes
+        self._arrays = [i for i, x in enumerate(nodes) if isinstance(x, (jax.Array, np.ndarray, np.generic))]
+        self._in_boxes = [x for box in self._boxes for x in jax.tree.leaves(box)]
+        self.leaves = [nodes[i] for i in self._arrays] + self._in_boxes
+        self._result: Any = None
+        self._changed: list[int] = []
+
+    def traceable(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
+        """`fun` as a function of `leaves` that returns a list of arrays, new values of boxes last."""
+
+        def traced(*leaves: Any) -> list[Any]:
+            nodes = list(self._nodes)
+            for i, x in zip(self._arrays, leaves, strict=False):
+                nodes[i] = x
+            boxes, rest = {}, list(leaves[len(self._arrays) :])
+            for box, structure in zip(self._boxes, self._structures, strict=True):
+                boxes[id(box)] = jax.tree.unflatten(structure, rest[: structure.num_leaves])
+                rest = rest[structure.num_leaves :]
+            nodes = [boxes.get(id(x), x) for x in nodes]
+            args, kwargs = jax.tree.unflatten(self._tree, nodes)
+            results, self._result = _flatten_result(fun, fun(*args, **kwargs))
+            held = [jax.tree.leaves(boxes[id(box)]) for box in self._boxes]
+            given = leaves[len(self._arrays) :]
+            after = [x for values in held for x in values]
+            if len(after) != len(given):
+                raise ValueError(f"{_name(fun)} changed the structure of a Variable, which autocast cannot trace.")
+            self._changed = [i for i, (x, y) in enumerate(zip(given, after, strict=True)) if x is not y]
+            return [*results, *(after[i] for i in self._changed)]
+
+        return traced
+
+    def finish(self, values: Sequence[Any]) -> Any:
+        """The function's result, after its boxes have got their new values."""
+        n = self._result.num_leaves
+        new = dict(zip(self._changed, values[n:], strict=True))
+        start = 0
+        for box, structure in zip(self._boxes, self._structures, strict=True):
+            mine = range(start, start + structure.num_leaves)
+            start = mine.stop
+            if any(i in new for i in mine):
+                box.set_value(jax.tree.unflatten(structure, [new.get(i, self._in_boxes[i]) for i in mine]).get_value())
+        return jax.tree.unflatten(self._result, values[:n])
+
+
+def _is_box(x: Any) -> bool:
+    return hasattr(type(x), "get_value") and hasattr(type(x), "set_value")
+
+
+def _flatten_result(fun: Callable[..., Any], result: Any) -> tuple[list[Any], Any]:
+    flat, tree = tree_flatten_with_path(result)
+    for path, x in flat:
+        if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            raise TypeError(
+                f"{_name(fun)} returns {type(x).__name__} {x!r} at result{keystr(path)}, which cannot be traced. Under "
+                "autocast a function may return arrays and numbers, and pytrees of them."
+            )
+    return [x for _, x in flat], tree
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return str(getattr(fun, "__name__", fun))

@@ -1,0 +1,243 @@
+"""Decide the dtype of every value of a jaxpr, before anything is evaluated.
+
+A value is *low* where it was traced as float32 and is computed in the compute dtype; every other value has the dtype
+it was traced with. So a plan follows from the jaxpr alone, and each piece of a jaxpr is planned once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jamp import _jaxpr
+from jamp._autocast.origins import Atom, Origins
+from jamp._autocast.rules import COMPUTE, WIDEST
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+FULL_PRECISION = "jamp.full_precision"
+# What becomes of an equation that no rule decides.
+ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """What is known of the input of a jaxpr: is it low, a constant, a parameter (an input of the whole, reshaped)?"""
+
+    low: bool = False
+    constant: Any = None
+    parameter: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What was decided about one equation: by which rule, what it reads and writes, what was entered."""
+
+    eqn: JaxprEqn
+    category: str
+    key: str
+    reads: tuple[Atom, ...]
+    writes: tuple[Var, ...]
+    bodies: tuple[Body, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the equation is not run as it was traced."""
+        pairs = zip((*self.reads, *self.writes), (*self.eqn.invars, *self.eqn.outvars), strict=True)
+        return any(new is not old for new, old in pairs) or any(body.changed for body in self.bodies)
+
+
+class Planner:
+    """The compute dtype and the rules, and the bodies planned so far."""
+
+    def __init__(self, compute_dtype: Any, rules: Mapping[str, tuple[str, str]]):
+        self.compute_dtype = np.dtype(compute_dtype)
+        self.rules = rules
+        self._bodies: dict[Any, Body] = {}
+        to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, self.compute_dtype))(np.float32(0)).eqns[0]
+        to_float32 = to_low.replace(params={**to_low.params, "new_dtype": np.dtype(np.float32)})
+        self._converts = {True: to_low, False: to_float32}
+
+    def body(self, closed: ClosedJaxpr, inputs: Sequence[Input]) -> Body:
+        """The plan of a jaxpr for what is known of its inputs."""
+        key = id(closed.jaxpr), tuple((x.low, repr(x.constant), x.parameter) for x in inputs)
+        if key not in self._bodies:
+            self._bodies[key] = Body(self, closed, inputs)  # It holds the jaxpr, whose id therefore stays its own.
+        return self._bodies[key]
+
+    def convert(self, source: Var, target: Var, low: bool) -> JaxprEqn:
+        """The equation that casts one variable to another."""
+        return self._converts[low].replace(invars=[source], outvars=[target])
+
+    @functools.cache  # noqa: B019
+    def broadcast(self, aval: Any, shape: tuple[int, ...]) -> JaxprEqn:
+        """The equation that broadcasts the trailing axes of an array."""
+        axes = range(len(shape) - len(aval.shape), len(shape))
+        return jax.make_jaxpr(lambda x: lax.broadcast_in_dim(x, shape, axes))(aval).eqns[0]
+
+    def holds(self, constant: Any) -> bool:
+        """Whether the compute dtype holds a constant, to within its rounding."""
+        with np.errstate(all="ignore"):
+            wide, low = np.float64(constant), np.float64(np.asarray(constant).astype(self.compute_dtype))
+            error = abs(low - wide) <= float(jnp.finfo(self.compute_dtype).eps) * abs(wide)
+        return bool(error) or np.array_equal(wide, low, equal_nan=True)
+
+
+class Body:
+    """A jaxpr, planned.
+
+    Attributes:
+      closed: The jaxpr at its traced dtypes.
+      inputs: The variables to bind the arguments to.
+      pieces: What to evaluate in turn: lists of equations to run as they are, and steps to enter.
+      outputs: Where the outputs are found.
+      low: Whether each output is low.
+      changed: Whether anything is not as it was traced.
+      steps: Every decision, for the report.
+      traced: The jaxpr at its planned dtypes, where the interpreter has needed it.
+    """
+
+    def __init__(self, planner: Planner, closed: ClosedJaxpr, inputs: Sequence[Input]):
+        self.planner, self.closed = planner, closed
+        self.traced: ClosedJaxpr | None = None
+        self.steps: list[Step] = []
+        self.pieces: list[list[JaxprEqn] | Step] = []
+        self._homes: dict[tuple[Var, bool], Var] = {}  # Where a value is found in each of the two dtypes.
+        self._low: set[Var] = set()
+        self._origins = Origins(self.is_low, planner.rules)
+        consts = [Input(parameter=True)] * len(closed.jaxpr.constvars)
+        for v, known in zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *inputs], strict=True):
+            self._define(v, known.low)
+            if known.constant is not None:
+                self._origins.constants[v] = known.constant
+            elif known.parameter and _is_float32(v):
+                self._origins.parameters[v] = v.aval.size
+        self.inputs = [self._read(v, self.is_low(v)) for v in closed.jaxpr.invars]
+        for eqn in closed.jaxpr.eqns:
+            self._plan(eqn)
+        self.low = [self.is_low(v) for v in closed.jaxpr.outvars]
+        self.outputs = [self._read(v, self.is_low(v)) for v in closed.jaxpr.outvars]
+        self.changed = any(self.low) or any(step.changed for step in self.steps)
+
+    def is_low(self, atom: Atom) -> bool:
+        """Whether a value, where it is defined, is low."""
+        return not _jaxpr.is_literal(atom) and atom in self._low
+
+    def _plan(self, eqn: JaxprEqn) -> None:
+        if FULL_PRECISION in str(eqn.source_info.name_stack):
+            self._add(eqn, REGION, FULL_PRECISION)
+        elif eqn.primitive.name in _jaxpr.CONSTRUCTS and eqn.primitive.name not in self.planner.rules:
+            self._enter(eqn)
+        else:
+            key = self._origins.rule(eqn)
+            category = self.planner.rules[key][0] if key in self.planner.rules else NO_RULE
+            self._add(eqn, category, key, low=self._runs_low(eqn, category))
+        self._origins.follow(eqn)
+
+    def _runs_low(self, eqn: JaxprEqn, category: str) -> bool:
+        floats = [v for v in eqn.invars if _is_float32(v)]
+        if category == COMPUTE:
+            others = {_dtype(v) for v in eqn.invars if jnp.issubdtype(_dtype(v), np.inexact)}
+            return bool(floats) and others <= {np.dtype(np.float32), self.planner.compute_dtype}
+        voters = [v for v in floats if self._origins.constant(v) is None]
+        constants = [self._origins.constant(v) for v in floats if self._origins.constant(v) is not None]
+        return (
+            category == WIDEST
+            and bool(voters)
+            and all(map(self.is_low, voters))
+            and all(map(self.planner.holds, constants))
+        )
+
+    def _enter(self, eqn: JaxprEqn) -> None:
+        inner = _jaxpr.bodies(eqn)
+        if inner is None:
+            return self._add(eqn, NOT_ENTERED, eqn.primitive.name)
+        name, carry = eqn.primitive.name, _jaxpr.carry(eqn)
+        # A carry keeps its traced dtypes, and is another value at every step.
+        known = [Input() if i in carry else self._known(v) for i, v in enumerate(eqn.invars)]
+        bodies = tuple(
+            self.planner.body(closed, [known[i] for i in operands])
+            for closed, operands in zip(inner, _jaxpr.body_operands(eqn), strict=True)
+        )
+        if not any(body.changed for body in bodies):
+            return self._add(eqn, ENTERED, name, bodies=bodies)
+        low = [i >= len(carry) and all(body.low[i] for body in bodies) for i in range(len(eqn.outvars))]
+        reads = tuple(self._read(v, x.low) for v, x in zip(eqn.invars, known, strict=True))
+        writes = tuple(self._define(v, is_low) for v, is_low in zip(eqn.outvars, low, strict=True))
+        step = Step(eqn, ENTERED, name, reads, writes, bodies)
+        self.steps.append(step)
+        self.pieces.append(step)
+        return None
+
+    def _known(self, atom: Atom) -> Input:
+        return Input(self.is_low(atom), self._origins.constant(atom), self._origins.is_parameter(atom))
+
+    def _add(self, eqn: JaxprEqn, category: str, key: str, low: bool = False, bodies: tuple[Body, ...] = ()) -> None:
+        """Plan to run an equation as it is, its float32 operands and results all low or none."""
+        operands = [self._broadcast(v, eqn.outvars[0].aval) for v in eqn.invars] if key == "add[bias]" else eqn.invars
+        reads = tuple(self._read(v, low) if _is_float32(v) else v for v in operands)
+        writes = tuple(self._define(v, low and _is_float32(v)) for v in eqn.outvars)
+        params = {k: self._lowered(p) for k, p in eqn.params.items()} if low else eqn.params
+        self._equations().append(eqn.replace(invars=list(reads), outvars=list(writes), params=params))
+        self.steps.append(Step(eqn, category, key, reads, writes, bodies))
+
+    def _broadcast(self, bias: Atom, aval: Any) -> Atom:
+        """A bias in the shape of the product it is added to: cast after that, its gradient is summed in float32."""
+        if bias.aval.shape == aval.shape or not aval.sharding.mesh.empty:
+            return bias
+        wide = _jaxpr.core().Var(aval)
+        self._equations().append(self.planner.broadcast(bias.aval, aval.shape).replace(invars=[bias], outvars=[wide]))
+        self._define(wide, low=False)
+        return wide
+
+    def _lowered(self, param: Any) -> Any:
+        """A parameter that names float32 (preferred_element_type, new_dtype) names the compute dtype instead."""
+        is_float32 = isinstance(param, (np.dtype, type)) and param == np.dtype(np.float32)
+        return self.planner.compute_dtype if is_float32 else param
+
+    def _equations(self) -> list[JaxprEqn]:
+        if not self.pieces or isinstance(self.pieces[-1], Step):
+            self.pieces.append([])
+        last = self.pieces[-1]
+        assert isinstance(last, list)
+        return last
+
+    def _define(self, v: Var, low: bool) -> Var:
+        """A new value, low or as traced."""
+        if low:
+            self._low.add(v)
+        self._homes[v, low] = _jaxpr.core().Var(_low_aval(v.aval, self.planner)) if low else v
+        return self._homes[v, low]
+
+    def _read(self, atom: Atom, low: bool) -> Atom:
+        """A value in one of its two dtypes. It is cast where the other one is first needed, and only once."""
+        if _jaxpr.is_literal(atom):
+            if not low:
+                return atom
+            value = np.asarray(atom.val).astype(self.planner.compute_dtype)
+            return _jaxpr.core().Literal(value, _low_aval(atom.aval, self.planner))
+        if (atom, low) not in self._homes:
+            target = _jaxpr.core().Var(_low_aval(atom.aval, self.planner) if low else atom.aval)
+            self._equations().append(self.planner.convert(self._homes[atom, not low], target, low))
+            self._homes[atom, low] = target
+        return self._homes[atom, low]
+
+
+def _low_aval(aval: Any, planner: Planner) -> Any:
+    return aval.update(dtype=planner.compute_dtype, weak_type=False)
+
+
+def _dtype(atom: Atom) -> Any:
+    return atom.aval.dtype if isinstance(atom.aval, jax.core.ShapedArray) else None
+
+
+def _is_float32(atom: Atom) -> bool:
+    return bool(_dtype(atom) == np.dtype(np.float32))

@@ -1,0 +1,137 @@
+"""The function transformations: autocast and full_precision."""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jamp import _jaxpr
+from jamp._autocast.arguments import Call
+from jamp._autocast.interpreter import run
+from jamp._autocast.plan import FULL_PRECISION, Body, Input, Planner
+from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def autocast(
+    fun: Callable[P, R], compute_dtype: DTypeLike = jnp.float16, *, rules: Mapping[str, str] | None = None
+) -> Callable[P, R]:
+    """Run the matrix products of a function in 16 bit and what needs the digits in float32, operation by operation.
+
+    `fun` is traced, and each of its operations gets float32 operands cast by its category: *compute* operations
+    (matrix products, convolutions) to the compute dtype; *float32* operations (exponentials, sums, quotients, and
+    whatever has no rule) back to float32; *widest* operations run in 16 bit where all operands are. Values that are
+    float64, complex, integer, or already 16 bit are left alone. It enters jit, scan, while, cond, remat, shard_map,
+    and functions with custom derivatives; what it does not enter runs as it was traced. docs/autocast.md has the
+    table, and `autocast_report` shows what was decided.
+
+    Args:
+      fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
+        traced.
+      compute_dtype: float16 or bfloat16.
+      rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
+        as `{"scan": "float32"}`, keeps autocast out of it.
+
+    Returns:
+      A function like `fun`, whose results have the structure, shapes, dtypes and weak types that those of `fun` have.
+      Gradients with respect to float32 arguments are float32. To be used before or after `jax.grad`, `jit`, `vmap`,
+      `scan` and `remat`; outside `jit` it is traced at every call.
+
+    Raises:
+      ValueError: If the compute dtype is not a 16-bit float, or a rule is for an unknown primitive or category.
+      TypeError: When called, if `fun` returns what cannot be traced.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> loss = jamp.autocast(lambda w, x: jnp.mean((x @ w) ** 2))
+      >>> jax.grad(loss)(jnp.ones((2, 2)), jnp.ones((3, 2))).dtype
+      dtype('float32')
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are those of
+      `torch.autocast`.
+    """
+    trace_plan = planned(fun, compute_dtype, rules)
+
+    @functools.wraps(fun)
+    def with_casts(*args: Any, **kwargs: Any) -> Any:
+        call, body = trace_plan(args, kwargs)
+        return call.finish(run(body, call.leaves, [False] * len(body.low)))
+
+    return with_casts
+
+
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that autocast does not touch: a loss, an attention softmax, a kernel.
+
+    Args:
+      fun: Any function. It may be a method of a module, and may be called inside a model.
+
+    Returns:
+      The same function. Under `autocast`, all that it computes, and the backward pass of it, keeps the dtypes it was
+      traced with; what reaches it in 16 bit is cast back first. Without `autocast` nothing changes.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> logits = jamp.full_precision(jnp.matmul)
+      >>> float(jamp.autocast(lambda x: logits(x, x))(jnp.float32([[300.0]]))[0, 0])
+      90000.0
+    """
+
+    @functools.wraps(fun)
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A name scope is what a traced operation remembers of where it came from, through every transformation.
+        with jax.named_scope(FULL_PRECISION):
+            return fun(*args, **kwargs)
+
+    return marked
+
+
+def planned(
+    fun: Callable[..., Any], compute_dtype: DTypeLike, rules: Mapping[str, str] | None
+) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Body]]:
+    """The function that traces a call of `fun` and plans it."""
+    dtype, table = _check_dtype(compute_dtype), _merge(rules or {})
+
+    def trace_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Body]:
+        call = Call(args, kwargs)
+        closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
+        return call, Planner(dtype, table).body(closed, [Input(parameter=True)] * len(call.leaves))
+
+    return trace_plan
+
+
+def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    checked = jnp.dtype(dtype)
+    if checked in (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)):
+        return checked
+    why = "."
+    if jnp.issubdtype(checked, jnp.floating) and checked.itemsize == 1:
+        why = (
+            ": float8 values need a scale for each tensor, which a cast does not have. Use float8 matrix products that "
+            "carry their scales (flax.linen.fp8_ops), and autocast the rest to bfloat16."
+        )
+    raise ValueError(f"compute_dtype must be float16 or bfloat16, got {checked}{why}")
+
+
+def _merge(rules: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The table with a user's rules in it. A rule for a primitive covers the special cases of it."""
+    for name, category in rules.items():
+        if category not in CATEGORIES:
+            raise ValueError(f"The rule for {name!r} must be one of {', '.join(CATEGORIES)}, got {category!r}.")
+        known = {*RULES, *(key.split("[")[0] for key in RULES), *_jaxpr.CONSTRUCTS, *_jaxpr.primitive_names()}
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else " The keys are names of JAX primitives."
+            raise ValueError(f"There is no operation {name!r} to give a rule.{hint}")
+        if name in _jaxpr.CONSTRUCTS and category != FLOAT32:
+            raise ValueError(f"{name!r} is entered, or with the rule 'float32' is not; got {category!r}.")
+    kept = {key: rule for key, rule in RULES.items() if key.split("[")[0] not in rules}
+    return kept | {name: (category, "a rule of yours") for name, category in rules.items()}
