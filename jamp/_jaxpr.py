@@ -104,7 +104,8 @@ CONSTRUCTS = frozenset(_LAYOUTS)
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     """The jaxprs that a construct evaluates, in the order of `_LAYOUTS`; None where it cannot be entered."""
     params = eqn.params
-    is_plain = all(jnp.issubdtype(getattr(v.aval, "dtype", None), jnp.inexact) for v in eqn.outvars)
+    results: list[Any] = avals(eqn.outvars)
+    is_plain = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in results if hasattr(aval, "dtype"))
     if "symbolic_zeros" in params and (params["symbolic_zeros"] or not is_plain):
         return None  # A custom rule that asks which tangents are zero, or that has integer results.
     if not any(set(params) == set(layout.split()) for layout in _LAYOUTS.get(eqn.primitive.name, ())):
