@@ -104,10 +104,6 @@ CONSTRUCTS = frozenset(_LAYOUTS)
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     """The jaxprs that a construct evaluates, in the order of `_LAYOUTS`; None where it cannot be entered."""
     params = eqn.params
-    results: list[Any] = avals(eqn.outvars)
-    is_plain = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in results if hasattr(aval, "dtype"))
-    if "symbolic_zeros" in params and (params["symbolic_zeros"] or not is_plain):
-        return None  # A custom rule that asks which tangents are zero, or that has integer results.
     if not any(set(params) == set(layout.split()) for layout in _LAYOUTS.get(eqn.primitive.name, ())):
         return None
     names = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr")
@@ -115,7 +111,11 @@ def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in inner)
     # A body that reads or writes a Ref has inputs that are no arrays.
     types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
-    return closed if all(isinstance(x, jax.core.ShapedArray) for x in types) else None
+    if not all(isinstance(x, jax.core.ShapedArray) for x in types):
+        return None
+    # A custom rule may ask which tangents are zero, and an integer result has a tangent of its own dtype.
+    is_plain = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in closed[0].out_avals)
+    return None if "symbolic_zeros" in params and (params["symbolic_zeros"] or not is_plain) else closed
 
 
 def body_operands(eqn: JaxprEqn) -> list[list[int]]:
