@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -158,10 +159,10 @@ def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> tuple[JaxprEqn, Sequence[Any]
     return eqn.replace(params={**eqn.params, "jaxpr": opened}), body.consts
 
 
-def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """One equation on values of any dtypes it can take."""
+def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """One equation on values of any dtypes that it takes; `results` are the types of what it gives."""
     inputs = [core().Var(jax.typeof(x)) for x in args]
-    outputs = [core().Var(v.aval) for v in eqn.outvars]
+    outputs = [core().Var(aval) for aval in results]
     env: Env = dict(zip(inputs, args, strict=True))
     evaluate([eqn.replace(invars=inputs, outvars=outputs)], env, lambda v: True)
     return [env[v] for v in outputs]
@@ -169,8 +170,8 @@ def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
 
 def weaken(x: Any) -> Any:
     """A value with a weak type: what a Python scalar gets when it is traced, and no public function gives an array."""
-    eqn = jax.make_jaxpr(lambda y: jax.lax.convert_element_type(y, x.dtype))(False).eqns[0]
-    return bind(eqn.replace(params={**eqn.params, "weak_type": True}), [x])[0]
+    eqn = jax.make_jaxpr(lambda y: jax.lax.convert_element_type(y, x.dtype))(np.uint8(0)).eqns[0]
+    return bind(eqn.replace(params={**eqn.params, "weak_type": True}), [x], [jax.typeof(x)])[0]
 
 
 def primitive_names() -> frozenset[str]:

@@ -30,8 +30,11 @@ def dtypes(fun, *args, names):
     return {v.aval.dtype for eqn in found for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
 
 
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
 def products(fun, *args):
-    return dtypes(fun, *args, names=("dot_general", "conv_general_dilated"))
+    return dtypes(fun, *args, names=PRODUCTS)
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -59,11 +62,8 @@ def test_matrix_products_have_16_bit_operands_forward_and_backward(dtype):
     ],
 )
 def test_every_way_to_write_a_product_has_16_bit_operands_and_results(fun):
-    assert products(jamp.autocast(fun), normal(4, 4)) == {F16}
-
-
-def names_of(category):
-    return {key for key, (its, _) in RULES.items() if its == category and "[" not in key}
+    found = [e for e in equations(jax.make_jaxpr(jamp.autocast(fun))(normal(4, 4))) if e.primitive.name in PRODUCTS]
+    assert [v.aval.dtype for e in found for v in (*e.invars, *e.outvars)] == [F16] * 3
 
 
 UNARY = {
@@ -374,6 +374,35 @@ def test_autocast_comes_before_or_after_other_transformations(wrap, batched):
         for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
             assert a.dtype == b.dtype
             assert jnp.linalg.norm(a - b) < 2e-2 * jnp.linalg.norm(b)
+
+
+def test_jax_checks_pass_on_every_value():
+    """`jax.enable_checks` compares each value with the type that its variable has."""
+
+    def loss(w, b, x):
+        x = jax.checkpoint(lambda x: jax.nn.relu(x @ w + b))(x)
+        x, _ = lax.scan(lambda c, _: (c @ w, None), x, None, length=2)
+        return jnp.sum(jax.nn.softmax(lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x * 2, x)))
+
+    with jax.enable_checks(True):
+        assert jax.jit(jax.grad(jamp.autocast(loss)))(normal(4, 4), jnp.ones(4), normal(4, 4)).dtype == F32
+
+
+def test_arrays_that_are_sharded_in_their_types_keep_their_sharding():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    fun = lambda w, b, x: lax.scan(lambda c, _: (jax.nn.relu(c @ w + b), None), x, None, length=2)[0]
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(4, 4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i", None)))
+        args = normal(4, 4), jnp.ones(4), x
+        assert jax.jit(jamp.autocast(fun))(*args).sharding == jax.jit(fun)(*args).sharding
+        assert jax.jit(jax.grad(lambda *a: jamp.autocast(fun)(*a).sum()))(*args).dtype == F32
+
+
+def test_shapes_may_be_symbolic():
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 4"), F32)
+    fun = jax.jit(jamp.autocast(lambda x, w, b: jax.nn.relu(x @ w + b)))
+    exported = jax.export.export(fun)(rows, normal(4, 4), jnp.ones(4))
+    assert exported.call(normal(3, 4), normal(4, 4), jnp.ones(4)).shape == (3, 4)
 
 
 def test_it_is_compiled_once_and_ahead_of_time():

@@ -127,4 +127,4 @@ def test_the_text_is_a_table_with_aligned_columns():
     assert moves == "... and 2 rows of operations that only move data, in `.rows`"
     starts = [header.index(name) for name in header.split()]
     assert all(line[start - 1] == " " != line[start] for line in lines for start in starts[1:])
-    assert str(jamp.autocast_report(lambda x: x)(1.0)).startswith("autocast to float16: no floating operations")
+    assert str(jamp.autocast_report(lambda x: x)(1.0)).startswith("autocast to float16: no FLOPs counted")

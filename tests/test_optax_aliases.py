@@ -16,6 +16,7 @@ from jax import lax
 import jamp
 
 SGD = optax.sgd(0.1, momentum=0.9)
+SCHEDULE = optax.linear_schedule(0.1, 0.01, 4)
 
 # What a required parameter of that name is given. The cases are found, not listed: see `factories`.
 BY_NAME = {
@@ -120,7 +121,8 @@ def make(name: str) -> Any:
     arguments = {k: v for k, v in given.items() if k in parameters}
     for p in parameters.values():
         if p.default is p.empty and p.name not in arguments:
-            arguments[p.name] = BY_NAME[p.name]
+            scheduled = p.name == "learning_rate" and "Callable" in str(p.annotation)
+            arguments[p.name] = SCHEDULE if scheduled else BY_NAME[p.name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # an optimizer that optax will replace is one until then
         return FACTORIES[name](**arguments)

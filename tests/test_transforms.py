@@ -1,5 +1,6 @@
 """The contract of `loss_scaled`: what it composes with, what it keeps, what it refuses, and what NoOp compiles to."""
 
+import functools
 import re
 from collections import Counter
 from typing import Any, NamedTuple
@@ -245,6 +246,61 @@ def test_runs_in_a_scan(dtype):
     assert finite.tolist() == [True, False, True]
     run(*carry)
     assert run._cache_size() == 1
+
+
+def test_runs_under_ahead_of_time_lowering_and_eval_shape():
+    tx, params = jamp.loss_scaled(optax.adamw(SCHEDULE)), make_params()
+    state = tx.init(params)
+    shapes = jax.eval_shape(tx.update, GOOD, state, params)
+    compiled = jax.jit(tx.update).lower(*jax.eval_shape(lambda: (GOOD, state, params))).compile()
+    for grads in (GOOD, BAD):
+        out = compiled(grads, state, params)
+        assert avals(out) == avals(shapes)
+        state = out[1]
+    assert int(state.inner_state[0].count) == 1
+
+
+def test_runs_under_remat_and_grad_of_grad():
+    tx, params = jamp.loss_scaled(optax.adam(0.1, eps=0.1)), make_params()
+
+    def loss_after(step, params):
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(step(params)))
+
+    def step(params):
+        grads = jax.grad(lambda p: sum(jnp.sum((x - 2) ** 2) for x in jax.tree.leaves(p)))(params)
+        return optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+
+    plain = jax.jit(jax.grad(functools.partial(loss_after, step)))(params)
+    remat = jax.jit(jax.grad(functools.partial(loss_after, jax.checkpoint(step))))(params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), remat, plain)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_runs_without_any_implicit_promotion(dtype, strict):
+    with jax.numpy_rank_promotion("raise"):
+        tx, params = jamp.loss_scaled(optax.trace(0.9)), make_params(dtype)
+        for update in (tx.update, jax.jit(tx.update)):
+            _, state = update(BAD, tx.init(params), params)
+            update(GOOD, state, params)
+
+
+def test_runs_without_jit_and_leaks_no_tracer():
+    tx, params = jamp.loss_scaled(optax.adam(0.1)), make_params()
+    with jax.checking_leaks():
+        updates, _ = jax.jit(tx.update)(GOOD, tx.init(params), params)
+    with jax.disable_jit():
+        without, state = tx.update(GOOD, tx.init(params), params)
+        skipped, _ = tx.update(BAD, state, params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), without, updates)
+    assert not any(np.any(x) for x in jax.tree.leaves(skipped))
+
+
+def test_state_restored_as_numpy_arrays_goes_on():
+    tx, params = jamp.loss_scaled(optax.adamw(SCHEDULE)), make_params()
+    _, state = tx.update(GOOD, tx.init(params), params)
+    restored = jax.tree.map(np.asarray, state)
+    for grads in (GOOD, BAD):
+        assert bits(tx.update(grads, restored, params)) == bits(tx.update(grads, state, params))
 
 
 def test_vmap_keeps_one_scaler_per_replica():

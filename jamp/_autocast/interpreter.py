@@ -58,7 +58,7 @@ def _traced(body: Body) -> ClosedJaxpr:
 def _call(step: Step, args: Sequence[Any]) -> Sequence[Any]:
     """A jit or remat call: the same call of another body, so that shardings, policy and the rest stay."""
     eqn, consts = _jaxpr.with_body(step.eqn, _traced(step.bodies[0]))
-    return _jaxpr.bind(eqn, [*consts, *args])
+    return _jaxpr.bind(eqn, [*consts, *args], _jaxpr.avals(step.writes))
 
 
 def _scan(step: Step, args: Sequence[Any]) -> Sequence[Any]:
@@ -193,7 +193,7 @@ def _of(eqn: JaxprEqn, operands: Sequence[Any], moving: Sequence[int]) -> Callab
 
     def original(*values: Any) -> list[Any]:
         given = dict(zip(moving, values, strict=True))
-        return _jaxpr.bind(eqn, [given.get(i, x) for i, x in enumerate(operands)])
+        return _jaxpr.bind(eqn, [given.get(i, x) for i, x in enumerate(operands)], _jaxpr.avals(eqn.outvars))
 
     return original
 

@@ -25,13 +25,14 @@ class Origins:
 
     Attributes:
       constants: The values of arrays that are filled with one constant.
-      parameters: The sizes of inputs of the whole function, before they were reshaped or broadcast.
+      parameters: The shapes, without axes of length 1, of inputs of the whole function before they were reshaped or
+        broadcast.
       products: Matrix products and convolutions in the compute dtype, and sums of them, as yet without a bias.
     """
 
     def __init__(self, is_low: Callable[[Atom], bool], rules: Collection[str]):
         self.constants: dict[Atom, Any] = {}
-        self.parameters: dict[Atom, int] = {}
+        self.parameters: dict[Atom, tuple[int, ...]] = {}
         self.products: set[Atom] = set()
         self._is_low, self._rules = is_low, rules
 
@@ -82,7 +83,13 @@ class Origins:
 
     def _is_bias(self, product: Atom, bias: Atom) -> bool:
         """Whether a parameter is broadcast and added to a product."""
-        return self._is_product(product) and self.is_parameter(bias) and self.parameters[bias] < product.aval.size
+        is_pair = self._is_product(product) and self.is_parameter(bias)
+        return is_pair and self.parameters[bias] != without_ones(product.aval.shape)
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its axes of length 1."""
+    return tuple(n for n in shape if n != 1)
 
 
 def _is_explicit(precision: Any) -> bool:

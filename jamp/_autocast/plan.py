@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jamp import _jaxpr
-from jamp._autocast.origins import Atom, Origins
+from jamp._autocast.origins import Atom, Origins, without_ones
 from jamp._autocast.rules import COMPUTE, WIDEST
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Body:
             if known.constant is not None:
                 self._origins.constants[v] = known.constant
             elif known.parameter and _is_float32(v):
-                self._origins.parameters[v] = v.aval.size
+                self._origins.parameters[v] = without_ones(v.aval.shape)
         self.inputs = [self._read(v, self.is_low(v)) for v in closed.jaxpr.invars]
         for eqn in closed.jaxpr.eqns:
             self._plan(eqn)

@@ -91,7 +91,8 @@ class AutocastReport:
         return self.compute_dtype in row.after and "float32" not in row.after
 
     def __str__(self) -> str:
-        share = f"{self.share_16_bit:.1%} of the FLOPs in 16 bit" if self.rows else "no floating operations"
+        share = self.share_16_bit
+        title = "no FLOPs counted" if math.isnan(share) else f"{share:.1%} of the FLOPs in 16 bit"
         total = sum(row.flops for row in self.rows)
         header = ("operation", "category", "count", "FLOPs", "before", "after", "source")
         lines = [
@@ -113,7 +114,7 @@ class AutocastReport:
         table = ["  ".join(cells).rstrip() for cells in padded]
         hints = ["", "Hints", *(f"- {hint}" for hint in self.hints)] if self.hints else []
         moves = [f"... and {hidden} rows of operations that only move data, in `.rows`"] if hidden else []
-        return "\n".join([f"autocast to {self.compute_dtype}: {share}", "", *table, *moves, *hints])
+        return "\n".join([f"autocast to {self.compute_dtype}: {title}", "", *table, *moves, *hints])
 
 
 def autocast_report(
