@@ -22,24 +22,44 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
-def update_or_skip(ok: Array, update: Callable[..., tuple[Any, Any]], state: Any, *args: Any) -> tuple[Any, Any]:
-    """`update(*args)`, which returns updates and a new state, where `ok`; else updates of nothing, and `state`.
+# What takes nan as it takes any number. With anything else in the update (a loop, which may never end, a callback, a
+# factorisation) a skipped update gets zeros for its gradients. Where it need not, the gradients are read without a
+# selection, and their norm can be computed beside the check instead of after it.
+_TAKES_NAN = (
+    "abs add and broadcast_in_dim convert_element_type copy div eq exp ge gt integer_pow le log lt max min mul ne neg "
+    "not or pow reduce_max reduce_sum reshape rsqrt select_n sign sqrt square squeeze sub transpose"
+)
+
+
+def update_or_skip(
+    ok: Array, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """`update(grads, state, params)`, which returns updates and a new state, where `ok`; else nothing and `state`.
 
     Args:
       ok: bool[], whether to run the update.
       update: A traceable function of pytrees of arrays.
-      state: The state to keep on a skip, a pytree of arrays.
-      *args: Pytrees of arrays; `state` is usually one of them.
+      grads: The gradients, a pytree of arrays.
+      state: The state, a pytree of arrays, kept on a skip.
+      params: The parameters, a pytree of arrays.
 
     Raises:
       ValueError: If the new state has another structure, shape or dtype than `state`. The message names the leaf.
     """
-    closed, (updates, new_state) = _jaxpr.trace(update, *args)
+    closed, (updates, new_state) = _jaxpr.trace(update, grads, state, params)
     _check_kept(new_state, state)
     skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
-    outputs = _evaluate(ok, closed, jax.tree.leaves(args), skipped)
+    # Outside jit each operation runs by itself, under jax_debug_nans too.
+    if not (_takes_nan(closed) and isinstance(ok, jax.core.Tracer)):
+        grads = jax.tree.map(lambda g: lax.select(ok, g, jnp.zeros_like(g)), grads)
+    outputs = _evaluate(ok, closed, jax.tree.leaves((grads, state, params)), skipped)
     unflattened: tuple[Any, Any] = jax.tree.unflatten(jax.tree.structure((updates, new_state)), outputs)
     return unflattened
+
+
+def _takes_nan(closed: ClosedJaxpr) -> bool:
+    inner = [(eqn.primitive.name, _jaxpr.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
+    return all(name in _TAKES_NAN.split() if body is None else _takes_nan(body) for name, body in inner)
 
 
 def _nothing(update: Any) -> complex:

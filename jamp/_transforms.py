@@ -80,7 +80,7 @@ def loss_scaled(
     def init(params: optax.Params) -> LossScaledState:
         state = loss_scale.init()
         stats = LossScaleStats.init(state.loss_scale)
-        return LossScaledState(state, stats, jnp.array(True), inner.init(widen_half(params)))
+        return LossScaledState(state, stats, jnp.array(True), jax.tree.map(_strong, inner.init(widen_half(params))))
 
     def update(
         grads: optax.Updates,
@@ -98,16 +98,29 @@ def loss_scaled(
         if not enabled:
             updates, inner_state = step(grads, state.inner_state, params)
             return updates, state._replace(inner_state=inner_state)
-        ok = all_finite(grads, axis_name=axis_name) if grads_finite is None else jnp.asarray(grads_finite)
-        # On a skip the inner update sees zeros instead of nan, so that a loop inside it ends.
-        safe = jax.tree.map(lambda g: lax.select(ok, g, jnp.zeros_like(g)), grads)
-        updates, inner_state = update_or_skip(ok, step, state.inner_state, safe, state.inner_state, params)
+        ok = all_finite(grads, axis_name=axis_name) if grads_finite is None else _as_flag(grads_finite)
+        updates, inner_state = update_or_skip(ok, step, grads, state.inner_state, params)
         old = state.loss_scale_state
         new = loss_scale.update(old, ok)
         stats = state.stats.update(ok, old.loss_scale, new.loss_scale)
         return updates, LossScaledState(new, stats, ok, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_flag(grads_finite: ArrayLike) -> Array:
+    flag = jnp.asarray(grads_finite, bool)
+    if flag.shape != ():
+        raise ValueError(
+            f"grads_finite must be one bool, got an array of shape {flag.shape}. Say whether all gradients are finite: "
+            "jnp.all(grads_finite)."
+        )
+    return flag
+
+
+def _strong(x: Any) -> Any:
+    """A leaf of the inner state without a weak type, which the first update would lose and `jit` compile twice for."""
+    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def _check_inner(inner: Any) -> None:

@@ -198,9 +198,8 @@ def check_skips(name: str) -> None:
     _, (params, states) = train(fresh_params(name), init(fresh_params(name)), bad)
     end, (good_params, good_states) = train(fresh_params(name), init(fresh_params(name)), good)
     train(*end, good)
-    # One compilation, though the last call's state is what another returned: no dtype drifted. Where optax itself
-    # starts with a weak type, it compiles a second time too.
-    assert train._cache_size() == 1 + bool(drift(name, tx, jnp.float32))
+    # One compilation, though the last call's state is what another returned: no dtype drifted.
+    assert train._cache_size() == 1
 
     history = [bits(at(i, (params, states.inner_state))) for i in range(5)]
     undisturbed = [bits(at(i, (good_params, good_states.inner_state))) for i in range(5)]
@@ -235,8 +234,7 @@ def drift(name: str, tx: Any, dtype: Any) -> dict[str, Any]:
     stepped = jax.eval_shape(functools.partial(step, name, tx), params, state, one_batch(name in PER_EXAMPLE))
     pairs = zip(jax.tree.leaves_with_path((params, state)), jax.tree.leaves(stepped), strict=True)
     seen = lambda x: (x.shape, x.dtype, x.weak_type)
-    changed = {jax.tree_util.keystr(path): (seen(x), seen(y)) for (path, x), y in pairs if seen(x) != seen(y)}
-    return {path.replace(".inner_state", ""): change for path, change in changed.items()}
+    return {jax.tree_util.keystr(path): (seen(x), seen(y)) for (path, x), y in pairs if seen(x) != seen(y)}
 
 
 def one_batch(per_example: bool) -> Any:
@@ -245,11 +243,8 @@ def one_batch(per_example: bool) -> Any:
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_no_leaf_changes_dtype_or_weak_type_whatever_the_params_dtype(name):
-    # Optax's line searches start with weak types, which the first step makes strong; nothing else may change.
-    plain = drift(name, make(name), jnp.float32)
-    assert all(weak and (shape, dtype) == after[:2] for (shape, dtype, weak), after in plain.values())
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
-        assert drift(name, jamp.loss_scaled(make(name)), dtype).items() <= plain.items(), dtype
+        assert not drift(name, jamp.loss_scaled(make(name)), dtype), dtype
 
 
 @pytest.mark.slow

@@ -212,7 +212,18 @@ def test_inner_update_is_fed_zeros_not_nan_so_that_its_loops_end():
     assert int(state.inner_state) == 4
 
 
-def test_inner_update_sees_nothing_but_finite_gradients():
+def test_gradients_are_read_without_a_selection_where_nothing_in_the_update_can_trip_over_nan():
+    def selections(inner):
+        tx, params = jamp.loss_scaled(inner, jamp.StaticLossScale()), jnp.ones(3)
+        jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+        return [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "select_n"].count((3,))
+
+    plain = selections(optax.trace(0.9))
+    loop = optax.stateless(lambda g, _: jax.lax.fori_loop(0, jnp.int32(g[0]), lambda i, g: g / 2, g))
+    assert selections(optax.chain(loop, optax.trace(0.9))) == plain + 1
+
+
+def test_inner_update_with_a_callback_sees_nothing_but_finite_gradients():
     seen = []
     spy = inner(COUNT, lambda g, s: (jax.debug.callback(lambda x: seen.append(x.tolist()), g["b"]), (g, s))[1])
     wrapped = jamp.loss_scaled(spy)

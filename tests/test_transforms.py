@@ -199,7 +199,7 @@ def test_reduce_on_plateau_takes_its_value_and_does_not_count_a_skip():
     assert np.isfinite(state.inner_state[1].best_value)
 
 
-def test_lbfgs_takes_value_grad_and_value_fn_and_ends_on_a_skip():
+def test_lbfgs_takes_value_grad_and_value_fn_ends_on_a_skip_and_compiles_once():
     def loss(params, offset):
         return sum(jnp.sum((x - 2) ** 2) for x in jax.tree.leaves(params)) + offset
 
@@ -214,8 +214,8 @@ def test_lbfgs_takes_value_grad_and_value_fn_and_ends_on_a_skip():
         return optax.apply_updates(params, updates), state
 
     step = jax.jit(step)
-    init = jax.jit(lambda params: (params, tx.init(params)))
-    params, state = step(*init(make_params()), 0.0)
+    params = make_params()
+    params, state = step(params, tx.init(params), 0.0)
     after_skip = step(params, state, jnp.inf)
     assert bits((after_skip[0], after_skip[1].inner_state)) == bits((params, state.inner_state))
     assert not after_skip[1].grads_finite
@@ -224,6 +224,7 @@ def test_lbfgs_takes_value_grad_and_value_fn_and_ends_on_a_skip():
         params, state = step(params, state, 0.0)
     assert bits((after_skip[0], after_skip[1].inner_state)) == bits((params, state.inner_state))
     assert loss(params, 0.0) < 1e-6
+    assert step._cache_size() == 1
 
 
 def test_polyak_sgd_takes_its_value():
@@ -462,10 +463,12 @@ def test_given_grads_finite_takes_the_place_of_the_check():
     assert taken.grads_finite
     assert bits(updates) == bits(BAD)
     # A Python bool is a bool[] too, also outside jit.
-    for given in (True, False, np.bool_(False)):
+    for given in (True, False, np.bool_(False), 1):
         _, state = tx.update(GOOD, tx.init(make_params()), make_params(), grads_finite=given)
         assert bool(state.grads_finite) == given
         assert state.grads_finite.dtype == jnp.bool_
+    with pytest.raises(ValueError, match=r"grads_finite must be one bool, got an array of shape \(1,\).*jnp\.all"):
+        tx.update(GOOD, tx.init(make_params()), make_params(), grads_finite=jnp.ones(1, bool))
 
 
 def test_state_is_a_named_tuple_of_these_fields():

@@ -23,6 +23,7 @@ from jamp._autocast.rules import COMPUTE, WIDEST
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+_FLOAT32 = np.dtype(np.float32)
 FULL_PRECISION = "jamp.full_precision"
 # What becomes of an equation that no rule decides.
 ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
@@ -143,18 +144,18 @@ class Body:
         self._origins.follow(eqn)
 
     def _runs_low(self, eqn: JaxprEqn, category: str) -> bool:
+        if category != COMPUTE and not (category == WIDEST and self._reads_low(eqn)):
+            return False
         floats = [v for v in eqn.invars if _is_float32(v)]
         if category == COMPUTE:
             others = {_dtype(v) for v in eqn.invars if jnp.issubdtype(_dtype(v), np.inexact)}
             return bool(floats) and others <= {np.dtype(np.float32), self.planner.compute_dtype}
         voters = [v for v in floats if self._origins.constant(v) is None]
         constants = [self._origins.constant(v) for v in floats if self._origins.constant(v) is not None]
-        return (
-            category == WIDEST
-            and bool(voters)
-            and all(map(self.is_low, voters))
-            and all(map(self.planner.holds, constants))
-        )
+        return bool(voters) and all(map(self.is_low, voters)) and all(map(self.planner.holds, constants))
+
+    def _reads_low(self, eqn: JaxprEqn) -> bool:
+        return any(map(self.is_low, eqn.invars))
 
     def _enter(self, eqn: JaxprEqn) -> None:
         inner = _jaxpr.bodies(eqn)
@@ -182,6 +183,11 @@ class Body:
 
     def _add(self, eqn: JaxprEqn, category: str, key: str, low: bool = False, bodies: tuple[Body, ...] = ()) -> None:
         """Plan to run an equation as it is, its float32 operands and results all low or none."""
+        if not low and key != "add[bias]" and not self._reads_low(eqn):  # Nothing to do, as in most of a backward pass.
+            self._homes.update(((v, False), v) for v in eqn.outvars)
+            self._equations().append(eqn)
+            self.steps.append(Step(eqn, category, key, tuple(eqn.invars), tuple(eqn.outvars), bodies))
+            return
         operands = [self._broadcast(v, eqn.outvars[0].aval) for v in eqn.invars] if key == "add[bias]" else eqn.invars
         reads = tuple(self._read(v, low) if _is_float32(v) else v for v in operands)
         writes = tuple(self._define(v, low and _is_float32(v)) for v in eqn.outvars)
@@ -240,4 +246,4 @@ def _dtype(atom: Atom) -> Any:
 
 
 def _is_float32(atom: Atom) -> bool:
-    return bool(_dtype(atom) == np.dtype(np.float32))
+    return bool(_dtype(atom) == _FLOAT32)
