@@ -1,8 +1,8 @@
 """What autocast costs and saves: float32, autocast, and the same model written with `dtype=bfloat16`.
 
-    python benchmarks/autocast.py               time a training step here (CPU or GPU), in turn
-    python benchmarks/autocast.py --aot tpu     compile for TPU v5e without one   (needs: pip install "jax[tpu]")
-    python benchmarks/autocast.py --trace       trace time of 24 layers, against plain tracing
+    python -m benchmarks.autocast               time a training step here (CPU or GPU), in turn
+    python -m benchmarks.autocast --aot tpu     compile for a TPU v5e or (h200) an H200 without one
+    python -m benchmarks.autocast --trace       trace time of 24 layers, against plain tracing
 
 A step is forward, backward and AdamW on float32 parameters. Ahead-of-time numbers are the compiler's own: bytes that
 the step accesses, temporary memory, and the operand dtypes of the matrix products in the optimized program.
@@ -11,13 +11,9 @@ the step accesses, temporary memory, and the operand dtypes of the matrix produc
 import argparse
 import functools
 import gc
-import os
 import re
 import time
 from collections import Counter
-
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +22,7 @@ import optax
 from jax import lax
 
 import jamp
+from benchmarks.ahead_of_time import TARGETS, on_device
 
 
 def cast(x, dtype):
@@ -176,21 +173,15 @@ def products(text):
     return ", ".join(f"{n} {' x '.join(pair)}" for pair, n in Counter(operands).most_common())
 
 
-def ahead_of_time(model):
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+def ahead_of_time(model, target):
     loss, params, batch = problem(model, small=False)
     for name, fun in variants(loss).items():
         init, step = train_step(fun)
         shapes = (*jax.eval_shape(lambda init=init: ((p := params()), init(p))), batch)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-        compiled = step.lower(*shapes).compile()
-        cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
+        compiled = step.lower(*on_device(target, shapes)).compile()
+        cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
         print(
-            f"{model:12s} {name:36s} {cost['bytes accessed'] / 1e9:7.2f} GB accessed"
+            f"{model:12s} {name:36s} {cost.get('bytes accessed', np.nan) / 1e9:7.2f} GB accessed"
             f" {memory.temp_size_in_bytes / 1e6:8.0f} MB temporary   {products(compiled.as_text())}",
             flush=True,
         )
@@ -239,7 +230,7 @@ def trace_times():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--aot", choices=["tpu"])
+    parser.add_argument("--aot", choices=TARGETS)
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--model", choices=["transformer", "resnet"], nargs="*", default=["transformer", "resnet"])
     parser.add_argument("--runs", type=int, default=11)
@@ -250,4 +241,4 @@ if __name__ == "__main__":
         trace_times()
     else:
         for model in arguments.model:
-            ahead_of_time(model) if arguments.aot else timed(model, arguments.runs)
+            ahead_of_time(model, arguments.aot) if arguments.aot else timed(model, arguments.runs)

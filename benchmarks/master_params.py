@@ -81,9 +81,9 @@ def main() -> None:
     for name, make in OPTIMIZERS.items():
         print(f"\n{name}, {leaves * width * (width + 1) / 2e6:.2g} M bfloat16 parameters in {leaves} leaves")
         if options.tpu:
-            from benchmarks.ahead_of_time import compile_for_tpu
+            from benchmarks.ahead_of_time import compile_for
 
-            rows += [{"optimizer": name, **row} for row in compile_for_tpu(cases(make, leaves, width))]
+            rows += [{"optimizer": name, **row} for row in compile_for("tpu", cases(make, leaves, width))]
             continue
         for result in compare(cases(make, leaves, width), rounds=1 if options.quick else 15):
             print(result.row(), flush=True)

@@ -26,6 +26,7 @@ def model(params, input):  # nn.Linear(10, 1)
     return input @ params["weight"] + params["bias"]
 
 
+@jamp.autocast  # with autocast(device_type="cuda", dtype=torch.float16):
 def loss_fn(params, input, target):  # nn.MSELoss()
     return jnp.mean((model(params, input) - target) ** 2)
 
