@@ -51,5 +51,6 @@ from ._stats import LossScaleStats as LossScaleStats
 from ._transforms import LossScaledState as LossScaledState, loss_scaled as loss_scaled
 from ._tree import all_finite as all_finite, cast_floating as cast_floating
 from .grad_scaler import GradScaler as GradScaler, GradScalerStep as GradScalerStep
+from .history import History as History
 
 __version__ = "0.1.0"

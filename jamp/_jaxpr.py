@@ -193,4 +193,15 @@ def user_line(eqn: JaxprEqn) -> str | None:
     return None
 
 
-_LIBRARIES = (*(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")), str(Path(__file__).parent), "<")
+def made_by_jamp(eqn: JaxprEqn) -> bool:
+    """Whether jamp's own code put an equation into the program: a cast of autocast's, not the user's."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    return next((f.file_name.startswith(_JAMP) for f in frames if not _is_others(f.file_name)), False)
+
+
+def _is_others(file_name: str) -> bool:
+    return file_name.startswith(_LIBRARIES) and not file_name.startswith(_JAMP)
+
+
+_JAMP = str(Path(__file__).parent)
+_LIBRARIES = (*(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")), _JAMP, "<")

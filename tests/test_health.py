@@ -2,12 +2,14 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import jamp
 from jamp import DynamicLossScale, LossScaleError, StaticLossScale
+from jamp.history import History
 
 CONFIG = DynamicLossScale(8.0, min_scale=2.0)
 
@@ -107,3 +109,94 @@ def test_an_unknown_policy_is_an_error_also_while_all_is_well(policy):
 def test_a_tree_without_exactly_one_loss_scaled_state_is_an_error(tree):
     with pytest.raises(ValueError, match="loss-scaled optimizer state"):
         jamp.check_health(tree)
+
+
+def problems(tree, **kwargs):
+    """Everything that is said, as one string."""
+    messages = []
+    jamp.check_health(tree, policy=messages.append, **kwargs)
+    return " ".join(messages)
+
+
+def train(tx, steps, history=None, params=jnp.ones(2)):
+    state = tx.init(params)
+    for grads in steps:
+        state = tx.update(grads, state, params)[1]
+        if history is not None:
+            history.append(state)
+    return state
+
+
+GOOD, BAD, ZERO = jnp.ones(2), jnp.array([1.0, jnp.nan]), jnp.zeros(2)
+
+
+def test_a_scale_that_has_come_to_its_ceiling_is_told_and_one_that_began_there_is_not():
+    config = DynamicLossScale(8.0, max_scale=16.0, growth_interval=1)
+    state = train(jamp.loss_scaled(optax.sgd(0.1), config), [GOOD])
+    with pytest.raises(LossScaleError, match=r"come to its ceiling, max_scale=16: .* Raise max_scale"):
+        jamp.check_health(state, loss_scale=config)
+    assert not problems(state)
+    fixed = DynamicLossScale(16.0, max_scale=16.0)
+    assert not problems(train(jamp.loss_scaled(optax.sgd(0.1), fixed), [GOOD]), loss_scale=fixed)
+
+
+@pytest.mark.parametrize("before", [optax.ema(0.9), optax.trace(0.9), optax.scale_by_adam()])
+def test_a_chain_poisoned_by_a_stateful_transform_before_the_wrapper_is_told(before):
+    chain = optax.chain(before, jamp.loss_scaled(optax.sgd(0.1)))
+    assert not problems(train(chain, [GOOD, GOOD]))
+    state = train(chain, [jnp.array([1.0, jnp.inf]), GOOD])
+    assert "inf or nan. If it is the state of a transform before the wrapper" in problems(state)
+    assert "wrap the whole chain" in problems({"params": GOOD, "opt": state})
+    whole = jamp.loss_scaled(optax.chain(before, optax.sgd(0.1)))
+    assert not problems(train(whole, [BAD, GOOD]))
+
+
+def test_nan_parameters_are_told_and_a_mask_or_a_best_value_of_inf_is_not():
+    state = skipped(0)
+    assert problems({"params": {"w": BAD}, "opt": state}).startswith("['params']['w'] holds inf or nan")
+    assert not problems({"mask": -jnp.inf * GOOD, "opt": state})
+    assert not problems((optax.contrib.reduce_on_plateau().init(GOOD), state))
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9))])
+def test_gradients_that_are_all_zero_are_told_by_the_moments(tx):
+    params = {"w": GOOD, "b": GOOD}
+    steps = lambda *grads: [{"w": ZERO, "b": g} for g in grads]
+    tx = jamp.mixed_precision(tx)
+    zeros = problems(train(tx, steps(ZERO, ZERO), params=params))
+    assert "the moments of the optimizer are all zero after 2 steps" in zeros
+    assert not problems(train(tx, steps(ZERO, GOOD), params=params))
+    assert not problems(tx.init(params))
+
+
+def test_with_a_history_an_oscillating_scale_and_zero_gradients_are_told():
+    wild = jamp.loss_scaled(optax.sgd(0.1), DynamicLossScale(growth_interval=2))
+    history = History()
+    state = train(wild, [GOOD, GOOD, BAD] * 5, history)
+    text = problems(state, history=history)
+    assert "The loss scale oscillates between 65536 and 131072: in the last 15 steps it rose 5 times and fell" in text
+    assert "raise growth_interval" in text
+    calm = History()
+    assert not problems(train(wild, [GOOD] * 30, calm), history=calm)
+    assert not problems(state, history=History())
+    norms = History()
+    for norm in (0.0, 0.0):
+        norms.append(state, grad_norm=norm)
+    assert "grad_norm is 0 in the last 2 steps" in problems(state, history=norms)
+
+
+def test_inside_jit_the_two_lines_of_the_docstring_work_and_the_plain_call_names_them():
+    messages = []
+
+    @jax.jit
+    def step(state):
+        check = lambda s: jamp.check_health(s, max_consecutive_overflows=1, policy=messages.append)
+        jax.debug.callback(check, state._replace(inner_state=()))
+        return jamp.get_loss_scale(state)
+
+    step(skipped(2))
+    step(skipped(1))
+    jax.effects_barrier()
+    assert len(messages) == 1
+    with pytest.raises(TypeError, match=r"Inside `jit`: jax\.debug\.callback"):
+        jax.jit(jamp.check_health)(skipped(0))

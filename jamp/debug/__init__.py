@@ -1,0 +1,6 @@
+"""Where did it overflow? Tools that look for inf, nan and underflow: which operation, which line, which parameter."""
+
+from ._find import find_nonfinite as find_nonfinite
+from ._finding import Finding as Finding, NonfiniteSearch as NonfiniteSearch, Values as Values
+from ._nonfinite import NonfiniteReport as NonfiniteReport, nonfinite_report as nonfinite_report
+from ._underflow import UnderflowReport as UnderflowReport, underflow_report as underflow_report

@@ -1,0 +1,154 @@
+"""Why an operation gave inf or nan: by its operands, and by doing it again in a wider dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jamp import _jaxpr
+from jamp._tree import is_floating, is_inexact
+from jamp.debug._finding import number, to_host
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+
+
+def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
+    """One line on the first inf or nan among the outputs of an equation."""
+    name = eqn.primitive.name
+    values = next(to_host(x) for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
+    output = next(x for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
+    clean = all(np.isfinite(to_host(x)).all() for x in inputs if is_inexact(x))
+    index = tuple(np.argwhere(~np.isfinite(values) if clean else np.isnan(values))[0])
+    is_nan = bool(np.isnan(values[index]))
+    operands = _operands_at(index, np.shape(output), inputs)
+    cause = _domain(name, operands, eqn.params) if operands else None
+    if cause is None and clean and is_floating(output):
+        cause = _overflow(eqn, inputs, outputs, next(i for i, x in enumerate(outputs) if x is output), index)
+    if cause is not None:
+        small = cause.startswith(("division by zero", "nan from 0/0", "log of 0"))
+        is_half = operands and jnp.result_type(output) == jnp.float16
+        return cause + (", and in float16 all below 6e-8 is 0" if small and is_half else "")
+    if name in _WHOLE and is_nan:
+        return _WHOLE[name]
+    if is_nan:
+        return f"nan from {'finite' if clean else 'inf'} inputs"
+    return f"{_kind(name)}overflow: beyond what {jnp.result_type(output)} holds"
+
+
+def _operands_at(index: tuple[Any, ...], shape: tuple[int, ...], inputs: Sequence[Any]) -> list[float] | None:
+    """The real operands of an elementwise operation at an index."""
+    if not inputs or not all(_is_real(x) and _broadcasts(np.shape(x), shape) for x in inputs):
+        return None
+    return [float(to_host(x)[tuple(i % n for i, n in zip(index, np.shape(x), strict=False))]) for x in inputs]
+
+
+def _is_real(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.number) and not jnp.issubdtype(x.dtype, jnp.complexfloating))
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return not shape or (len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True)))
+
+
+def _domain(name: str, operands: list[float], params: dict[str, Any]) -> str | None:
+    """What is wrong with the operands of an elementwise operation, whatever the dtype."""
+    x, y = (*operands, 0.0)[:2]
+    if name == "integer_pow":
+        y = params["y"]
+    for condition, text in _DOMAINS.get(name, ()):
+        if condition(x, y):
+            return text.format(x=number(x), y=number(y), name=name)
+    return None
+
+
+_Rule = tuple[Callable[[float, float], bool], str]
+_OPPOSITE: _Rule = (lambda x, y: np.isinf(x) and np.isinf(y), "nan from inf - inf")
+_BELOW_0 = lambda x, y: x < 0
+_DOMAINS: dict[str, tuple[_Rule, ...]] = {
+    "log": ((_BELOW_0, "log of a negative number: log({x})"), (lambda x, y: x == 0, "log of 0")),
+    "log1p": (
+        (lambda x, y: x < -1, "log of a negative number: log1p({x})"),
+        (lambda x, y: x == -1, "log of 0: log1p(-1)"),
+    ),
+    "sqrt": ((_BELOW_0, "sqrt of a negative number: sqrt({x})"),),
+    "rsqrt": (
+        (_BELOW_0, "sqrt of a negative number: 1/sqrt({x})"),
+        (lambda x, y: x == 0, "division by zero: 1/sqrt(0)"),
+    ),
+    "div": (
+        (lambda x, y: x == 0 and y == 0, "nan from 0/0"),
+        (lambda x, y: y == 0, "division by zero: {x}/0"),
+        (lambda x, y: np.isinf(x) and np.isinf(y), "nan from inf/inf"),
+    ),
+    "rem": ((lambda x, y: y == 0, "division by zero: the remainder of {x}/0"),),
+    "integer_pow": ((lambda x, y: x == 0 and y < 0, "division by zero: 0**{y}"),),
+    "pow": (
+        (lambda x, y: x < 0 and y != round(y), "a negative number to a fractional power: ({x})**{y}"),
+        (lambda x, y: x == 0 and y < 0, "division by zero: 0**{y}"),
+    ),
+    "add": (_OPPOSITE,),
+    "add_any": (_OPPOSITE,),
+    "sub": (_OPPOSITE,),
+    "mul": ((lambda x, y: np.isinf(x) or np.isinf(y), "nan from 0 * inf"),),
+    **dict.fromkeys(("sin", "cos", "tan"), ((lambda x, y: np.isinf(x), "{name} of inf"),)),
+    **dict.fromkeys(("asin", "acos"), ((lambda x, y: abs(x) > 1, "{name} of a number outside [-1, 1]: {x}"),)),
+    **dict.fromkeys(
+        ("atanh", "erf_inv"), ((lambda x, y: abs(x) >= 1, "{name} of a number that is not between -1 and 1: {x}"),)
+    ),
+    "acosh": ((lambda x, y: x < 1, "acosh of a number below 1: {x}"),),
+    **dict.fromkeys(("lgamma", "digamma"), ((lambda x, y: x <= 0, "{name} has a pole at {x}"),)),
+}
+_DOMAINS["log2"] = _DOMAINS["log"]
+_WHOLE = {
+    "gather": "an index is out of bounds, for which gather gives nan",
+    "cholesky": "cholesky of a matrix that is not positive definite",
+    "triangular_solve": "the matrix is singular",
+    "custom_linear_solve": "the matrix is singular",
+}
+
+
+def _overflow(
+    eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], position: int, index: tuple[Any, ...]
+) -> str | None:
+    """The number that a wider dtype gives where a result is inf or nan, if that is finite."""
+    dtype = jnp.result_type(outputs[position])
+    end = float(jnp.finfo(dtype).max)
+    # bfloat16 ends where float32 does.
+    wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
+    has_code = any(hasattr(x, "eqns") for x in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")))
+    if jnp.finfo(dtype).bits == 64 or has_code:  # the code inside is for its own dtype
+        return None
+    try:
+        with jax.enable_x64(True):
+            result = _again(eqn, inputs, wide_dtype)[position]
+            value = float(to_host(result)[index])
+    except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return None  # An operation that does not exist in the wider dtype.
+    exponential = _kind(eqn.primitive.name)
+    if np.isinf(value):
+        return f"{exponential}overflow in {dtype}, and in {wide_dtype}"
+    if not np.isfinite(value):
+        return None
+    ends = f"{dtype} ends at {number(end) if end > 1e6 else f'{end:g}'}"
+    on_the_way = " on the way" if abs(value) <= end else ""
+    return f"{exponential}overflow in {dtype}{on_the_way}: value would be {number(value, 1)}, {ends}"
+
+
+def _kind(name: str) -> str:
+    return "exp " if name in ("exp", "exp2", "expm1", "sinh", "cosh") else ""
+
+
+def _again(eqn: JaxprEqn, inputs: Sequence[Any], dtype: np.dtype[Any]) -> list[Any]:
+    """The results of an equation with its floating operands in a wider dtype."""
+    narrow = {x.dtype for x in (*_jaxpr.avals(eqn.outvars), *_jaxpr.avals(eqn.invars)) if is_floating(x)}
+    is_narrow = lambda p: isinstance(p, (np.dtype, type)) and any(p == d for d in narrow)
+    params = {k: dtype if is_narrow(p) else p for k, p in eqn.params.items()}
+    args = [lax.convert_element_type(x, dtype) if is_floating(x) else x for x in inputs]
+    avals = [a.update(dtype=dtype, weak_type=False) if is_floating(a) else a for a in _jaxpr.avals(eqn.outvars)]
+    return _jaxpr.bind(eqn.replace(params=params), args, avals)

@@ -1,0 +1,105 @@
+"""Find the operation that made inf or nan."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+from jamp import _jaxpr
+from jamp._autocast.arguments import Call
+from jamp._tree import is_inexact
+from jamp.debug._finding import Finding, NonfiniteSearch, Values
+from jamp.debug._value import Value, known, worst
+from jamp.debug._walk import Walker
+
+
+def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
+    """Run a function operation by operation, and name the first one that gave inf or nan from finite inputs.
+
+    The first is the first whose inf or nan is seen in a result; only if none is, the first of all. A constant in the
+    code, such as a mask of -inf, is no finding, what makes nan of it is one. It enters jit, scan, while, cond, remat
+    and functions with custom derivatives, evaluates each operation at its own dtype, and waits for it: for
+    diagnosis, not for training. `fun` may be anything that JAX can trace, under `jamp.autocast` or not. To see what
+    the loss scale does, hand in `jamp.value_and_grad(loss_fn, opt_state)`.
+
+    Args:
+      fun: A function of arrays, or pytrees of them, and any other arguments.
+      grad: Whether to go through the backward pass too, if the results are finite. The gradient is taken with respect
+        to all floating arguments, of the first result if that is a scalar (a loss, with or without more), else of the
+        sum of all results.
+
+    Returns:
+      A function of the arguments of `fun` that returns a `NonfiniteSearch`, which is false where all is finite.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp.debug
+      >>> search = jamp.debug.find_nonfinite(lambda x: jnp.exp(x))(jnp.float16([1.0, 12.0]))
+      >>> print(str(search).splitlines()[0])
+      exp gave inf: exp overflow in float16: value would be 1.6e5, float16 ends at 65504
+    """
+
+    def search(*args: Any, **kwargs: Any) -> NonfiniteSearch:
+        _jaxpr.core()
+        call = Call(args, kwargs)
+        held = _nonfinite_inputs(fun, args, kwargs)
+        flat = call.traceable(fun)
+        forward, results = _walk(flat, call.leaves)
+        found = _report(forward, results, held)
+        if not grad or (found.finding and found.reaches_results):
+            return found
+        both, gradients = _walk(lambda *leaves: _gradients(flat, leaves), call.leaves)
+        return _report(both, gradients, held, {(f.primitive, f.source) for f in forward.found})
+
+    return search
+
+
+def _walk(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> tuple[Walker, list[Value]]:
+    closed = jax.make_jaxpr(flat)(*leaves)
+    walker = Walker()
+    return walker, walker.run(closed, [known(jnp.asarray(x), "input") for x in leaves])
+
+
+def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
+    moving = [i for i, x in enumerate(leaves) if is_inexact(x)]
+
+    def of_moving(*xs: Any) -> list[Any]:
+        given = dict(zip(moving, xs, strict=True))
+        results = [jnp.asarray(x) for x in flat(*[given.get(i, x) for i, x in enumerate(leaves)])]
+        inexact = [x for x in results if is_inexact(x)]
+        is_loss = bool(inexact) and inexact[0] is results[0] and not inexact[0].shape
+        return inexact[:1] if is_loss else inexact
+
+    results, pull_back = jax.vjp(of_moving, *[leaves[i] for i in moving])
+    return list(pull_back([jnp.ones_like(x) for x in results]))
+
+
+def _report(
+    walker: Walker, results: Sequence[Value], held: tuple[str, ...], forward: set[tuple[str, str]] | None = None
+) -> NonfiniteSearch:
+    """What to say; `forward` is what the forward pass alone found, if there is more to the evaluation."""
+    origins = [x.origin for x in results if x.origin is not None]
+    seen = [origin for origin in origins if isinstance(origin, Finding)]
+    first = min(seen, key=lambda finding: finding.order) if seen else next(iter(walker.found), None)
+    if first and forward is not None:
+        first = dataclasses.replace(first, backward=(first.primitive, first.source) not in forward)
+    return NonfiniteSearch(first, bool(seen), held, "constant" in origins, walker.count)
+
+
+def _nonfinite_inputs(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """What the inputs hold that is not finite, each with the name of its parameter and its path."""
+    try:
+        names = list(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):  # a builtin has no signature
+        names = []
+    named = {names[i] if i < len(names) else f"args[{i}]": x for i, x in enumerate(args)} | kwargs
+    flat = [(path, x) for path, x in jax.tree.leaves_with_path(named) if is_inexact(x)]
+    bad = worst([x for _, x in flat])
+    return tuple(
+        f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for (path, x), b in zip(flat, bad, strict=True) if b
+    )

@@ -1,0 +1,94 @@
+"""Which leaf of a tree holds inf or nan: arrays on device, words on the host."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.tree_util import keystr
+
+from jamp._tree import is_inexact
+
+_STATIC: Any = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NonfiniteReport:
+    """How many inf, -inf and nan each floating or complex leaf of a tree holds, from `nonfinite_report`.
+
+    A pytree: it may leave `jit`, be scanned and be kept. `bool()` says whether there is any, `str()` where; both wait
+    for the device.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp.debug
+      >>> report = jamp.debug.nonfinite_report({"w": jnp.array([1.0, jnp.nan]), "b": jnp.zeros(2)})
+      >>> report.paths, report.nan.tolist()
+      (("['b']", "['w']"), [0, 1])
+    """
+
+    paths: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata=_STATIC)
+    inf: Array  # i32[leaves]
+    neg_inf: Array  # i32[leaves]
+    nan: Array  # i32[leaves]
+    first: Array  # i32[leaves], position of the first in the flattened leaf; -1 where all is finite
+
+    def __bool__(self) -> bool:
+        return bool(np.any(np.asarray(self.first) >= 0))
+
+    def __str__(self) -> str:
+        counts = np.stack([np.asarray(x) for x in (self.inf, self.neg_inf, self.nan)])
+        rows = []
+        for i, first in enumerate(np.asarray(self.first).tolist()):
+            if first >= 0:
+                kinds = [f"{n} {kind}" for n, kind in zip(counts[:, i], ("inf", "-inf", "nan"), strict=True) if n]
+                index = [int(k) for k in np.unravel_index(first, self.shapes[i])]
+                where = f", first at {index}" if index else ""
+                rows.append(
+                    f"  {self.paths[i] or 'the array'}: {', '.join(kinds)} of {math.prod(self.shapes[i])}{where}"
+                )
+        title = f"inf or nan in {len(rows)} of {len(self.paths)} leaves" if rows else "all leaves are finite"
+        return "\n".join([title, *rows])
+
+
+def nonfinite_report(tree: Any) -> NonfiniteReport:
+    """Count inf, -inf and nan in each leaf of a tree: which parameter, which gradient?
+
+    For use inside `jit` or outside; nothing waits for the device before the report is printed.
+
+    Args:
+      tree: A pytree. Leaves that are not floating or complex are left out. A complex number is nan if a part of it
+        is, else inf if a part of it is.
+
+    Returns:
+      A `NonfiniteReport`.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp.debug
+      >>> print(jamp.debug.nonfinite_report({"w": jnp.array([[1.0, 2.0], [jnp.inf, 4.0]]), "b": jnp.zeros(2)}))
+      inf or nan in 1 of 2 leaves
+        ['w']: 1 inf of 4, first at [1, 0]
+    """
+    flat = [(keystr(path), jnp.asarray(x)) for path, x in jax.tree.leaves_with_path(tree) if is_inexact(x)]
+    arrays = [x for _, x in flat]
+    return NonfiniteReport(tuple(path for path, _ in flat), tuple(x.shape for x in arrays), *_count(arrays))
+
+
+@functools.partial(jax.jit, inline=True)
+def _count(arrays: list[Array]) -> list[Array]:
+    if not arrays:
+        return [jnp.zeros(0, jnp.int32)] * 4
+    columns = []
+    for x in arrays:
+        negative = jnp.isneginf(x) if not jnp.iscomplexobj(x) else jnp.zeros(x.shape, bool)
+        is_nan = jnp.isnan(x)
+        bad = ~jnp.isfinite(x)
+        counts = [jnp.sum(kind, dtype=jnp.int32) for kind in (bad & ~is_nan & ~negative, negative, is_nan)]
+        first = jnp.argmax(bad.ravel()).astype(jnp.int32) if x.size else jnp.int32(-1)
+        columns.append([*counts, jnp.where(jnp.any(bad), first, -1)])
+    return [jnp.stack(row) for row in zip(*columns, strict=True)]

@@ -1,0 +1,143 @@
+"""What a 16-bit dtype loses of gradients, without the loss scale and with it."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.tree_util import keystr
+from jax.typing import DTypeLike
+
+from jamp._lookup import get_loss_scale
+from jamp._tree import is_gradient
+
+_STATIC: Any = {"static": True}
+_HEADROOM = 4  # powers of two that the recommended scale leaves: activations' gradients are often above parameters'
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UnderflowReport:
+    """What the loss scale does for each leaf of the gradients, from `underflow_report`.
+
+    A pytree: it may leave `jit`. Shares are of the nonzero gradients of a leaf, 0 where there are none.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp, jamp.debug
+      >>> state = jamp.StaticLossScale(2.0**10).init()
+      >>> report = jamp.debug.underflow_report({"w": jnp.array([1e-8, 1e-3])}, state)
+      >>> report.zero_unscaled.tolist(), report.zero_scaled.tolist(), float(report.recommended_loss_scale)
+      ([0.5], [0.0], 2097152.0)
+    """
+
+    paths: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
+    dtype: str = dataclasses.field(metadata=_STATIC)
+    loss_scale: Array  # f32[]
+    zero_unscaled: Array  # f32[leaves], share that would be 0 in `dtype` without the loss scale
+    subnormal_unscaled: Array  # f32[leaves], share that would be subnormal, with few digits left
+    zero_scaled: Array  # f32[leaves], the same with the loss scale
+    subnormal_scaled: Array  # f32[leaves]
+    smallest: Array  # f32[leaves], the smallest true gradient that is not 0, by magnitude; inf where all are 0
+    largest: Array  # f32[leaves], the largest true gradient, by magnitude; inf where one is inf or nan
+    headroom: Array  # f32[leaves], powers of two from the largest scaled gradient to overflow; inf where all are 0
+    recommended_loss_scale: Array  # f32[], a power of two
+
+    def __str__(self) -> str:
+        scale, best = float(self.loss_scale), float(self.recommended_loss_scale)
+        title = f"{self.dtype} gradients at loss scale {scale:g}; recommended: {best:g} (2**{np.log2(best):.0f})"
+        header = ("leaf", "lost without scale", "with it", "subnormal without", "with it", "headroom")
+        columns = (self.zero_unscaled, self.zero_scaled, self.subnormal_unscaled, self.subnormal_scaled)
+        shares = np.stack([np.asarray(x) for x in columns], -1)
+        rows = [
+            (path or "the array", *(f"{x:.1%}" for x in row), _room(room))
+            for path, row, room in zip(self.paths, shares, np.asarray(self.headroom).tolist(), strict=True)
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
+        ]
+        return "\n".join([title, *lines])
+
+
+def _room(room: float) -> str:
+    return "all are 0" if room == np.inf else "overflows" if room < 0 else f"2**{room:.1f}"
+
+
+def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> UnderflowReport:
+    """What becomes of the gradients in a 16-bit dtype, without the loss scale and with it.
+
+    A gradient counts as lost where `dtype` rounds it to 0, and as subnormal where `dtype` has fewer digits for it.
+    What had underflowed before these gradients were made is 0 here already, and not among the nonzero ones: to see
+    all, take them from a float32 model. Cheap enough for each hundredth step, inside `jit` or outside.
+
+    Args:
+      grads: The true gradients, as `jamp.value_and_grad` gives them.
+      state: A loss-scale state, or any pytree that holds exactly one.
+      dtype: The floating dtype of the backward pass.
+
+    Returns:
+      An `UnderflowReport`. The recommended loss scale is the largest power of two that leaves the largest gradient 4
+      powers of two below overflow; half the present one, or less, if a gradient is inf or nan.
+
+    Raises:
+      ValueError: If `state` holds no loss-scale state or several, or `dtype` is not floating.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp, jamp.debug
+      >>> print(jamp.debug.underflow_report({"w": jnp.array([1e-8, 1e-3])}, jamp.StaticLossScale(2.0**10).init()))
+      float16 gradients at loss scale 1024; recommended: 2.09715e+06 (2**21)
+      leaf   lost without scale  with it  subnormal without  with it  headroom
+      ['w']  50.0%               0.0%     0.0%               50.0%    2**16.0
+    """
+    checked = jnp.dtype(dtype)
+    if not jnp.issubdtype(checked, jnp.floating):
+        raise ValueError(f"dtype must be floating, such as jnp.float16, got dtype={checked.name!r}.")
+    flat = [(keystr(path), x) for path, x in jax.tree.leaves_with_path(grads) if is_gradient(path, x)]
+    scale = get_loss_scale(state)
+    paths = tuple(path for path, _ in flat)
+    return UnderflowReport(paths, checked.name, scale, *_measure([jnp.asarray(x) for _, x in flat], scale, checked))
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _measure(grads: list[Array], scale: Array, dtype: Any) -> list[Array]:
+    info = jnp.finfo(dtype)
+    least, normal, end = (float(x) for x in (info.smallest_subnormal, info.smallest_normal, info.max))
+    columns = [_measure_leaf(jnp.abs(g).astype(jnp.float32), scale, least, normal, end) for g in grads]
+    rows = [jnp.stack(row) for row in zip(*columns, strict=True)] or [jnp.zeros(0)] * 7
+    return [*rows, _recommend(rows[5], scale, end)]
+
+
+def _recommend(largest: Array, scale: Array, end: float) -> Array:
+    """The recommended loss scale, f32[], given the largest gradient of each leaf."""
+    (end_digits, end_exponent), (_, exponent) = np.frexp(end), jnp.frexp(scale)
+    digits, finite_exponent = jnp.frexp(jnp.max(largest, initial=0.0, where=jnp.isfinite(largest)))
+    best = end_exponent - finite_exponent - (digits > end_digits).astype(jnp.int32) - _HEADROOM
+    best = jnp.where(digits > 0, best, exponent - 1)
+    best = jnp.where(jnp.any(jnp.isinf(largest)), jnp.minimum(best, exponent - 2), best)
+    return jnp.ldexp(jnp.float32(1), jnp.clip(best, -126, 127))
+
+
+def _measure_leaf(size: Array, scale: Array, least: float, normal: float, end: float) -> list[Array]:
+    some = (size > 0) & jnp.isfinite(size)
+    kinds = [some]
+    for x in (size, size * scale):
+        # Half the smallest subnormal is rounded to even, which is 0.
+        zero = some & (x <= least / 2)
+        kinds += [zero, some & ~zero & (x < normal)]
+    # One pass over the leaf: on CPU five times as fast as seven reductions.
+    operands = [kind.astype(jnp.int32) for kind in kinds]
+    operands += [jnp.where(some, size, jnp.inf), jnp.where(jnp.isfinite(size), size, jnp.inf)]
+    start = [*[jnp.int32(0)] * len(kinds), jnp.float32(jnp.inf), jnp.float32(0)]
+    *counts, smallest, largest = lax.reduce(operands, start, _combine, tuple(range(size.ndim)))
+    total, *parts = (count.astype(jnp.float32) for count in counts)
+    shares = [part / jnp.maximum(total, 1) for part in parts]
+    return [*shares, smallest, largest, jnp.log2(end) - jnp.log2(largest) - jnp.log2(scale)]
+
+
+def _combine(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:
+    counts = [x + y for x, y in zip(left[:-2], right[:-2], strict=True)]
+    return [*counts, jnp.minimum(left[-2], right[-2]), jnp.maximum(left[-1], right[-1])]

@@ -1,0 +1,107 @@
+"""What this machine does in 16 bit, and what jamp recommends on it: `python -m jamp.doctor`."""
+
+import platform
+import re
+import time
+from collections.abc import Mapping
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+
+_DTYPES = ("float16", "bfloat16", "float32")
+_PACKAGES = ("jax-amp", "jax", "jaxlib", "optax", "flax", "equinox", "numpy")
+_FASTER = 1.2  # times float32, below which 16 bit is not worth its trouble
+
+
+def report(seconds: float = 1.0) -> str:
+    """Versions, devices, which 16-bit types are computed natively, the speed of matrix products, a recommendation.
+
+    Args:
+      seconds: How long to measure in all, besides compiling.
+
+    Returns:
+      A text of about fifteen lines.
+
+    Examples:
+      >>> import jamp.doctor
+      >>> "bfloat16" in jamp.doctor.report(seconds=0.01)
+      True
+    """
+    devices = jax.devices()
+    native = {dtype: _is_native(dtype) for dtype in _DTYPES}
+    speed = _speeds(seconds)
+    rows = [
+        f"  {dtype:8s}  {speed[dtype] / 1e12:8.3f} TFLOP/s  {speed[dtype] / speed['float32']:5.2f} x float32  "
+        + ("native" if native[dtype] else "converted to float32 and back")
+        for dtype in _DTYPES
+    ]
+    return "\n".join(
+        [
+            f"Python {platform.python_version()} on {platform.platform()}",
+            ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name))),
+            f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+            "",
+            f"Matrix products of {_size()} x {_size()}:",
+            *rows,
+            "",
+            _recommend(native, speed),
+        ]
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _size() -> int:
+    return 1024 if jax.default_backend() == "cpu" else 4096
+
+
+def _is_native(dtype: str) -> bool:
+    """Whether the compiler leaves the operands of a product in their dtype."""
+    if jax.default_backend() == "tpu":  # whose compiled text does not tell; its matrix unit has no float16
+        return dtype != "float16"
+    x = jax.ShapeDtypeStruct((_size(), _size()), dtype)
+    text = jax.jit(jnp.matmul).lower(x, x).compile().as_text() or ""
+    return re.search(r"= f32\[\S* convert\(", text) is None
+
+
+def _speeds(seconds: float) -> dict[str, float]:
+    """FLOPs a second for each dtype: the best of the products that fit into the time, each dtype in turn."""
+    n = _size()
+    product = jax.jit(jnp.matmul)
+    operands = {dtype: jnp.full((n, n), 0.5, dtype) for dtype in _DTYPES}
+    jax.block_until_ready([product(x, x) for x in operands.values()])  # compiled
+    best, end = dict.fromkeys(_DTYPES, float("inf")), time.perf_counter() + seconds
+    while True:
+        for dtype, x in operands.items():
+            start = time.perf_counter()
+            jax.block_until_ready([product(x, x) for _ in range(4)])  # the next are dispatched while the first runs
+            best[dtype] = min(best[dtype], (time.perf_counter() - start) / 4)
+        if time.perf_counter() >= end:
+            return {dtype: 2 * n**3 / took for dtype, took in best.items()}
+
+
+def _recommend(native: Mapping[str, bool], speed: Mapping[str, float]) -> str:
+    fast = [d for d in ("bfloat16", "float16") if native[d] and speed[d] >= _FASTER * speed["float32"]]
+    if not fast:
+        return (
+            "Recommended: float32. 16 bit is no faster on this machine; it still halves the memory of activations, and "
+            "float16 runs here as it does elsewhere, which is good for tests."
+        )
+    if fast == ["float16"]:
+        return "Recommended: float16. jamp.autocast(loss_fn), and jamp.loss_scaled(tx) for its range."
+    more = ", or float16 for its three more bits: jamp.autocast(loss_fn), jamp.loss_scaled(tx)"
+    return (
+        "Recommended: bfloat16. jamp.autocast(loss_fn, jnp.bfloat16); it needs no loss scale"
+        + (more if "float16" in fast else "")
+        + "."
+    )
+
+
+if __name__ == "__main__":
+    print(report())

@@ -1,0 +1,202 @@
+"""Pictures of a loss scale and of gradients. They need matplotlib: `pip install 'jax-amp[plot]'`.
+
+Every function returns a Matplotlib figure in the colours of the current style, so that `plt.style.use` applies; close
+it with `plt.close(figure)` where many are made.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jamp._lookup import get_loss_scale
+from jamp._tree import gradient_leaves
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from jamp.debug import UnderflowReport
+    from jamp.history import History
+
+# Read on white and on black.
+_BLUE, _ORANGE, _RED, _GREY = "#3b8ed0", "#f08c2e", "#e0433c", "#8c8c8c"
+_LOWEST = -60.0  # the power of two below which nothing is told apart
+
+
+def loss_scale_history(history: "History") -> "Figure":
+    """The loss scale over the steps, on a scale of powers of two, with each skipped step marked.
+
+    With an adaptive loss scale the growth windows are shaded, the longer the darker, and numbered by their place in
+    the window list; the hidden window of one step is number -1.
+
+    Args:
+      history: A `jamp.History`; the figure waits for its steps.
+
+    Raises:
+      ValueError: If no step was recorded.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp, jamp.plot
+      >>> from jamp.history import History
+      >>> opt_state, history = jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2)), History()
+      >>> history.append(opt_state)
+      >>> figure = jamp.plot.loss_scale_history(history)
+    """
+    if not len(history):
+        raise ValueError("The history is empty: call `history.append(opt_state)` after each step.")
+    figure, axes = _new((8, 4))
+    steps = history.first_step + np.arange(len(history))
+    scale, finite = np.log2(history["loss_scale"]), history["grads_finite"]
+    if "window_index" in history.names:
+        _shade_windows(axes, steps, history["window_index"])
+    axes.step(steps, scale, where="post", color=_BLUE, label="loss scale")
+    if not finite.all():
+        axes.plot(steps[~finite], scale[~finite], "v", color=_RED, label=f"skipped steps ({int((~finite).sum())})")
+    low, high = math.floor(scale.min()) - 1, math.ceil(scale.max()) + 1
+    _powers(axes.yaxis, low, high)
+    axes.set(xlabel="step", ylabel="loss scale (powers of 2)", ylim=(low, high))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _shade_windows(axes: "Axes", steps: Any, index: Any) -> None:
+    ends = np.flatnonzero(np.diff(index))
+    for start, stop in zip([0, *(ends + 1)], [*ends, len(index) - 1], strict=True):
+        depth = 0.08 + 0.4 * (index[start] - index.min()) / max(1, np.ptp(index))
+        left, right = steps[start], steps[stop] + 1
+        axes.axvspan(left, right, color=_GREY, alpha=float(depth), linewidth=0)
+        if right - left > 0.04 * len(index):
+            at = axes.get_xaxis_transform()
+            axes.text((left + right) / 2, 0.02, str(index[start]), ha="center", va="bottom", transform=at, size="small")
+    axes.plot([], [], "s", color=_GREY, alpha=0.5, label="growth window, by its number")
+
+
+def gradient_range(grads: Any, state: Any) -> "Figure":
+    """Where the gradients lie among the powers of two, before and after scaling, and what float16 can hold of them.
+
+    Args:
+      grads: The true gradients, as `jamp.value_and_grad` gives them. What underflowed before they were made is not
+        there: take them from a float32 model to see all.
+      state: A loss-scale state, or any pytree that holds exactly one.
+
+    Raises:
+      ValueError: If no gradient is finite and not 0, or `state` holds no loss-scale state or several.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp, jamp.plot
+      >>> figure = jamp.plot.gradient_range({"w": jnp.array([1e-8, 1e-3])}, jamp.StaticLossScale(1024.0).init())
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
+    """
+    sizes = [np.abs(np.asarray(x).astype(np.complex128)).ravel() for x in gradient_leaves(grads)]
+    size = np.concatenate([*sizes, np.zeros(0)])
+    some = size[(size > 0) & np.isfinite(size)]
+    if not some.size:
+        raise ValueError(f"There is nothing to draw: of {size.size} gradients none is finite and not 0.")
+    scale = float(get_loss_scale(state))
+    figure, axes = _new((8, 4))
+    ends = []
+    for values, color, label in (
+        (some, _ORANGE, "true gradients"),
+        (some * scale, _BLUE, f"times the loss scale, {_power(scale)}"),
+    ):
+        bins, counts = np.unique(np.floor(np.log2(values)).clip(_LOWEST), return_counts=True)
+        axes.bar(bins, 100 * counts / size.size, width=1, align="edge", color=color, alpha=0.6, label=label)
+        ends += [bins[0], bins[-1] + 1]
+    _limits(axes, min(ends), max(ends))
+    zeros = 100 * np.mean(size == 0)
+    axes.set(
+        xlabel=f"magnitude (powers of 2); {zeros:.3g} % of the gradients are 0", ylabel="share of the gradients (%)"
+    )
+    axes.margins(y=0.18)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def layer_ranges(report: "UnderflowReport") -> "Figure":
+    """A bar for each leaf of the gradients: from the smallest to the largest, scaled, and what float16 can hold.
+
+    Args:
+      report: What `jamp.debug.underflow_report` returns.
+
+    Raises:
+      ValueError: If the report has no leaves.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp, jamp.debug, jamp.plot
+      >>> report = jamp.debug.underflow_report({"w": jnp.array([1e-8, 1e-3])}, jamp.StaticLossScale(1024.0).init())
+      >>> figure = jamp.plot.layer_ranges(report)
+    """
+    names = [_short(path) for path in report.paths]
+    if not names:
+        raise ValueError("The report has no leaves: hand `underflow_report` the gradients of a model.")
+    figure, axes = _new((8, 1.6 + 0.26 * len(names)))
+    scale = np.log2(float(report.loss_scale))
+    with np.errstate(divide="ignore"):
+        low, high = (np.log2(np.asarray(x, np.float64)) + scale for x in (report.smallest, report.largest))
+    drawn = np.isfinite(low)
+    top = np.where(np.isfinite(high), high, np.log2(float(jnp.finfo(report.dtype).max)) + 2)
+    for y in np.flatnonzero(drawn).tolist():
+        bad = float(report.headroom[y]) < 0
+        axes.barh(y, max(top[y] - low[y], 0.3), left=low[y], height=0.6, color=_RED if bad else _BLUE)
+    for y, lost in enumerate(np.asarray(report.zero_scaled).tolist()):
+        note = f"{100 * float(lost):.1f} %" if drawn[y] else "all 0"
+        axes.text(1.01, y, note, transform=axes.get_yaxis_transform(), va="center", size="small")
+    axes.text(1.01, 1.01, "lost", transform=axes.transAxes, va="bottom", size="small")
+    _limits(axes, min(low[drawn], default=0.0), max(top[drawn], default=0.0), report.dtype)
+    axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6))
+    axes.set_xlabel(f"magnitude of the gradients times the loss scale, {_power(2.0**scale)} (powers of 2)")
+    return figure
+
+
+def _new(size: tuple[float, float]) -> tuple["Figure", "Axes"]:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ImportError("jamp.plot needs matplotlib: `pip install 'jax-amp[plot]'`.") from None
+    figure, axes = plt.subplots(figsize=size, dpi=100, layout="constrained")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _limits(axes: "Axes", low: float, high: float, dtype: DTypeLike = "float16") -> None:
+    """What a dtype can hold: lines and shades, named above the axes."""
+    info = jnp.finfo(dtype)
+    least, normal, end = (math.log2(float(x)) for x in (info.smallest_subnormal, info.smallest_normal, info.max))
+    zero = least - 1  # half the smallest number is rounded to 0
+    low, high = min(zero - 5, max(low, _LOWEST)), max(end + 4, min(high, end + 20))
+    for left, right, color, alpha in ((low, zero, _RED, 0.15), (zero, normal, _GREY, 0.25), (end, high, _RED, 0.15)):
+        axes.axvspan(left, right, color=color, alpha=alpha, linewidth=0, zorder=0)
+    names = ((low, zero, "0"), (zero, normal, "subnormal"), (normal, end, f"{info.dtype} normal"), (end, high, "inf"))
+    at = axes.get_xaxis_transform()
+    for left, right, name in names:
+        if right - left > 0.012 * len(name) * (high - low):  # else it would run into the next
+            axes.text((left + right) / 2, 1.01, name, transform=at, ha="center", va="bottom", size="small")
+    _powers(axes.xaxis, low, high)
+    axes.set_xlim(low, high)
+
+
+def _powers(axis: Any, low: float, high: float) -> None:
+    """Ticks at powers of two, about ten of them."""
+    step = max(1, 2 ** math.ceil(math.log2(max(1.0, (high - low) / 12))))
+    ticks = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
+    axis.set_ticks(ticks, [f"$2^{{{n}}}$" for n in ticks])
+
+
+def _power(scale: float) -> str:
+    exponent = math.log2(scale)
+    return f"$2^{{{exponent:.0f}}}$" if exponent == round(exponent) else f"{scale:g}"
+
+
+def _short(path: str, most: int = 28) -> str:
+    """A path in few characters: blocks/0/down."""
+    plain = (
+        path.replace("']['", "/").replace("'][", "/").replace("]['", "/").replace("][", "/").strip("[]'.")
+        or "the array"
+    )
+    return plain if len(plain) <= most else "…" + plain[1 - most :]
