@@ -15,6 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._adaptive import AdaptiveLossScale, AdaptiveLossScaleState
+from jamp._checkpoint import (
+    check_checkpoint_config as check_checkpoint_config,
+    checkpoint_config as checkpoint_config,
+)
 from jamp._checks import INT32_MAX, TINY
 from jamp._lookup import find_state
 from jamp._loss_scale import DynamicLossScale, LossScale

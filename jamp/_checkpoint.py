@@ -1,0 +1,97 @@
+"""What a checkpoint was made of, saved beside it, and compared before it is restored."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jamp._loss_scale import LossScale
+
+
+def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
+    """What to save beside a state: the configuration of the loss scale, and shape and dtype of every array.
+
+    A checkpoint holds numbers only. Some formats cast them to the dtype of whatever they are restored into, and some
+    kinds of loss scale have the same fields: `check_checkpoint_config` finds both.
+
+    Args:
+      tree: The state that is saved, or its `jax.ShapeDtypeStruct`s. Leaves that are no arrays or numbers are left out.
+      loss_scale: The configuration of its loss scale.
+
+    Returns:
+      A mapping of strings and numbers, for JSON: `loss_scale`, its `to_config()` (of a class without one, its name as
+      the type), and `arrays`, such as "float32[3,4]" by path.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> jamp.interop.checkpoint_config({"w": jnp.ones((3, 4))}, jamp.StaticLossScale(8.0))
+      {'loss_scale': {'type': 'static', 'scale': 8.0}, 'arrays': {"['w']": 'float32[3,4]'}}
+    """
+    arrays = {keystr(path): _describe(x) for path, x in tree_leaves_with_path(tree) if _is_array(x)}
+    return {"loss_scale": _config(loss_scale), "arrays": arrays}
+
+
+def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: LossScale) -> None:
+    """Raise unless a checkpoint fits into a state, before it is restored into it.
+
+    Other numbers of the same kind of loss scale, such as another `growth_interval`, are no error: the run goes on
+    with the new ones.
+
+    Args:
+      saved: What `checkpoint_config` gave when the checkpoint was saved.
+      tree: The state to restore into.
+      loss_scale: The configuration of its loss scale.
+
+    Raises:
+      ValueError: If the kinds of loss scale differ, or an array's shape or dtype, or an array is in one of them only.
+        The message names both. Also if `saved` is something else.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> saved = jamp.interop.checkpoint_config({"w": jnp.ones(3)}, jamp.StaticLossScale())
+      >>> jamp.interop.check_checkpoint_config(saved, {"w": jnp.ones(3)}, jamp.StaticLossScale(8.0))
+      >>> try:
+      ...     jamp.interop.check_checkpoint_config(saved, {"w": jnp.ones(3, jnp.float16)}, jamp.StaticLossScale())
+      ... except ValueError as error:
+      ...     print(str(error).partition(" Restore")[0])
+      The checkpoint does not fit: ['w'] was saved as float32[3], the state has float16[3].
+    """
+    if not isinstance(saved, Mapping) or not {"loss_scale", "arrays"} <= set(saved):
+        got = f"a mapping of {', '.join(map(repr, saved))}" if isinstance(saved, Mapping) else repr(saved)
+        raise ValueError(f"This is not what jamp.interop.checkpoint_config returned: got {got}. Is it a checkpoint?")
+    kind, wanted = saved["loss_scale"]["type"], _config(loss_scale)["type"]
+    if kind != wanted:
+        raise ValueError(
+            f"The checkpoint was saved under a loss scale of type {kind!r}, this run has {wanted!r}: {loss_scale!r}. "
+            "Restore it into a state made with jamp.loss_scale_from_config(saved['loss_scale']), then go on with "
+            "jamp.convert_loss_scale(restored, loss_scale)."
+        )
+    arrays, own = saved["arrays"], checkpoint_config(tree, loss_scale)["arrays"]
+    wrong = [_difference(path, arrays.get(path), x) for path, x in own.items() if arrays.get(path) != x]
+    wrong += [_difference(path, x, None) for path, x in arrays.items() if path not in own]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"The checkpoint does not fit: {'; '.join(wrong[:3])}{more}. Restore it into a state of the saved shapes "
+            "and dtypes, then convert: jamp.cast_floating for parameters, jamp.interop.wrap_state for the state of a "
+            "plain optimizer."
+        )
+
+
+def _difference(path: str, saved: str | None, own: str | None) -> str:
+    return f"{path} was {f'saved as {saved}' if saved else 'not saved'}, the state has {own or 'no such array'}"
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+
+
+def _describe(x: Any) -> str:
+    return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
+
+
+def _config(loss_scale: LossScale) -> dict[str, Any]:
+    to_config = getattr(loss_scale, "to_config", lambda: {"type": type(loss_scale).__name__})
+    config: dict[str, Any] = to_config()
+    return config
