@@ -70,6 +70,7 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
     # A copy: the caller may go on using the value, or it may be a buffer of this very tree, which donation forbids.
     scale = jnp.array(jnp.broadcast_to(jnp.asarray(value, jnp.float32), jnp.shape(found.loss_scale)))
     new = found.restarted(scale) if hasattr(found, "restarted") else found._replace(loss_scale=scale)
+    new = jax.tree.unflatten(jax.tree.structure(found), jax.tree.leaves(new))  # into Flax NNX's Variables, where it was
     return jax.tree.map(lambda x: new if x is found else x, tree, is_leaf=lambda x: x is found)
 
 
@@ -88,7 +89,7 @@ def get_stats(tree: Any) -> LossScaleStats:
       0
     """
     stats: LossScaleStats = _find(tree, "stats", "loss-scaled optimizer state", _HOLDERS).stats
-    return stats
+    return LossScaleStats(*jax.tree.leaves(stats))  # out of the Variables in which Flax NNX keeps arrays
 
 
 def get_grads_finite(tree: Any) -> Array:
@@ -137,8 +138,10 @@ def metrics(tree: Any) -> dict[str, Array]:
 def _find(tree: Any, field: str, what: str, holders: str) -> Any:
     has_field: Callable[[Any], bool]
     if field == "loss_scale":
-        # A NamedTuple that merely keeps a state under this name (a user's train state) is not one itself.
-        has_field = lambda x: field in _fields(x) and jax.tree_util.all_leaves([x.loss_scale])
+        # A NamedTuple that merely keeps a state under this name (a user's train state) is not one itself. Flax NNX
+        # keeps each array in a Variable, a pytree of one leaf.
+        one_leaf = lambda x: not _fields(x) and len(jax.tree.leaves(x)) == 1
+        has_field = lambda x: field in _fields(x) and one_leaf(x.loss_scale)
     else:
         has_field = lambda x: {field, "loss_scale_state"} <= set(_fields(x))
     found = list(_holders(tree, has_field))

@@ -1,0 +1,162 @@
+"""Flax NNX: an optimizer and a `value_and_grad` under which nothing of a model moves on an overflow."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jamp._lookup import find_state
+from jamp._loss_scale import DynamicLossScale, LossScale, NoOpLossScaleState
+from jamp._scaling import scale_loss, unscale_and_check
+from jamp._train_state import check_one_scaler, select, step_applied
+from jamp._transforms import loss_scaled
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError("jamp.nnx needs Flax: pip install 'jax-amp[flax]'.") from error
+
+
+class Optimizer(nnx.Optimizer[Any]):
+    """`nnx.Optimizer` with a loss scale, which skips a step whose gradients overflowed.
+
+    Compute the gradients with `jamp.nnx.value_and_grad(loss_fn, optimizer)(model, ...)`. If they are finite, `update`
+    is NNX's. If not, neither the model's parameters nor the optimizer move, bit for bit, and the loss scale backs off.
+    `step` (u32[]) counts the steps applied; NNX's own counts the skipped ones too.
+
+    Args:
+      model: The module to optimize.
+      tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for half-precision parameters.
+      wrt: The filter of the variables to optimize, such as `nnx.Param`.
+      loss_scale: A loss scale; `jamp.NoOpLossScale()` switches everything off.
+      axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
+
+    Raises:
+      ValueError: If `tx` is already loss-scaled.
+
+    Examples:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp, optax, jamp.nnx
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = jamp.nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, x):
+      ...     loss_fn = lambda model: jnp.mean(model(x) ** 2)
+      ...     loss, grads = jamp.nnx.value_and_grad(loss_fn, optimizer)(model)
+      ...     optimizer.update(model, grads)
+      ...     return loss
+      >>> loss = train_step(model, optimizer, jnp.ones((4, 2)))
+      >>> loss = train_step(model, optimizer, jnp.full((4, 2), jnp.inf))
+      >>> int(optimizer.step[...]), float(jamp.get_loss_scale(optimizer))
+      (1, 32768.0)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any,
+        loss_scale: LossScale = DynamicLossScale(),
+        axis_name: Any = None,
+    ) -> None:
+        super().__init__(model, loss_scaled(tx, loss_scale, axis_name=axis_name), wrt=wrt)
+        self.axis_name = axis_name
+        check_one_scaler(self.opt_state)
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """Step the model and the optimizer in place, or skip the step if the gradients are not finite.
+
+        Args:
+          model: The model that the optimizer was made for.
+          grads: The true gradients.
+          **kwargs: Extra arguments for the optimizer's `update`, such as `value=loss`; `grads_finite` (bool[]) takes
+            the place of the check.
+
+        Returns:
+          The updates that were added to the parameters.
+        """
+        step = self.step[...]
+        updates = super().update(model, grads, **kwargs)
+        ok = step_applied(nnx.as_pure(self.opt_state))
+        self.step[...] = jnp.where(ok, self.step[...], step)
+        return updates
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    optimizer: Any,
+    argnums: Any = None,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` with loss scaling inside, which on an overflow also undoes what `fun` did to the model.
+
+    BatchNorm statistics, RNG counts and any other state that `fun` changes in its arguments keep their new values if
+    the gradients are finite, and get back their old ones, bit for bit, if not. Whether they are is judged as
+    `Optimizer.update` judges it; compiled together, the two are one check. A variable that `fun` creates, or whose
+    structure it changes (what `sow` collects), is not undone.
+
+    Args:
+      fun: A function of NNX objects and arrays that returns a scalar loss, or `(loss, aux)` with `has_aux`.
+      optimizer: A `jamp.nnx.Optimizer`. Its loss scale is read when the returned function is called.
+      argnums: As for `nnx.value_and_grad`. None: the first argument, for the variables that the optimizer's `wrt`
+        selects.
+      has_aux: As for `nnx.value_and_grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns `(value, grads)`: the true loss, and true gradients in float32.
+
+    Raises:
+      ValueError: If `optimizer` holds no loss-scale state, for example because it was split: merge it first.
+
+    Examples:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp, optax, jamp.nnx
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> optimizer = jamp.nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+      >>> grad_fn = jamp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), optimizer)
+      >>> loss, grads = grad_fn(model, jnp.array([[jnp.inf, 1.0], [2.0, 3.0]]))
+      >>> model.mean[...].tolist()
+      [0.0, 0.0]
+    """
+
+    @functools.wraps(fun)
+    def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
+        state = find_state(nnx.as_pure(optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer))
+
+        @functools.wraps(fun)
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+            return scale_loss(loss, state), (loss, aux)
+
+        differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
+        before = _values((args, kwargs))
+        (_, (loss, aux)), scaled_grads = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)(
+            *args, **kwargs
+        )
+        axis_name = getattr(optimizer, "axis_name", None)
+        grads, grads_finite = unscale_and_check(scaled_grads, state, axis_name=axis_name)
+        if not isinstance(state, NoOpLossScaleState):
+            _undo_unless(grads_finite, (args, kwargs), before)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return with_true_gradients
+
+
+def _values(nodes: Any) -> dict[Any, Any]:
+    """The value of each variable and array in some NNX objects, by path."""
+    return {path: nnx.as_pure(value) for path, value in nnx.to_flat_state(nnx.state(nodes))}
+
+
+def _undo_unless(ok: jax.Array, nodes: Any, before: dict[Any, Any]) -> None:
+    """Give the variables and arrays of some NNX objects their values of before, unless `ok`."""
+    changed = {}
+    for path, new in _values(nodes).items():
+        old = before.get(path)
+        structure: Any = jax.tree.structure(new)
+        if new is not old and jax.tree.structure(old) == structure:
+            changed[path] = select(ok, new, old, ".".join(map(str, path)))
+    nnx.update(nodes, nnx.from_flat_state(changed))
