@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jamp._lookup import find_state
 from jamp._loss_scale import NoOpLossScaleState
-from jamp._tree import is_gradient, is_inexact, leaves_finite, widen, widen_half
+from jamp._tree import is_gradient, is_inexact, leaves_finite, names, widen, widen_half
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -91,7 +91,8 @@ def unscale_and_check(
     if isinstance(found, NoOpLossScaleState):
         true, finite = [widen(leaves[i], dtype) for i in chosen], jnp.bool_(True)
     else:
-        true, finite = _unscale([leaves[i] for i in chosen], found.loss_scale, dtype, axis_name)
+        named = names(flat[i][0] for i in chosen)
+        true, finite = _unscale([leaves[i] for i in chosen], found.loss_scale, named, dtype, axis_name)
     for i, x in zip(chosen, true, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves), finite
@@ -206,8 +207,10 @@ def _scale(loss: Any, scale: Array) -> Any:
     return jax.tree.map(lambda x: _multiply(jnp.asarray(widen_half(x)), scale), loss)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
-def _unscale(grads: list[Any], scale: Array, dtype: Any, axis_name: Any) -> tuple[list[Any], Array]:
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
+def _unscale(
+    grads: list[Any], scale: Array, names: tuple[str, ...], dtype: Any, axis_name: Any
+) -> tuple[list[Any], Array]:
     # Above 2**126 the reciprocal is subnormal, which XLA flushes to 0: there a quarter of the scale is taken first.
     # Everywhere else this is g * float32(1 / scale) * 1, to the bit. Without the barrier XLA would multiply the two
     # factors of a constant scale into that subnormal.
@@ -215,7 +218,7 @@ def _unscale(grads: list[Any], scale: Array, dtype: Any, axis_name: Any) -> tupl
     quarter = jnp.where(scale > 2.0**126, jnp.float32(0.25), jnp.float32(1.0))
     reciprocal = 1.0 / (scale * quarter)
     true = [widen(_multiply(_multiply(jnp.asarray(widen(g)), reciprocal), quarter), dtype) for g in grads]
-    return true, leaves_finite(true, axis_name)
+    return true, leaves_finite(true, names, axis_name)
 
 
 def _multiply(x: Array, scale: Array) -> Array:

@@ -92,7 +92,7 @@ def gradient_range(grads: Any, state: Any) -> "Figure":
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
     """
-    sizes = [np.abs(np.asarray(x).astype(np.complex128)).ravel() for x in gradient_leaves(grads)]
+    sizes = [np.abs(np.asarray(x).astype(np.complex128)).ravel() for x in gradient_leaves(grads).values()]
     size = np.concatenate([*sizes, np.zeros(0)])
     some = size[(size > 0) & np.isfinite(size)]
     if not some.size:

@@ -362,20 +362,6 @@ def test_no_member_is_missing_and_each_that_works_is_there_under_its_name():
     assert f"{len(rows)} members: {works} work, {len(rows) - works} are replaced, none is missing." in PAGE
 
 
-def code_blocks():
-    """What is fenced as `python`; torch's programs are fenced as `py`."""
-    return re.findall(r"^```python(?: title=\"jamp\")?\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-
-
-def test_every_jamp_program_of_the_page_runs_in_this_order():
-    programs = [code for code in code_blocks() if "--8<--" not in code]
-    namespace = {}
-    for code in programs:
-        exec(compile(code, "docs/from-pytorch.md", "exec"), namespace)
-    assert len(programs) == 12
-    assert bool(jamp.all_finite([namespace[name] for name in ("params", "half", "grads")]))
-
-
 def test_every_example_that_the_page_includes_is_there_and_every_example_is_included():
     included = re.findall(r'^--8<-- "([^":]+)(?::(\w+))?"$', PAGE, re.MULTILINE)
     source = pathlib.Path(__file__).read_text()

@@ -186,3 +186,16 @@ def test_cast_floating_casts_floating_arrays_and_leaves_the_rest(dtype):
 def test_cast_floating_handles_float64(x64):
     assert jamp.cast_floating(jnp.ones(1, jnp.float64), jnp.float16).dtype == jnp.float16
     assert jamp.cast_floating(jnp.ones(1, jnp.float16), jnp.float64).dtype == jnp.float64
+
+
+def test_large_leaves_are_combined_where_their_names_agree_for_others_may_lie_transposed():
+    def additions(tree):
+        return str(jax.make_jaxpr(jamp.all_finite)(tree)).count("= add ")
+
+    leaf = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    blocks = {"layer_1": {"up": leaf}, "layer_2": {"up": leaf}, "layer_3": {"up": leaf}}
+    assert additions(blocks) == 2
+    assert additions({f"w{i}": leaf for i in range(3)}) == 2
+    assert additions(blocks | {"embed": leaf}) == 2 + 7  # the embedding by itself, in eight slices
+    small = jax.ShapeDtypeStruct((256,), jnp.float32)
+    assert additions({"bias": small, "scale": small}) == 1

@@ -1,0 +1,101 @@
+"""The built site in Chromium: `mkdocs build --strict`, then `pytest tests/browser/check_site.py`.
+
+Not collected by itself (its name does not begin with `test_`): it needs ./site, Playwright, and Chromium or Chrome.
+"""
+
+import functools
+import http.server
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+SITE = Path(__file__).resolve().parents[2] / "site"
+PAGES = sorted(path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("index.html"))
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+BROKEN = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
+# What sticks out of the window, and does not lie in something that scrolls or hides it.
+WIDER = """
+[...document.querySelectorAll('.md-main *, .md-header *, .md-footer *')].filter(e => {
+  if (e.getBoundingClientRect().right <= document.documentElement.clientWidth + 1) return false;
+  for (let p = e.parentElement; p; p = p.parentElement)
+    if (p.parentElement && p !== document.body && getComputedStyle(p).overflowX !== 'visible') return false;
+  return getComputedStyle(e).position !== 'fixed' && e.getClientRects().length > 0;
+}).map(e => e.outerHTML.slice(0, 120))
+"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def url():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=SITE)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=[1280, 390], ids="{}px".format)
+def page(request, browser, url):
+    """A page that must end without an error on its console, a failed request, or one to another server."""
+    page, errors = browser.new_page(viewport={"width": request.param, "height": 844}), []
+    page.set_default_timeout(10_000)  # milliseconds
+    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("requestfailed", lambda failed: errors.append(failed.url))
+    page.on("response", lambda answer: errors.append(f"{answer.status} {answer.url}") if answer.status >= 400 else None)
+    page.on(
+        "request", lambda asked: None if asked.url.startswith((url, "data:", "blob:")) else errors.append(asked.url)
+    )
+    yield page
+    assert errors == []
+    page.close()
+
+
+def test_the_navigation_leads_to_every_page(page, url):
+    page.goto(url + "quick-start/")
+    links = page.eval_on_selector_all(".md-sidebar--primary a[href]", "all => all.map(a => a.href.split('#')[0])")
+    found = {link.removeprefix(url).strip("/") or "." for link in links}
+    assert found == set(PAGES)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_has_its_images_and_nothing_sticks_out(path, page, url):
+    page.goto(url + ("" if path == "." else path + "/"))
+    assert page.evaluate(BROKEN) == []
+    assert page.evaluate(WIDER) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+
+
+@pytest.mark.parametrize(("scheme", "background"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(30, 33, 41)")])
+def test_light_and_dark_follow_the_reader(scheme, background, page, url):
+    page.emulate_media(color_scheme=scheme)
+    page.goto(url)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == background
+
+
+@pytest.mark.parametrize("words", ["GradScaler", "overflow", "fp8"])
+def test_search_finds(words, page, url):
+    page.goto(url)
+    if page.viewport_size["width"] < 960:
+        page.click("label[for=__search].md-header__button")
+    page.locator("input.md-search__input").press_sequentially(words)
+    page.locator(".md-search-result__item mark", has_text=words).first.wait_for()
+    page.locator(".md-search-result__item a").first.click()
+    page.wait_for_url("**/?h=*")
+    assert page.url.removeprefix(url).split("?")[0].strip("/") in PAGES

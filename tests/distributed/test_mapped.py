@@ -1,0 +1,216 @@
+"""shard_map, pmap and vmap with an axis name: who is asked, and what happens when somebody is forgotten."""
+
+import functools
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from distributed.hlo import ONE_SCALAR, collectives, loops
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jamp
+
+N = 8
+WAYS = ["shard_map", "shard_map without vma", "pmap", "vmap"]
+in_every_way = pytest.mark.parametrize("way", WAYS)
+SGD = optax.sgd(0.5, momentum=0.5)
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+
+
+def mesh(**axes):
+    axes = axes or {"data": N}
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def mapped(way, f):
+    """`f` on each replica. Every argument and every result has a leading axis of replicas."""
+    if way in ("pmap", "vmap"):
+        return {"pmap": jax.pmap, "vmap": lambda f, axis_name: jax.jit(jax.vmap(f, axis_name=axis_name))}[way](
+            f, "data"
+        )
+    stacked = lambda *args: jax.tree.map(lambda x: x[None], f(*jax.tree.map(lambda x: x[0], args)))
+    return jax.jit(
+        jax.shard_map(stacked, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=way == WAYS[0])
+    )
+
+
+def gradients(bad=False):
+    rng = np.random.default_rng(bad)
+    grads = {"w": rng.normal(size=(N, 4, 3)).astype(np.float32), "b": rng.normal(size=(N, 3)).astype(np.float32)}
+    if bad:
+        grads["b"][5, 1] = np.nan
+    return grads
+
+
+def everywhere(x):
+    return jax.tree.map(lambda x: jnp.stack([x] * N), x)
+
+
+def equal(x, y):
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), jax.device_get(x), jax.device_get(y))
+
+
+@in_every_way
+@pytest.mark.parametrize("wrapper", [jamp.loss_scaled, jamp.mixed_precision])
+def test_replicas_with_local_gradients_agree_and_nobody_averages_them(way, wrapper):
+    tx, params = wrapper(SGD, axis_name="data"), everywhere({"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
+    checks = lambda g, state: (
+        jamp.all_finite(g, axis_name="data"),
+        *jamp.unscale_and_check(g, state, axis_name="data"),
+    )
+    f = mapped(way, lambda g, state, p: (*tx.update(g, state, p), *checks(g, state)))
+    state, plain = jax.vmap(tx.init)(params), jax.vmap(SGD.init)(params)
+    for bad in (False, True):
+        grads = gradients(bad)
+        updates, new_state, *found, true, ok = f(grads, state, params)
+        equal([*found, ok, jamp.get_grads_finite(new_state)], [np.full(N, not bad)] * 3)
+        equal(true, jax.tree.map(lambda g: g * np.float32(2.0**-16), grads))
+        if bad:
+            equal(new_state.inner_state, state.inner_state)
+            equal(jamp.get_loss_scale(new_state), np.full(N, 2.0**15, np.float32))
+            assert all(np.all((x == 0) & np.signbit(x)) for x in jax.tree.leaves(jax.device_get(updates)))
+        elif wrapper is jamp.loss_scaled:
+            equal(updates, jax.vmap(SGD.update)(grads, plain)[0])
+        state = new_state
+
+
+@in_every_way
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_replicas_with_averaged_gradients_agree(way, axis_name):
+    tx = jamp.loss_scaled(SGD, axis_name=axis_name)
+    f = mapped(way, lambda g, state: tx.update(lax.pmean(g, "data"), state))
+    state = jax.vmap(tx.init)(gradients())
+    for bad in (False, True):
+        updates, state = f(gradients(bad), state)
+        equal((updates, state), everywhere(jax.tree.map(lambda x: x[0], (updates, state))))
+        equal(state.grads_finite, np.full(N, not bad))
+
+
+@in_every_way
+def test_gradients_are_what_jax_gives_and_never_averaged(way):
+    x, w, state = np.arange(N * 3, dtype=np.float32).reshape(N, 3), jnp.ones(3), jamp.StaticLossScale(2.0**12).init()
+    loss = lambda w, x: jnp.sum((w * x) ** 2)
+    f = mapped(way, lambda x: (jamp.value_and_grad(loss, state)(w, x), jax.value_and_grad(loss)(w, x)))
+    equal(*f(x))
+
+
+def test_flaxs_gradients_under_shard_map_are_n_times_too_large_and_jamps_are_the_batchs():
+    x, w, state = np.arange(N * 3, dtype=np.float32).reshape(N, 3), jnp.ones(3), jamp.StaticLossScale(2.0**12).init()
+    mean = lambda w, x: lax.pmean(jnp.mean((w * x) ** 2), "data")
+    f = lambda w, x: jamp.value_and_grad(mean, state)(w, x)
+    found = jax.shard_map(f, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())(w, x)
+    equal(found, jax.value_and_grad(lambda w: jnp.mean((w * x) ** 2))(w))
+
+
+USES = {
+    "all_finite": lambda g, name: jamp.all_finite(g, axis_name=name),
+    "unscale_and_check": lambda g, name: jamp.unscale_and_check(g, jamp.StaticLossScale().init(), axis_name=name),
+    "loss_scaled": lambda g, name: (tx := jamp.loss_scaled(SGD, axis_name=name)).update(g, tx.init(g)),
+    "mixed_precision": lambda g, name: (tx := jamp.mixed_precision(SGD, axis_name=name)).update(g, tx.init(g), g),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_wrong_or_missing_axis_name_is_a_clear_error(use):
+    message = r"axis_name='rows' names an axis that is not mapped here .*\. Name axes of the enclosing shard_map"
+    f = lambda g: USES[use](g, "rows")
+    for way in (mapped("shard_map", f), mapped("pmap", f), mapped("vmap", f), jax.jit(f), f):
+        with pytest.raises(NameError, match=message):
+            way(gradients())
+
+
+@functools.cache
+def documented_check():
+    """The assertion of docs/distributed.md, after all programs of the page have run in their order."""
+    namespace = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "docs/distributed.md", "exec"), namespace)
+    return namespace["assert_replicated"]
+
+
+def local_steps(axis_name, check_vma):
+    """A state that is said to be replicated, after a step with an overflow on one of the replicas."""
+    tx = jamp.loss_scaled(SGD, axis_name=axis_name)
+    f = lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state)[1]._replace(inner_state=None)
+    f = jax.shard_map(f, mesh=mesh(), in_specs=(P("data"), P()), out_specs=P(), check_vma=check_vma)
+    grads = gradients(bad=True)
+    return jax.jit(f)(grads, jax.device_put(tx.init(jax.tree.map(lambda x: x[0], grads)), NamedSharding(mesh(), P())))
+
+
+def test_the_programs_of_the_page_run():
+    assert documented_check()
+
+
+def test_forgetting_axis_name_under_check_vma_cannot_silently_diverge():
+    with pytest.raises(ValueError, match="out_specs"):
+        local_steps(None, check_vma=True)
+    documented_check()(local_steps("data", check_vma=True))
+
+
+def test_forgetting_axis_name_without_check_vma_is_found_by_the_documented_assertion():
+    documented_check()(local_steps("data", check_vma=False))
+    with pytest.raises(AssertionError, match=r"\.loss_scale_state\.loss_scale differs between .* 65536.* and .* 32768"):
+        documented_check()(local_steps(None, check_vma=False))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_all_axes_that_gradients_are_sharded_over_are_named(check_vma):
+    """The overflow is on one of four replicas, in one of its two parts."""
+    grads = np.ones((8, 6), np.float32)
+    grads[5, 4] = np.inf
+
+    def check(axis_name):
+        f = lambda g: jamp.all_finite(g, axis_name=axis_name)[None]
+        out = P(("data", "model"))
+        on = {"mesh": mesh(data=4, model=2), "in_specs": P("data", "model"), "check_vma": check_vma}
+        return jax.shard_map(f, out_specs=out, **on)(grads).tolist()
+
+    assert check(("data", "model")) == [False] * 8
+    assert check("data") == [True, False] * 4
+    assert check("model") == [True] * 4 + [False] * 2 + [True] * 2
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_micro_batches_under_shard_map_have_no_collective_and_one_check_at_the_end(check_vma):
+    def step(tx, value_and_grad, params, state, x):
+        mine = jax.tree.map(lambda w: lax.pcast(w, "data", to="varying"), params)
+        loss = lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)
+        add = lambda total, x: (jax.tree.map(jnp.add, total, value_and_grad(loss, state)(mine, x)), None)
+        zeros = jax.tree.map(jnp.zeros_like, (x[0, 0, 0], mine))
+        (value, grads), _ = lax.scan(add, zeros, x)
+        # Each part is checked where it is, and reduced once.
+        updates, state = tx.update(lax.pmean(grads, "data"), state, params)
+        return optax.apply_updates(params, updates), state, lax.pmean(value, "data")
+
+    params, x, texts = [jnp.ones((16, 16)) / 4] * 8, jnp.ones((4, N * 2, 16)), []
+    plain = lambda loss, state: jax.value_and_grad(loss)
+    for tx, value_and_grad in ((jamp.loss_scaled(SGD, axis_name="data"), jamp.value_and_grad), (SGD, plain)):
+        f = functools.partial(step, tx, value_and_grad)
+        on = {"mesh": mesh(), "in_specs": (P(), P(), P(None, "data")), "out_specs": P(), "check_vma": check_vma}
+        texts.append(jax.jit(jax.shard_map(f, **on)).lower(params, tx.init(params), x).compile().as_text())
+    assert collectives(texts[0]) == collectives(texts[1]) + ONE_SCALAR
+    assert [collectives(loops(text)) for text in texts] == [Counter()] * 2
+
+
+@pytest.mark.parametrize("way", ["jit", "shard_map"])
+def test_autocast_keeps_shardings_and_collectives(way):
+    like = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh(), spec))
+    w, x = like((16, 32), P("data") if way == "jit" else P()), like((64, 16), P("data"))
+
+    def compile(loss):
+        f = jax.value_and_grad(loss)
+        if way == "shard_map":
+            averaged = jax.value_and_grad(lambda w, x: lax.pmean(loss(w, x), "data"))
+            f = jax.shard_map(averaged, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())
+        compiled = jax.jit(f).lower(w, x).compile()
+        found = collectives(compiled.as_text())  # of float32 or float16
+        return Counter({(kind, shape[3:]): n for (kind, shape), n in found.items()}), compiled.output_shardings
+
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    assert compile(jamp.autocast(loss)) == compile(loss) != (Counter(), ())

@@ -1,0 +1,224 @@
+"""SPMD jit: data parallel, FSDP, tensor parallel and both, on meshes with Auto and with Explicit axes."""
+
+import functools
+import itertools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from distributed.hlo import ONE_SCALAR, collectives, loops
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jamp
+
+BLOCKS, WIDTH, HIDDEN, BATCH = 8, 16, 32, 16
+# The mesh; how `up` and `down` are stored; what a step gathers them to; the hidden and the outer activations, the data.
+LAYOUTS = {
+    "data": ({"data": 8}, (P(), P()), (P(), P()), P("data"), P("data")),
+    "fsdp": ({"data": 8}, (P("data"), P("data")), (P(), P()), P("data"), P("data")),
+    "tensor": ({"model": 8}, (P(None, "model"), P("model")), (P(None, "model"), P("model")), P(None, "model"), P()),
+    "fsdp and tensor": (
+        {"data": 4, "model": 2}, (P("data", "model"), P("model", "data")), (P(None, "model"), P("model")),
+        P("data", "model"), P("data"),
+    ),
+}  # fmt: skip
+KINDS, name = [AxisType.Auto, AxisType.Explicit], lambda x: getattr(x, "name", None)
+everywhere = pytest.mark.parametrize(("kind", "layout"), list(itertools.product(KINDS, LAYOUTS)), ids=name)
+SGD = optax.sgd(0.02, momentum=0.9)
+TX = jamp.mixed_precision(SGD, jamp.DynamicLossScale(growth_interval=2))
+
+
+def loss_fn(params, batch, layout=None):
+    """A residual network. On Explicit axes the program says what is gathered and how products lie."""
+    _, _, used, hidden, outer = LAYOUTS[layout] if layout else [None] * 5
+
+    def dense(x, w, i, out):
+        w = jax.sharding.reshard(w, used[i]) if layout else w
+        return jnp.einsum("bi,ij->bj", x, w, out_sharding=out)
+
+    x, y = batch
+    for block in params["blocks"]:
+        x = x + dense(jnp.tanh(dense(x, block["up"], 0, hidden)), block["down"], 1, outer)
+    return jnp.mean((x * params["scale"] - y) ** 2)
+
+
+def place(kind, layout):
+    """The mesh, and the shardings of the parameters and the batch."""
+    axes, (up, down), _, _, outer = LAYOUTS[layout]
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+    specs = {"blocks": [{"up": up, "down": down}] * BLOCKS, "scale": P()}
+    on_mesh = lambda spec: NamedSharding(mesh, spec)
+    return mesh, jax.tree.map(on_mesh, specs, is_leaf=lambda x: isinstance(x, P)), on_mesh(outer)
+
+
+def inputs(seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    block = lambda: {"up": draw(WIDTH, HIDDEN) / 8, "down": draw(HIDDEN, WIDTH) / 8}
+    params = {"blocks": [block() for _ in range(BLOCKS)], "scale": draw(WIDTH)}
+    return params, (draw(BATCH, WIDTH), draw(BATCH, WIDTH))
+
+
+def state_shardings(tx, params, shardings, replicated):
+    """What a user writes: the state's parts that belong to parameters lie as they do, the others everywhere."""
+    state = jax.eval_shape(tx.init, params)
+    return optax.tree.map_params(tx, lambda _, s: s, state, shardings, transform_non_params=lambda _: replicated)
+
+
+@functools.cache
+def compiled(kind, layout, loss_scaling, micro_batches=None):
+    """The compiled step of a layout, with and without loss scaling, and the shardings of its arguments."""
+    mesh, shardings, data = place(kind, layout)
+    tx = TX if loss_scaling else SGD
+    fun = functools.partial(loss_fn, layout=layout if kind == AxisType.Explicit else None)
+
+    def step(params, state, batch):
+        value_and_grad = jamp.value_and_grad(fun, state) if loss_scaling else jax.value_and_grad(fun)
+        if micro_batches is None:
+            value, grads = value_and_grad(params, batch)
+        else:
+            batches = jax.tree.map(lambda x: jnp.stack([x] * micro_batches), batch)
+            add = lambda total, batch: (jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None)
+            zeros = jax.tree.map(jnp.zeros_like, value_and_grad(params, batch))
+            (value, grads), _ = jax.lax.scan(add, zeros, batches)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params, batch = inputs()
+    states = state_shardings(tx, params, shardings, NamedSharding(mesh, P()))
+    placed = (shardings, states, (data, data))
+    like = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    shapes = jax.tree.map(like, (params, jax.eval_shape(tx.init, params), batch), placed)
+    with jax.set_mesh(mesh):
+        return jax.jit(step).lower(*shapes).compile(), placed
+
+
+@everywhere
+def test_the_step_has_the_collectives_of_the_plain_step_plus_one_scalar_all_reduce(kind, layout):
+    with_scaling, without = (collectives(compiled(kind, layout, on)[0].as_text()) for on in (True, False))
+    # Averaged gradients that every device holds whole are checked without asking anybody.
+    assert with_scaling == without + (Counter() if layout == "data" else ONE_SCALAR)
+    assert without.total() >= 2 * BLOCKS - 1
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+def test_micro_batches_have_no_collective_of_their_own_and_one_check_at_the_end(kind):
+    with_scaling, without = (compiled(kind, "fsdp", on, micro_batches=4)[0].as_text() for on in (True, False))
+    assert collectives(with_scaling) == collectives(without) + ONE_SCALAR
+    assert collectives(loops(with_scaling)) == collectives(loops(without))
+    assert collectives(loops(without))
+
+
+def run(step, params, state, batches):
+    scales = []
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+        scales.append((float(jamp.get_loss_scale(state)), bool(jamp.get_grads_finite(state))))
+    return params, state, loss, scales
+
+
+@functools.cache
+def on_one_device(steps):
+    params, _ = inputs()
+
+    @jax.jit
+    def step(params, state, batch):
+        value, grads = jamp.value_and_grad(loss_fn, state)(params, batch)
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return run(step, params, TX.init(params), batches(steps))
+
+
+def batches(steps):
+    """The third holds an inf, in one example of the sixteen."""
+    drawn = [inputs(seed)[1] for seed in range(steps)]
+    drawn[2][0][11, 3] = np.inf
+    return drawn
+
+
+@everywhere
+def test_eight_devices_equal_one_and_the_state_lies_as_map_params_says(kind, layout):
+    step, (shardings, states, data) = compiled(kind, layout, True)
+    params = jax.device_put(inputs()[0], shardings)
+    state = jax.jit(TX.init, out_shardings=states)(params)
+    params, state, loss, scales = run(step, params, state, jax.device_put(batches(6), [data] * 6))
+    expected = on_one_device(6)
+    assert scales == expected[-1]
+    assert [finite for _, finite in scales] == [True, True, False, True, True, True]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, (params, loss), (expected[0], expected[2]))
+    jax.tree.map(assert_lies, (params, state), (shardings, states))
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state._replace(inner_state=None)))
+
+
+def assert_lies(x, sharding):
+    assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+@everywhere
+def test_an_inf_in_one_shard_of_one_parameter_on_one_device_skips_the_step_everywhere(kind, layout):
+    """And every update is one device's, bit for bit: here no order of a sum differs."""
+    mesh, shardings, _ = place(kind, layout)
+    with jax.set_mesh(mesh):
+        on_eight = list(updated(lambda x: jax.device_put(x, shardings)))
+    for one, eight in zip(updated(lambda x: x), on_eight, strict=True):
+        for x, y in zip(*map(jax.tree.leaves, (one, eight)), strict=True):
+            for shard in y.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(x)[shard.index], shard.data, strict=True)
+    assert not jamp.get_grads_finite(one[1])
+    assert jamp.get_loss_scale(one[1]) == 2.0**15
+
+
+def updated(put):
+    """Updates and state after finite gradients, and after an inf in the last of 16 rows of one parameter."""
+    params, good, bad = (inputs(seed)[0] for seed in (0, 1, 2))
+    bad["blocks"][5]["down"][HIDDEN - 1, WIDTH - 1] = np.inf
+    state, update = jax.jit(TX.init)(put(params)), jax.jit(TX.update)
+    for grads in (good, bad):
+        updates, state = update(put(grads), state, put(params))
+        yield updates, state
+
+
+# What the check goes through on a mesh, and what is to come out for an array without and with an inf.
+CONTEXTS = {
+    "eager": jamp.all_finite,
+    "jit": jax.jit(lambda x: jamp.all_finite([x, x.T, 2 * x])),
+    "vmap": jax.jit(jax.vmap(jamp.all_finite, in_axes=1)),
+    "scan": jax.jit(lambda x: jax.lax.scan(lambda ok, _: (ok & jamp.all_finite(x), None), True, length=2)[0]),
+    "remat": jax.jit(jax.checkpoint(lambda x: jamp.all_finite(jnp.sin(x)))),
+    "the gradient's computation": jax.jit(lambda x: jax.value_and_grad(checked, has_aux=True)(x)[0][1]),
+    "the gradient of the gradient": jax.jit(
+        lambda x: jamp.all_finite(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: checked(x)[0])(x)))(x))
+    ),
+    "with an array of another kind": jax.jit(lambda x: jamp.all_finite([x, jnp.arange(3.0), np.float32(1), 2.0])),
+    "a map over one of two axes": jax.jit(lambda x: over_data(x)),
+}
+
+
+def checked(x):
+    return jnp.sum(jnp.where(jamp.all_finite(x), x, 2 * x) ** 3), jamp.all_finite([x, x])
+
+
+def over_data(x):
+    check = jax.shard_map(
+        lambda x: jamp.all_finite([x, x + 1], axis_name="data"), in_specs=P("data"), out_specs=P(), axis_names={"data"},
+        mesh=jax.typeof(x).sharding.mesh,
+    )  # fmt: skip
+    return check(x)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kinds", [(a, b) for a in KINDS for b in KINDS], ids=lambda kinds: "-".join(map(name, kinds)))
+def test_the_check_is_right_on_a_mesh_under(context, kinds):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    x = np.ones((8, 16), np.float32)
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+    with jax.set_mesh(mesh):
+        assert np.all(CONTEXTS[context](place(x)))
+        x[6, 9] = np.nan
+        found = np.asarray(CONTEXTS[context](place(x)))
+    assert found.size - found.sum() == 1

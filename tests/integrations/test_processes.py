@@ -1,0 +1,30 @@
+"""A job of several processes that dies and is started again from its Orbax checkpoint with another number of them."""
+
+import signal
+
+import numpy as np
+import pytest
+from distributed.launch import STEPS, finish, start
+
+
+@pytest.mark.slow
+def test_a_killed_job_restarted_with_another_number_of_processes_ends_like_an_undisturbed_one(tmp_path):
+    undisturbed, expected = finish(start(2, devices=4, checkpoints=tmp_path / "undisturbed"))
+    workers = start(2, devices=4, checkpoints=tmp_path / "killed")
+    while '"step": 6' not in workers[1].stdout.readline():  # after the checkpoint of step 6, amid the next steps
+        assert workers[1].poll() is None, workers[1].stderr.read()
+    workers[1].send_signal(signal.SIGKILL)
+    assert workers[1].wait() == -signal.SIGKILL
+    for worker in workers:  # the others cannot go on, and wait
+        worker.kill()
+        worker.communicate()
+
+    steps, final = finish(start(4, devices=4, checkpoints=tmp_path / "killed"))
+    assert [step["step"] for step in steps[0]][-1] == STEPS - 1
+    assert 6 <= steps[0][0]["step"] <= 8
+    decided = lambda step: [step[name] for name in ("loss_scale", "grads_finite", "finite_steps", "overflow_steps")]
+    for mine in steps:
+        assert [*map(decided, mine)] == [*map(decided, undisturbed[0])][-len(mine) :]
+    for found in final:
+        for x, y in zip(found, expected[0], strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
