@@ -94,12 +94,12 @@ def get_batch(text, index, mesh):
 
 
 def launch(processes):
-    """Start this program `processes` times, and wait."""
+    """Start this program `processes` times, and wait. The first one's output is shown, and all errors."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     command = [sys.executable, *sys.argv, "--port", str(port), "--process"]
-    started = [subprocess.Popen([*command, str(i)]) for i in range(processes)]
+    started = [subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL if i else None) for i in range(processes)]
     sys.exit(max(abs(process.wait()) for process in started))
 
 

@@ -114,7 +114,12 @@ def _evaluate(ok: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped: Sequ
 
 
 def _select(ok: Array, new: Any, old: Any) -> Any:
-    return lax.select(ok, new, lax.full_like(new, old) if isinstance(old, (int, float, complex)) else old)
+    if isinstance(old, (int, float, complex)):
+        old = lax.full_like(new, old)
+    elif jax.typeof(old).sharding != (sharding := jax.typeof(new).sharding):
+        # Over explicit axes, a state that `init` made without looking at the parameters' sharding.
+        old = jax.sharding.reshard(old, sharding)
+    return lax.select(ok, new, old)
 
 
 def _check_kept(new_state: Any, state: Any) -> None:
