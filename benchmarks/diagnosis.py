@@ -2,7 +2,8 @@
 
     python -m benchmarks.diagnosis [--quick] [--json FILE]
 
-Every case runs a block of steps in each round, in random order, without waiting for a step inside a block.
+Every case runs a block of steps in each round, in random order, without waiting for a step inside a block. All of them
+hand on the same parameters and optimizer state, in the same memory: copies differ by more than what is measured.
 """
 
 import argparse
@@ -28,6 +29,7 @@ def blocks(**size: int) -> dict[str, Block]:
     """The plain step of `benchmarks.transformer`, and the same with each tool."""
     case = transformer.cases(**size)[1]
     (tokens,) = case.args
+    carry = [jax.tree.map(lambda x: x.copy(), case.carry)]
 
     def step(carry: Any, tokens: jax.Array) -> Any:
         return case.step(carry, tokens), ()
@@ -39,24 +41,23 @@ def blocks(**size: int) -> dict[str, Block]:
     history = History(every=100)
     report = jax.jit(lambda params, state: underflow_report(params, state))  # of as many numbers as the gradients
     return {
-        "step": block(step, case.carry, tokens),
-        "step that returns metrics": block(step_with_metrics, case.carry, tokens),
-        "step and History.append": block(step, case.carry, tokens, lambda carry: history.append(carry[1])),
-        "step and underflow_report": block(step, case.carry, tokens, lambda carry: report(*carry)),
+        "step": block(step, carry, tokens),
+        "step that returns metrics": block(step_with_metrics, carry, tokens),
+        "step and History.append": block(step, carry, tokens, lambda carry: history.append(carry[1])),
+        "step and underflow_report": block(step, carry, tokens, lambda carry: report(*carry)),
     }
 
 
 def block(
-    step: Callable[..., Any], carry: Any, tokens: jax.Array, after: Callable[[Any], Any] = lambda carry: None
+    step: Callable[..., Any], carry: list[Any], tokens: jax.Array, after: Callable[[Any], Any] = lambda carry: None
 ) -> Block:
-    compiled = jax.jit(step, donate_argnums=0).lower(carry, tokens).compile()
-    state = [jax.tree.map(lambda x: x.copy(), carry)]
+    compiled = jax.jit(step, donate_argnums=0).lower(carry[0], tokens).compile()
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            state[0], returned = compiled(state[0], tokens)
-            returned = returned, after(state[0])
-        jax.block_until_ready((state, returned))
+            carry[0], returned = compiled(carry[0], tokens)
+            returned = returned, after(carry[0])
+        jax.block_until_ready((carry, returned))
 
     return run
 
