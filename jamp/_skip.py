@@ -116,7 +116,7 @@ def _evaluate(ok: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped: Sequ
 def _select(ok: Array, new: Any, old: Any) -> Any:
     if isinstance(old, (int, float, complex)):
         old = lax.full_like(new, old)
-    elif jax.typeof(old).sharding != (sharding := jax.typeof(new).sharding):
+    elif not (sharding := jax.typeof(new).sharding).mesh.empty and jax.typeof(old).sharding != sharding:
         # Over explicit axes, a state that `init` made without looking at the parameters' sharding.
         old = jax.sharding.reshard(old, sharding)
     return lax.select(ok, new, old)

@@ -183,16 +183,18 @@ def updated(put):
         yield updates, state
 
 
-def test_a_state_made_without_the_parameters_sharding_takes_it_over_explicit_axes():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    params, opt = np.ones((16, 3), np.float32), optax.adam(1e-3)
-    for tx in (jamp.loss_scaled(opt), jamp.mixed_precision(opt)):
-        state = jax.device_put(jax.jit(tx.init)(params), NamedSharding(mesh, P()))
-        sharded = jax.device_put(params, NamedSharding(mesh, P("data")))
-        for grads in (sharded, jnp.inf * sharded):
-            updates, state = jax.jit(tx.update)(grads, state, sharded)
-            assert updates.sharding.spec == optax.tree.get(state, "mu").sharding.spec == P("data", None)
-        assert (int(optax.tree.get(state, "count")), jamp.get_loss_scale(state)) == (1, 2.0**15)
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+@pytest.mark.parametrize("wrapper", [jamp.loss_scaled, jamp.mixed_precision])
+@pytest.mark.parametrize("opt", [optax.adam(1e-3), optax.adafactor(1e-3)], ids=["adam", "adafactor"])
+def test_a_state_made_without_the_parameters_sharding_follows_them(kind, wrapper, opt):
+    mesh, tx, params = jax.make_mesh((8,), ("data",), axis_types=(kind,)), wrapper(opt), np.ones((16, 3), np.float32)
+    state = jax.device_put(jax.jit(tx.init)(params), NamedSharding(mesh, P()))
+    sharded = jax.device_put(params, NamedSharding(mesh, P("data")))
+    for grads in (sharded, jnp.inf * sharded):
+        updates, state = jax.jit(tx.update)(grads, state, sharded)
+        assert updates.sharding.is_equivalent_to(sharded.sharding, 2)
+    assert {int(count) for _, count in optax.tree.get_all_with_path(state, "count")} == {1}
+    assert jamp.get_loss_scale(state) == 2.0**15
 
 
 # What the check goes through on a mesh, and what is to come out for an array without and with an inf.
