@@ -2,54 +2,17 @@
 
 import argparse
 import functools
-import json
-import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 
-import jamp
-from benchmarks import ahead_of_time, transformer, update
-from benchmarks.timing import Case, compare
+from benchmarks import accuracy, ahead_of_time, train, update
+from benchmarks.record import record, write
 
 Rows = list[dict[str, Any]]
-
-
-SIZES = [(40, 512), (40, 1024), (1000, 96)]  # leaves and width: 5, 21 and 5 M parameters
-
-
-def step(quick: bool) -> Rows:
-    """`tx.update` and `apply_updates`."""
-    rows = []
-    for optimizer in update.OPTIMIZERS:
-        for leaves, width in [(10, 64)] if quick else SIZES:
-            cases = update.cases(optimizer, leaves, width)
-            labels = {"optimizer": optimizer, "leaves": leaves, "millions": millions(cases)}
-            print("\n{optimizer}, {millions:.2g} M float32 parameters in {leaves} leaves".format(**labels))
-            rows += report(cases, quick, **labels)
-    return rows
-
-
-def train(quick: bool) -> Rows:
-    """The whole train step of a transformer."""
-    cases = transformer.cases(layers=1, width=64) if quick else transformer.cases()
-    print(f"\nfloat16 transformer of {millions(cases):.2g} M parameters, batch 2 x 64 tokens, whole step with AdamW")
-    return report(cases, quick, millions=millions(cases))
-
-
-def ahead(target: str, quick: bool) -> Rows:
-    """The step compiled for a device that is not there."""
-    rows = []
-    for optimizer in update.OPTIMIZERS:
-        print(f"\n{optimizer}, compiled for {target}")
-        cases = update.cases(optimizer, 4 if quick else 40, 1024)
-        rows += [{"optimizer": optimizer, **row} for row in ahead_of_time.compile_for(target, cases)]
-    return rows
 
 
 def imports(quick: bool) -> Rows:
@@ -64,21 +27,14 @@ def imports(quick: bool) -> Rows:
     return [{"milliseconds": seconds * 1e3}]
 
 
-def millions(cases: list[Case]) -> float:
-    """Parameters in millions; each carry begins with them."""
-    return sum(x.size for x in jax.tree.leaves(cases[0].carry[0])) / 1e6
-
-
-def report(cases: list[Case], quick: bool, **labels: Any) -> Rows:
-    results = compare(cases, rounds=1 if quick else 15)
-    for result in results:
-        print(result.row(), flush=True)
-    return [labels | result.as_dict() for result in results]
-
-
-BENCHMARKS: dict[str, Callable[[bool], Rows]] = {"step": step, "train": train, "imports": imports}
+BENCHMARKS: dict[str, Callable[[bool], Rows]] = {
+    "step": update.step,
+    "train": train.train,
+    "imports": imports,
+    "accuracy": accuracy.accuracy,
+}
 ON_ANY_MACHINE = list(BENCHMARKS)  # the compilers for other devices are packages of their own
-BENCHMARKS |= {target: functools.partial(ahead, target) for target in ahead_of_time.TARGETS}
+BENCHMARKS |= {target: functools.partial(ahead_of_time.ahead, target) for target in ahead_of_time.TARGETS}
 
 
 def main() -> None:
@@ -87,21 +43,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=ON_ANY_MACHINE)
     parser.add_argument("--json", metavar="FILE", help="write the results here too")
     options = parser.parse_args()
-    found = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "processor": platform.machine(),
-            "device": jax.devices()[0].device_kind,
-            "devices": jax.device_count(),
-        },
-        "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (jax, optax, jamp)},
-        "quick": options.quick,
-    }
+    found = record("benchmarks", options.quick, jax.devices()[0].device_kind)
     print(found)
     found |= {name: BENCHMARKS[name](options.quick) for name in options.only}
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+    write(options.json, found)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The TPU needs `pip install libtpu`; the GPU, `pip install "jax[cuda13]"` (5 GB).
 """
 
 import os
+import time
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # before jax loads libtpu: there is no TPU to ask about
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -11,10 +12,10 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import SingleDeviceSharding
 
+from benchmarks import peers, update
 from benchmarks.timing import Case
 
 # What XLA has to know of a GPU that is not there.
@@ -37,30 +38,66 @@ TARGETS: dict[str, dict[str, str]] = {
 
 def on_device(target: str, tree: Any) -> Any:
     """The shapes of a tree of arrays, on one device of a target."""
-    topology = topologies.get_topology_desc(**TARGETS[target])
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+    sharding = SingleDeviceSharding(topologies.get_topology_desc(**TARGETS[target]).devices[0])
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
+def ahead(target: str, quick: bool) -> list[dict[str, Any]]:
+    """Each optimizer's step by each library at 21 M parameters in 40 leaves, and in 16 leaves of two shapes."""
+    there = peers.installed(peers.JAX)
+    rows = []
+    for optimizer in update.SCALED[:1] if quick else update.OPTIMIZERS:
+        for leaves, width in [(4, 16)] if quick else [(40, 1024), (16, 1024)]:
+            labels = {"optimizer": optimizer, **update.size(leaves, width)}
+            print(
+                "\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves, compiled for {0}".format(
+                    target, **labels
+                )
+            )
+            # libtpu takes minutes for each of the others.
+            cases = update.cases(optimizer, leaves, width, there if optimizer in update.SCALED else update.FEW[:2])
+            for row in compile_for(target, cases):
+                again = optimizer == "clip + adamw" or row["name"] not in peers.UNCHECKED
+                read = sum(x.nbytes for x in jax.tree.leaves(cases[0].args)) / 1e6
+                limit = row.pop("argument_and_result_megabytes") + read * again
+                rows.append(labels | row | {"limit_megabytes": limit})
+    return rows
+
+
 def compile_for(target: str, cases: list[Case]) -> list[dict[str, Any]]:
-    """Bytes accessed, temporary memory, fusions and conditionals of each case, compiled for one device of a target."""
+    """Bytes accessed, memory, kernels and conditionals of each case, compiled for one device of a target."""
     rows = []
     for case in cases:
         carry, args = on_device(target, (case.carry, case.args))
+        start = time.perf_counter()
         compiled = jax.jit(case.step, donate_argnums=0).lower(carry, *args).compile()
+        seconds = time.perf_counter() - start
         text, cost = compiled.as_text(), compiled.cost_analysis() or {}  # XLA:GPU has no analysis without a GPU
+        accessed = cost.get("bytes accessed")
+        memory = compiled.memory_analysis()
         rows.append(
             {
                 "name": case.name,
-                "megabytes_accessed": cost.get("bytes accessed", float("nan")) / 1e6,
-                "temporary_megabytes": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+                "megabytes_accessed": None if accessed is None else accessed / 1e6,
+                "argument_and_result_megabytes": (memory.argument_size_in_bytes + memory.output_size_in_bytes) / 1e6,
+                "temporary_megabytes": memory.temp_size_in_bytes / 1e6,
                 "fusions": text.count(" fusion("),
+                "kernels": kernels(text),
                 "conditionals": text.count(" conditional("),
+                "compile_seconds": seconds,
             }
         )
         print(
-            "{name:28s} {megabytes_accessed:8.1f} MB accessed {temporary_megabytes:8.1f} MB temporary "
-            "{fusions:4d} fusions {conditionals:2d} conditionals".format(**rows[-1]),
+            f"{case.name:32s} {(accessed or float('nan')) / 1e6:8.1f} MB accessed "
+            "{temporary_megabytes:8.1f} MB temporary {kernels:4d} kernels {conditionals:2d} conditionals".format(
+                **rows[-1]
+            ),
             flush=True,
         )
     return rows
+
+
+def kernels(text: str) -> int:
+    """Fusions, calls of libraries and copies that the program starts itself, not counting those in a branch."""
+    entry = text[text.index("\nENTRY ") :].partition("\n}")[0]
+    return sum(entry.count(f" {kind}(") for kind in ("fusion", "custom-call", "copy", "copy-start"))

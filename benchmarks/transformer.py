@@ -1,5 +1,7 @@
 """A whole train step of a transformer in float16: forward, backward, optimizer."""
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import jamp
+from benchmarks import whole_step
 from benchmarks.timing import Case
 
 
@@ -51,45 +54,10 @@ def split(x: jax.Array, heads: int) -> jax.Array:
     return x.reshape(*x.shape[:2], heads, -1)
 
 
-def cases(batch: int = 2, length: int = 64, layers: int = 6, width: int = 256) -> list[Case]:
-    """Plain optax (no loss scaling), jamp, and flax's DynamicScale as its documentation uses it."""
+def cases(
+    batch: int = 2, length: int = 64, layers: int = 6, width: int = 256, names: Iterable[str] = ("optax", "jamp")
+) -> list[Case]:
+    """A case for each of some of `whole_step.RECIPES`."""
     params = init(jax.random.key(0), layers, width, 1024, length)
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, 1024)
-    tx = optax.adamw(1e-3)
-    scaled = jamp.loss_scaled(tx)
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return loss_fn(params, tokens, heads=4)
-
-    def plain_step(carry: Any, tokens: jax.Array) -> Any:
-        params, state = carry
-        _, grads = jax.value_and_grad(loss)(params, tokens)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def jamp_step(carry: Any, tokens: jax.Array) -> Any:
-        params, state = carry
-        _, grads = jamp.value_and_grad(loss, state)(params, tokens)
-        updates, state = scaled.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    found = [
-        Case("optax", plain_step, (params, tx.init(params)), (tokens,)),
-        Case("jamp", jamp_step, (params, scaled.init(params)), (tokens,)),
-    ]
-    try:
-        from flax.training.dynamic_scale import DynamicScale
-    except ImportError:
-        return found
-
-    def flax_step(carry: Any, tokens: jax.Array) -> Any:
-        params, state, scale = carry
-        scale, finite, _, grads = scale.value_and_grad(loss)(params, tokens)
-        updates, new_state = tx.update(grads, state, params)
-        new_params = optax.apply_updates(params, updates)
-        select = lambda new, old: jnp.where(finite, new, old)
-        params, state = jax.tree.map(select, (new_params, new_state), (params, state))
-        return params, state, scale
-
-    carry = (params, tx.init(params), DynamicScale(scale=jnp.float32(2.0**16), fin_steps=jnp.int32(0)))
-    return [*found, Case("flax DynamicScale recipe", flax_step, carry, (tokens,))]
+    return whole_step.cases(functools.partial(loss_fn, heads=4), params, (tokens,), names)

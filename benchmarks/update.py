@@ -1,110 +1,137 @@
-"""`tx.update` and `optax.apply_updates` on true gradients: plain optax, jamp and its peers."""
+"""The optimizer step, `tx.update` and `apply_updates`, on true gradients: plain Optax, jamp and its peers."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jamp
-from benchmarks.timing import Case
+from benchmarks import frameworks, peers
+from benchmarks.timing import Case, compare
 
+Rows = list[dict[str, Any]]
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-3),
     "sgd momentum": lambda: optax.sgd(1e-3, momentum=0.9),
     "clip + adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "adafactor": lambda: optax.adafactor(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-3),
 }
+SKIPPED = "jamp, every step skipped"
 
 
-def parameters(leaves: int, width: int) -> dict[str, jax.Array]:
+class Table(NamedTuple):
+    """What is compared at one size."""
+
+    optimizer: str
+    leaves: int
+    width: int
+    names: tuple[str, ...]
+    rounds: int = 15
+    tries: int = 3  # of compiling
+
+
+ALL = tuple(peers.JAX)
+FEW = ("optax", "jamp", "jamp, NoOpLossScale", "optax.apply_if_finite", "flax DynamicScale recipe")
+# XLA:CPU copies the predicates of flax's, jmp's and mpx's recipes into every fusion: with 1000 leaves it takes more
+# than 6 minutes and 10 GB to compile them.
+MANY = FEW[:3]
+SCALED = ("adamw", "sgd momentum", "clip + adamw")
+TABLES = [
+    *(Table(name, 40, 1024, (*ALL, SKIPPED)) for name in (*SCALED, "adafactor")),
+    Table("muon", 40, 256, (*ALL, SKIPPED), 7, 1),  # 1.3 M: five iterations of matrix products a leaf
+    *(Table(name, 40, width, FEW, 15, 1) for width in (224, 512) for name in SCALED),  # 1 and 5 M
+    *(Table(name, 40, 2240, ("optax", "jamp"), 5, 1) for name in SCALED),  # 100 M
+    *(Table(name, 10, 1024, FEW, 15, 1) for name in SCALED),  # 5 M, as all that follow
+    *(Table(name, 100, 320, FEW, 15, 1) for name in SCALED),
+    *(Table(name, 1000, 100, MANY, 15, 1) for name in SCALED),
+    *(Table(name, 4000, 50, ("optax", "jamp"), 9, 1) for name in ("adamw", "sgd momentum")),
+]
+QUICK = [
+    Table("adamw", 4, 16, (*ALL, SKIPPED), 1, 1),
+    *(Table(name, 4, 16, ("optax", "jamp"), 1, 1) for name in OPTIMIZERS if name != "adamw"),
+]
+
+
+def step(quick: bool) -> Rows:
+    """Every table, the gradients of 16 bits, and the frameworks with optimizers of their own."""
+    there = peers.installed(peers.JAX)
+    rows = []
+    for table in QUICK if quick else TABLES:
+        names = [name for name in table.names if name in there or name == SKIPPED]
+        found = cases(table.optimizer, table.leaves, table.width, names)
+        labels = {"optimizer": table.optimizer, **size(table.leaves, table.width), "grads": "float32"}
+        rows += report(compare(found, table.rounds, table.tries), labels)
+    leaves, width = (4, 16) if quick else (40, 1024)
+    for dtype in (jnp.float16,) if quick else (jnp.float16, jnp.bfloat16):
+        labels = {"optimizer": "adamw", **size(leaves, width), "grads": jnp.dtype(dtype).name}
+        rows += report(compare(half_cases(leaves, width, dtype), 1 if quick else 15, 1 if quick else 3), labels)
+    for framework, compared in frameworks.available().items():
+        for optimizer in SCALED[:1] if quick else SCALED:
+            labels = {"optimizer": optimizer, **size(leaves, width), "grads": "float32", "framework": framework}
+            rows += report(compared(optimizer, parameters(leaves, width), 1 if quick else 15), labels)
+    return rows
+
+
+def size(leaves: int, width: int) -> dict[str, float]:
+    return {"leaves": leaves, "millions": leaves // 2 * width * (width + 1) / 1e6}
+
+
+def report(results: Iterable[Any], labels: dict[str, Any]) -> Rows:
+    print("\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves, {grads} gradients".format(**labels))
+    rows = []
+    for result in results:
+        print(result.row(), flush=True)
+        limit = {"limit_ratio": limit_ratio(labels["optimizer"], result.name)}
+        rows.append(labels | result.as_dict() | limit)
+    return rows
+
+
+def limit_ratio(optimizer: str, name: str) -> float | None:
+    """Arrays moved beside plain: a step that may be skipped must have read all gradients before it writes any."""
+    # Read: gradients, parameters, moments (for a clipped step the gradients twice); written: parameters and moments.
+    moved = {"adamw": 7, "sgd momentum": 5, "clip + adamw": 8}
+    if optimizer not in moved:
+        return None
+    again = name not in peers.UNCHECKED and optimizer != "clip + adamw"
+    return (moved[optimizer] + again) / moved[optimizer]
+
+
+def parameters(leaves: int, width: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
     """Half the leaves are square matrices, half are biases, as in a stack of dense layers."""
-    matrices = {f"w{i}": jnp.full((width, width), 0.01) for i in range(leaves // 2)}
-    return matrices | {f"b{i}": jnp.zeros((width,)) for i in range(leaves // 2)}
+    matrices = {f"w{i}": jnp.full((width, width), 0.01, dtype) for i in range(leaves // 2)}
+    return matrices | {f"b{i}": jnp.zeros((width,), dtype) for i in range(leaves // 2)}
 
 
-def cases(optimizer: str, leaves: int, width: int) -> list[Case]:
-    """One case a library; the gradients are finite, as in nearly every step."""
+def cases(optimizer: str, leaves: int, width: int, names: Iterable[str] = ALL) -> list[Case]:
+    """One case a library; the gradients are finite, as in nearly every step, but for `SKIPPED`."""
     params = parameters(leaves, width)
-    grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3), params)
-    make = OPTIMIZERS[optimizer]
-    found = [plain(make(), params), loss_scaled(make(), params), no_op(make(), params)]
-    if leaves < 1000:  # XLA:CPU copies the predicates of flax's and jmp's recipes into every fusion: 1000 leaves take
-        # it more than 6 minutes and 10 GB to compile
-        found += [flax_dynamic_scale(make(), params), if_finite(make(), params), jmp_recipe(make(), params)]
-    return [Case(name, step, carry, (grads,)) for name, step, carry in found if step is not None]
+    gradients = {scale: like(params, 1e-3 * scale) for scale in (1.0, peers.SCALE)}
+    found = []
+    for name in names:
+        recipe = peers.JAX["jamp" if name == SKIPPED else name](OPTIMIZERS[optimizer](), params)
+        grads = like(params, np.inf) if name == SKIPPED else gradients[recipe.scale]
+        found.append(Case(name, recipe.step, recipe.carry, (grads,)))
+    return found
 
 
-Peer = tuple[str, Any, Any]
+def half_cases(leaves: int, width: int, dtype: Any) -> list[Case]:
+    """AdamW on gradients of 16 bits, which the baseline makes float32 by hand as jamp does by itself."""
+    params, half = parameters(leaves, width), parameters(leaves, width, dtype)
+    grads = like(half, 1e-3)
+    tx = optax.adamw(1e-3)
+    base = peers.plain(tx, params)
+    found = {"jamp": peers.loss_scaled(tx, params)}
+    found["jamp.mixed_precision, half parameters"] = peers.plain(jamp.mixed_precision(tx), half)
+    widened = lambda carry, grads: base.step(carry, jamp.cast_floating(grads, jnp.float32))
+    return [
+        Case("optax", widened, base.carry, (grads,)),
+        *(Case(name, recipe.step, recipe.carry, (grads,)) for name, recipe in found.items()),
+    ]
 
 
-def optax_step(name: str, tx: optax.GradientTransformation, params: Any) -> Peer:
-    def step(carry: Any, grads: Any) -> Any:
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return name, step, (params, tx.init(params))
-
-
-def plain(tx: optax.GradientTransformation, params: Any) -> Peer:
-    return optax_step("optax", tx, params)
-
-
-def loss_scaled(tx: optax.GradientTransformation, params: Any) -> Peer:
-    return optax_step("jamp", jamp.loss_scaled(tx), params)
-
-
-def no_op(tx: optax.GradientTransformation, params: Any) -> Peer:
-    return optax_step("jamp, NoOpLossScale", jamp.loss_scaled(tx, jamp.NoOpLossScale()), params)
-
-
-def if_finite(tx: optax.GradientTransformation, params: Any) -> Peer:
-    return optax_step("optax.apply_if_finite", optax.apply_if_finite(tx, 10), params)
-
-
-def flax_dynamic_scale(tx: optax.GradientTransformation, params: Any) -> Peer:
-    """The documented recipe: check, update the scale, then select params and optimizer state by `where`."""
-    name = "flax DynamicScale recipe"
-    try:
-        from flax.training.dynamic_scale import DynamicScale
-    except ImportError:
-        return name, None, None
-
-    def step(carry: Any, grads: Any) -> Any:
-        params, state, scale, fin_steps = carry
-        finite = jnp.array(True)
-        for g in jax.tree.leaves(grads):
-            finite &= jnp.all(jax.lax.is_finite(g))
-        grow = fin_steps == 2000  # what DynamicScale.value_and_grad does after the backward pass
-        grown = jnp.where(grow & finite, jnp.minimum(scale * 2.0, jnp.finfo(jnp.float32).max), scale)
-        new_scale = jnp.where(finite, grown, jnp.maximum(scale * 0.5, jnp.finfo(jnp.float32).tiny))
-        new_fin_steps = jnp.where(grow | ~finite, 0, fin_steps + 1)
-        updates, new_state = tx.update(grads, state, params)
-        new_params = optax.apply_updates(params, updates)
-        select = lambda new, old: jnp.where(finite, new, old)
-        params, state = jax.tree.map(select, (new_params, new_state), (params, state))
-        return params, state, new_scale, new_fin_steps
-
-    defaults = DynamicScale()
-    return name, step, (params, tx.init(params), jnp.float32(defaults.scale), jnp.int32(defaults.fin_steps))
-
-
-def jmp_recipe(tx: optax.GradientTransformation, params: Any) -> Peer:
-    """The README's recipe: `all_finite`, `adjust`, `select_tree`."""
-    name = "jmp recipe"
-    try:
-        import jmp
-    except ImportError:
-        return name, None, None
-
-    def step(carry: Any, grads: Any) -> Any:
-        params, state, scale, counter = carry  # not the DynamicLossScale itself, which `jit.lower` refuses
-        finite = jmp.all_finite(grads)
-        loss_scale = jmp.DynamicLossScale(scale, counter).adjust(finite)
-        updates, new_state = tx.update(grads, state, params)
-        new_params = optax.apply_updates(params, updates)
-        params, state = jmp.select_tree(finite, (new_params, new_state), (params, state))
-        return params, state, loss_scale.loss_scale, loss_scale.counter
-
-    return name, step, (params, tx.init(params), jnp.float32(2.0**15), jnp.int32(0))
+def like(params: Any, value: float) -> Any:
+    return jax.tree.map(lambda p: jnp.full(p.shape, value, p.dtype), params)

@@ -115,7 +115,7 @@ def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
         yield (
             f"{stats.consecutive_overflows} steps in a row were skipped (the limit is {limit}); the loss scale is "
             f"{scale:g}. So long a run is seldom the scale's fault: look for nan in the data, in the loss (a log or a "
-            "division of 0) or in the parameters, and for a learning rate that diverges. "
+            "division of 0) or in the parameters, and for a learning rate that diverges. After `import jamp.debug`, "
             "`jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names the operation."
         )
 

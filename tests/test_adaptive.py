@@ -6,31 +6,19 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings, strategies as st
+from loss_scales import adaptive, run
 
 import jamp
 from jamp import AdaptiveLossScale
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "mindspore_adaptive.json").read_text())
 INT32_MAX = 2**31 - 1
-
-
-@partial(jax.jit, static_argnums=0)
-def run(config, state, finite):
-    """The states after every step, from one scan."""
-
-    def step(state, ok):
-        state = config.update(state, ok)
-        return state, state
-
-    return jax.lax.scan(step, state, finite)[1]
 
 
 def finite_steps(recorded):
@@ -181,22 +169,6 @@ def reference(config, overflow):
         yield scale, index, up, down, since
 
 
-@st.composite
-def configs(draw):
-    exponents = st.floats(-126, 127) | st.integers(-3, 20).map(float)
-    low, init, high = sorted(2.0 ** draw(exponents) for _ in range(3))
-    return AdaptiveLossScale(
-        init_scale=init,
-        scale_factor=draw(st.sampled_from([1.01, 1.5, 2, 3.0, 1e30])),
-        min_window=draw(st.integers(1, 5)),
-        max_window=draw(st.integers(6, 9)),
-        initial_window=draw(st.none() | st.integers(0, 9)),
-        windows=draw(st.none() | st.lists(st.integers(0, 5), min_size=1, max_size=4)),
-        min_scale=low,
-        max_scale=draw(st.sampled_from([high, math.inf])),
-    )
-
-
 STEPS = 60
 # Overflows come alone, often, or in spells; each a list of bools.
 SEQUENCES = st.lists(
@@ -205,7 +177,7 @@ SEQUENCES = st.lists(
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(configs(), st.lists(SEQUENCES, min_size=4, max_size=4))
+@given(adaptive(), st.lists(SEQUENCES, min_size=4, max_size=4))
 def test_any_configuration_and_sequence_agree_with_plain_python(config, sequences):
     states = jax.vmap(partial(run, config, config.init()))(~jnp.array(sequences))
     with np.errstate(all="ignore"):
@@ -219,7 +191,7 @@ COUNTS = st.integers(-(2**31), INT32_MAX)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(configs(), SEQUENCES, FOUND, st.tuples(COUNTS, COUNTS, COUNTS, COUNTS))
+@given(adaptive(), SEQUENCES, FOUND, st.tuples(COUNTS, COUNTS, COUNTS, COUNTS))
 def test_whatever_state_is_found_every_update_ends_inside_the_bounds_with_consistent_counts(
     config, sequence, found, counts
 ):
@@ -230,16 +202,6 @@ def test_whatever_state_is_found_every_update_ends_inside_the_bounds_with_consis
     assert np.all((states.window_index >= -1) & (states.window_index < len(config.window_list)))
     assert np.all((states.up_count >= 0) & (states.up_count <= 3))
     assert np.all((states.down_count >= 0) & (states.down_count <= 3))
-
-
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(configs(), SEQUENCES)
-def test_scan_equals_step_by_step_with_the_state_restored_at_every_step(config, sequence):
-    scanned = run(config, config.init(), ~jnp.array(sequence))
-    state = config.init()
-    for step, overflow in enumerate(sequence):
-        state = config.update(jax.tree.map(jnp.asarray, jax.device_get(state)), jnp.bool_(not overflow))
-        assert [x.item() for x in state] == [x[step].item() for x in scanned]
 
 
 # The rules in words
@@ -390,104 +352,4 @@ def test_replacing_max_window_makes_a_new_window_list():
 # States
 
 
-def test_state_is_strongly_typed_arrays_with_buffers_of_their_own_and_one_compilation(strict):
-    config, traced = AdaptiveLossScale(2**32), []
-
-    @partial(jax.jit, donate_argnums=0)
-    def update(state, ok):
-        traced.append(None)
-        return config.update(state, ok)
-
-    state = config.init()
-    assert [x.dtype.name for x in state] == ["float32"] + ["int32"] * 4
-    assert len({x.unsafe_buffer_pointer() for x in state}) == 5
-    for ok in (True, False, True):
-        assert not any(x.weak_type for x in jax.tree.map(jax.typeof, state))
-        state = update(state, jnp.array(ok))
-    assert len(traced) == 1
-    assert float(state.loss_scale) == 2.0**31
-
-
-def test_dtypes_stay_under_x64(x64):
-    config = AdaptiveLossScale()
-    state = jax.jit(config.update)(config.init(), jnp.bool_(True))
-    assert [x.dtype.name for x in state] == ["float32"] + ["int32"] * 4
-
-
 # Statistics, of any loss scale
-
-
-class HalvingState(NamedTuple):
-    loss_scale: jax.Array
-
-
-class Halving:
-    """A user's own loss scale: halves at an overflow and never grows."""
-
-    init_scale = 2.0**16
-
-    def init(self):
-        return HalvingState(jnp.float32(self.init_scale))
-
-    def update(self, state, grads_finite):
-        return HalvingState(jnp.where(grads_finite, 1.0, 0.5) * state.loss_scale)
-
-
-def reference_scales(config, overflow):
-    """The scale before the first and after every step, in plain Python."""
-    if isinstance(config, AdaptiveLossScale):
-        with np.errstate(all="ignore"):
-            return [np.float32(config.init_scale)] + [row[0] for row in reference(config, overflow)]
-    if isinstance(config, Halving):
-        return [np.float32(2.0 ** (16 - sum(overflow[:n]))) for n in range(len(overflow) + 1)]
-    return [np.float32(getattr(config, "scale", 1.0))] * (len(overflow) + 1)
-
-
-def reference_statistics(scales, overflow):
-    changes = list(itertools.pairwise(scales))
-    in_a_row = len(list(itertools.takewhile(bool, reversed(overflow))))
-    return {
-        "finite_steps": overflow.count(False),
-        "overflow_steps": overflow.count(True),
-        "consecutive_overflows": in_a_row,
-        "increases": sum(b > a for a, b in changes),
-        "decreases": sum(b < a for a, b in changes),
-        "min_loss_scale": min(scales),
-        "max_loss_scale": max(scales),
-    }
-
-
-@partial(jax.jit, static_argnums=0)
-def train(config, finite):
-    """The optimizer state and the parameter after a scan of steps whose gradients are 1 or, on an overflow, nan."""
-    tx = jamp.loss_scaled(optax.sgd(1.0), config)
-
-    def step(carry, ok):
-        param, opt_state = carry
-        updates, opt_state = tx.update(jnp.where(ok, 1.0, jnp.nan), opt_state)
-        return (param + updates, opt_state), None
-
-    param = jnp.float32(0)
-    return jax.lax.scan(step, (param, tx.init(param)), finite)[0]
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(configs() | st.builds(jamp.StaticLossScale, st.floats(1e-30, 1e30)) | st.builds(Halving), SEQUENCES)
-def test_statistics_of_any_loss_scale_agree_with_plain_python(config, overflow):
-    param, opt_state = train(config, ~jnp.array(overflow))
-    scales = reference_scales(config, overflow)
-    stats = jamp.get_stats(opt_state)
-    assert {name: x.item() for name, x in stats._asdict().items()} == reference_statistics(scales, overflow)
-    assert jamp.get_loss_scale(opt_state) == scales[-1]
-    assert bool(jamp.get_grads_finite(opt_state)) == (not overflow[-1])
-    np.testing.assert_allclose(stats.success_rate, overflow.count(False) / STEPS, rtol=1e-6)
-    assert float(param) == -overflow.count(False)
-
-
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(SEQUENCES)
-def test_without_loss_scaling_nothing_is_checked_and_the_statistics_stay_at_zero(overflow):
-    _, opt_state = train(jamp.NoOpLossScale(), ~jnp.array(overflow))
-    assert [x.item() for x in jamp.get_stats(opt_state)] == [0, 0, 0, 0, 0, 1.0, 1.0]
-    assert bool(jamp.get_grads_finite(opt_state))
-    assert float(jamp.get_loss_scale(opt_state)) == 1.0

@@ -5,40 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
+from jaxprs import PRODUCTS, dtypes, equations, normal, products
 
 import jamp
 from jamp._autocast.rules import CATEGORIES, RULES
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 HALF = [F16, BF16]
-
-
-def equations(jaxpr):
-    """Every equation of a jaxpr and of those inside it."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(param, "eqns"):
-                yield from equations(param)
-
-
-def dtypes(fun, *args, names):
-    """The operand dtypes of the named operations, in every nested jaxpr."""
-    found = [eqn for eqn in equations(jax.make_jaxpr(fun)(*args)) if eqn.primitive.name in names]
-    return {v.aval.dtype for eqn in found for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
-
-
-def products(fun, *args):
-    return dtypes(fun, *args, names=PRODUCTS)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -198,6 +174,31 @@ def test_softmax_logsumexp_and_layer_norm_are_float32_throughout():
 def test_what_is_right_in_float32_is_right_under_autocast(fun, x, dtype):
     x = jnp.array(x)
     np.testing.assert_allclose(jamp.autocast(fun, dtype)(x), fun(x), rtol=1e-6)
+
+
+LOSSES = {
+    "logsumexp - take_along_axis": lambda x, y: jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, y[:, None], -1)[:, 0],
+    "take_along_axis before logsumexp": lambda x, y: (
+        -jnp.take_along_axis(x, y[:, None], 1)[:, 0] + jax.nn.logsumexp(x, 1)
+    ),
+    "an index": lambda x, y: jax.nn.logsumexp(x, -1) - x[jnp.arange(y.size), y],
+    "where": lambda x, y: jax.nn.logsumexp(x, -1) - jnp.where(jax.nn.one_hot(y, 3, dtype=bool), x, 0).sum(-1),
+    "one-hot": lambda x, y: jax.nn.logsumexp(x, -1) - (x * jax.nn.one_hot(y, 3)).sum(-1),
+    "log_softmax": lambda x, y: -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], -1)[:, 0],
+    "optax": optax.softmax_cross_entropy_with_integer_labels,
+    "transposed": lambda x, y: jax.nn.logsumexp(x, -1) - x.T[0],
+    "sigmoid": lambda x, y: jnp.maximum(x, 0) - x * (1.0 - y[:, None]) + jnp.log1p(jnp.exp(-jnp.abs(x))),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_two_gradients_of_a_product_that_nearly_cancel_are_added_in_float32(loss, dtype):
+    """The gradient of a class that is nearly certain is p - 1: in 16 bit that is 0."""
+    x, w, y = jnp.ones((3, 1)), jnp.array([[12.0, 0.25, 0.125]]), jnp.zeros(3, int)
+    fun = lambda w, y: LOSSES[loss](x @ w, y).sum()
+    scaled = lambda w, y: 2.0**10 * jamp.autocast(fun, dtype)(w, y)
+    np.testing.assert_allclose(jax.grad(scaled)(w, y) / 2.0**10, jax.grad(fun)(w, y), rtol=0.02, atol=1e-7)
 
 
 def test_the_variance_of_10000_to_10003_is_1_25():

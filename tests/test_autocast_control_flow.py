@@ -9,34 +9,12 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec as P
+from jaxprs import dtypes, equations, normal, products
 
 import jamp
 from jamp import _jaxpr
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-
-
-def equations(jaxpr):
-    """Every equation of a jaxpr and of those inside it."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(param, "eqns"):
-                yield from equations(param)
-
-
-def dtypes(fun, *args, names):
-    """The operand dtypes of the named operations, in every nested jaxpr."""
-    found = [eqn for eqn in equations(jax.make_jaxpr(fun)(*args)) if eqn.primitive.name in names]
-    return {v.aval.dtype for eqn in found for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-
-
-def products(fun, *args):
-    return dtypes(fun, *args, names=("dot_general", "conv_general_dilated"))
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def agree(fun, *args, rtol=5e-3):

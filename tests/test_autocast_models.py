@@ -6,27 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
+from jaxprs import PRODUCTS, equations, operand_dtypes
 
 import jamp
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-PRODUCTS = ("dot_general", "conv_general_dilated")
 # What must be float32 wherever it is, in the backward pass too.
 SENSITIVE = ("exp", "log", "log1p", "pow", "rsqrt", "sqrt", "tan", "sinh", "erf_inv", "cumsum", "reduce_sum", "square")
-
-
-def equations(jaxpr):
-    """Every equation of a jaxpr and of those inside it."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(param, "eqns"):
-                yield from equations(param)
-
-
-def dtypes(jaxpr, names):
-    found = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in names]
-    return {v.aval.dtype for eqn in found for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
 
 
 def keys(seed=0):
@@ -189,8 +175,8 @@ def test_every_product_of_a_model_is_16_bit_and_the_sensitive_operations_float32
         jamp.autocast(jax.grad(loss), dtype),
     ):
         jaxpr = jax.make_jaxpr(fun)(params, x)
-        assert dtypes(jaxpr, PRODUCTS) == {dtype}
-        assert dtypes(jaxpr, SENSITIVE) <= {F32}
+        assert operand_dtypes(jaxpr, PRODUCTS) == {dtype}
+        assert operand_dtypes(jaxpr, SENSITIVE) <= {F32}
 
 
 def test_autocast_adds_few_operations_to_a_model_of_24_layers():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import bits
 
 import jamp
 
@@ -16,10 +17,6 @@ GOOD = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array([0.25, 3.0])}
 INF = GOOD | {"b": jnp.array([0.25, jnp.inf])}
 NAN = GOOD | {"b": jnp.array([jnp.nan, 3.0])}
 SCALED = jamp.loss_scaled(optax.sgd(0.1, momentum=0.9))
-
-
-def bits(tree: Any) -> Any:
-    return jax.tree.map(lambda x: (str(x.dtype), x.shape, np.asarray(x).tobytes()), tree)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import optax
 import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
+from loss_scales import adaptive, dynamic, static
 
 import jamp
 from jamp import AdaptiveLossScale, DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -122,36 +123,8 @@ def test_a_number_given_as_a_string_is_a_number():
         jamp.loss_scale_from_config({"type": "dynamic", "init_scale": "high"})
 
 
-POWERS = st.integers(-20, 40).map(lambda k: 2.0**k) | st.integers(1, 2**40)
-BOUNDS = {"min_scale": st.just(2.0**-20), "max_scale": st.just(math.inf) | st.just(2**41)}
-ANY = (
-    st.just(NoOpLossScale())
-    | st.builds(StaticLossScale, POWERS)
-    | st.builds(
-        DynamicLossScale,
-        init_scale=POWERS,
-        growth_factor=st.floats(1.01, 10),
-        backoff_factor=st.floats(0.01, 0.99),
-        growth_interval=st.integers(1, 2**31 - 1),
-        hysteresis=st.integers(1, 9),
-        hysteresis_refill=st.sampled_from(["growth", "finite"]),
-        **BOUNDS,
-    )
-    | st.builds(
-        AdaptiveLossScale,
-        init_scale=POWERS,
-        scale_factor=st.floats(1.01, 10) | st.integers(2, 9),
-        min_window=st.integers(1, 20),
-        max_window=st.integers(21, 2**31 - 1),
-        initial_window=st.none() | st.integers(0, 1000),
-        windows=st.none() | st.lists(st.integers(0, 1000), min_size=1),
-        **BOUNDS,
-    )
-)
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(ANY)
+@given(st.just(NoOpLossScale()) | static | dynamic() | adaptive())
 def test_to_config_is_the_inverse_also_through_yaml_and_json(loss_scale):
     config = loss_scale.to_config()
     assert jamp.loss_scale_from_config(config) == loss_scale

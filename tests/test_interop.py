@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from loss_scales import run
 
 import jamp
 from jamp import interop
@@ -22,15 +23,6 @@ TORCH = [t for t in ALL_TORCH if "events" not in t]
 MINDFORMERS = json.loads((DATA / "mindspore_adaptive.json").read_text())
 TINY = float(np.finfo(np.float32).tiny)
 STEPS = 6500  # the longest trace: the others are padded, so that each configuration is compiled once
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def run(loss_scale, state, finite):
-    def step(state, ok):
-        state = loss_scale.update(state, ok)
-        return state, state
-
-    return jax.lax.scan(step, state, finite)[1]
 
 
 def follow(scaler, overflow):

@@ -92,7 +92,8 @@ before = set(sys.modules)
 import jamp
 imported = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert imported - sys.stdlib_module_names <= {"jamp", "jax", "optax"}, imported
-jamp.loss_scaled(optax.adamw(1e-3), jamp.DynamicLossScale(growth_interval=10))  # arrays are made by init
+for make in (jamp.NoOpLossScale, jamp.StaticLossScale, jamp.DynamicLossScale, jamp.AdaptiveLossScale):
+    jamp.loss_scaled(optax.adamw(1e-3), make())  # arrays are made by init
 try:
     jax.devices()
 except RuntimeError:

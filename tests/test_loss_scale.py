@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from loss_scales import adaptive, dynamic, run
 
 import jamp
-from jamp import DynamicLossScale, NoOpLossScale, StaticLossScale
+from jamp import AdaptiveLossScale, DynamicLossScale, NoOpLossScale, StaticLossScale
 
 INT32_MAX = 2**31 - 1
 TINY = float(np.finfo(np.float32).tiny)
@@ -27,19 +28,13 @@ DATA = Path(__file__).parent / "data"
 TORCH = json.loads((DATA / "torch_updates.json").read_text())["traces"]
 PEERS = json.loads((DATA / "peers_hysteresis.json").read_text())
 LONGEST = max(map(len, PEERS["sequences"].values()))
-CONFIGS = [NoOpLossScale(), StaticLossScale(1024.0), DynamicLossScale(growth_interval=2, hysteresis=2)]
+CONFIGS = [
+    NoOpLossScale(),
+    StaticLossScale(1024.0),
+    DynamicLossScale(growth_interval=2, hysteresis=2),
+    AdaptiveLossScale(2**32),
+]
 EACH_CONFIG = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
-
-
-@partial(jax.jit, static_argnums=0)
-def run(config, state, finite):
-    """The states after every step, from one scan."""
-
-    def step(state, ok):
-        state = config.update(state, ok)
-        return state, state
-
-    return jax.lax.scan(step, state, finite)[1]
 
 
 def flags(overflow):
@@ -166,22 +161,6 @@ def reference(config, overflow, loss_scale):
         yield scale, in_a_row, max(config.hysteresis - spent, 0)
 
 
-@st.composite
-def configs(draw):
-    exponents = st.floats(-126, 127) | st.integers(-3, 20).map(float)
-    low, init, high = sorted(2.0 ** draw(exponents) for _ in range(3))
-    return DynamicLossScale(
-        init_scale=init,
-        growth_factor=draw(st.sampled_from([1.01, 1.5, 2.0, 3.0, 1e30])),
-        backoff_factor=draw(st.sampled_from([0.99, 0.75, 0.5, 1 / 3, 1e-30])),
-        growth_interval=draw(st.integers(1, 6)),
-        min_scale=low,
-        max_scale=draw(st.sampled_from([high, math.inf])),
-        hysteresis=draw(st.integers(1, 4)),
-        hysteresis_refill=draw(st.sampled_from(["growth", "finite"])),
-    )
-
-
 STEPS = 40
 SEQUENCES = st.lists(
     st.integers(0, 2**STEPS - 1).map(lambda bits: [bool(bits >> i & 1) for i in range(STEPS)]), min_size=4, max_size=4
@@ -191,7 +170,7 @@ FOUND = st.sampled_from([None, None, math.nan, math.inf, -math.inf, 0.0, -0.0, -
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(configs(), SEQUENCES, FOUND)
+@given(dynamic(), SEQUENCES, FOUND)
 def test_any_configuration_and_sequence_agree_with_plain_python(config, sequences, found):
     start = config.init()
     if found is not None:
@@ -209,22 +188,13 @@ def test_any_configuration_and_sequence_agree_with_plain_python(config, sequence
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(configs(), SEQUENCES)
+@given(dynamic() | adaptive(), SEQUENCES)
 def test_scan_equals_step_by_step_with_the_state_restored_at_every_step(config, sequences):
     scanned = run(config, config.init(), ~jnp.array(sequences[0]))
     state = config.init()
     for step, overflow in enumerate(sequences[0]):
         state = config.update(jax.tree.map(jnp.asarray, jax.device_get(state)), jnp.bool_(not overflow))
         assert [x.item() for x in state] == [x[step].item() for x in scanned]
-
-
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(SEQUENCES)
-def test_final_scale_is_init_times_growth_per_applied_and_backoff_per_skipped_step(sequences):
-    config = DynamicLossScale(1.0, growth_interval=1, min_scale=TINY, max_scale=math.inf)
-    states = run(config, config.init(), ~jnp.array(sequences[0]))
-    skipped = sum(sequences[0])
-    assert float(states.loss_scale[-1]) == 2.0 ** (STEPS - skipped) * 0.5**skipped
 
 
 # The rules in words
@@ -276,10 +246,6 @@ def test_hysteresis_refill_finite_refills_at_every_finite_step():
     assert scales(config, "101011101") == [8, 8, 8, 8, 8, 4, 2, 2, 2]
 
 
-def test_hysteresis_one_backs_off_at_every_overflow():
-    assert scales(DynamicLossScale(8.0, hysteresis=1), "101") == [4, 4, 2]
-
-
 @pytest.mark.parametrize("ok", [True, False])
 @pytest.mark.parametrize(
     ("found", "max_scale", "healed"),
@@ -300,11 +266,6 @@ def test_a_scale_found_inf_nan_zero_negative_or_out_of_range_heals_at_the_next_u
     config = DynamicLossScale(8.0, min_scale=0.5, max_scale=max_scale)
     state = config.init()._replace(loss_scale=jnp.float32(found))
     assert float(config.update(state, jnp.bool_(ok)).loss_scale) == healed
-
-
-def test_scales_below_1_are_legal():
-    config = DynamicLossScale(0.5, growth_interval=2, min_scale=2.0**-3)
-    assert scales(config, "11100") == [0.25, 0.125, 0.125, 0.125, 0.25]
 
 
 def test_a_growth_interval_of_the_largest_int32_is_reached_by_the_saturating_count():
@@ -335,11 +296,6 @@ def test_update_takes_any_truth_value(config, flag):
             config.update(config.init(), flag(ok)),
             config.update(config.init(), jnp.bool_(ok)),
         )
-
-
-def test_presets():
-    assert DynamicLossScale.conservative() == DynamicLossScale(growth_interval=5000)
-    assert DynamicLossScale.aggressive() == DynamicLossScale(growth_interval=1000)
 
 
 # Bad input
@@ -510,6 +466,29 @@ def test_init_has_the_shapes_it_says_without_running(config):
     same = lambda s, x: (s.shape, s.dtype, s.weak_type) == (x.shape, x.dtype, x.weak_type)
     assert all(jax.tree.leaves(jax.tree.map(same, shapes, config.init())))
     assert jax.eval_shape(config.update, shapes, jax.ShapeDtypeStruct((), bool)) == shapes
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(SEQUENCES)
+def test_final_scale_is_init_times_growth_per_applied_and_backoff_per_skipped_step(sequences):
+    config = DynamicLossScale(1.0, growth_interval=1, min_scale=TINY, max_scale=math.inf)
+    states = run(config, config.init(), ~jnp.array(sequences[0]))
+    skipped = sum(sequences[0])
+    assert float(states.loss_scale[-1]) == 2.0 ** (STEPS - skipped) * 0.5**skipped
+
+
+def test_hysteresis_one_backs_off_at_every_overflow():
+    assert scales(DynamicLossScale(8.0, hysteresis=1), "101") == [4, 4, 2]
+
+
+def test_scales_below_1_are_legal():
+    config = DynamicLossScale(0.5, growth_interval=2, min_scale=2.0**-3)
+    assert scales(config, "11100") == [0.25, 0.125, 0.125, 0.125, 0.25]
+
+
+def test_presets():
+    assert DynamicLossScale.conservative() == DynamicLossScale(growth_interval=5000)
+    assert DynamicLossScale.aggressive() == DynamicLossScale(growth_interval=1000)
 
 
 @EACH_CONFIG

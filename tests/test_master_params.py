@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import bits
 
 import jamp
 
@@ -29,10 +30,6 @@ def stepper(tx):
         return optax.apply_updates(params, updates), state
 
     return step
-
-
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 @wrappers

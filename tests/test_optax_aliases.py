@@ -12,6 +12,7 @@ import optax
 import optax.contrib
 import pytest
 from jax import lax
+from trees import bits
 
 import jamp
 
@@ -168,16 +169,6 @@ def extra_args(name: str, grads: Any) -> dict[str, Any]:
 def step(name: str, tx: Any, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
     updates, state = tx.update(grads, state, params, **extra_args(name, grads))
     return optax.apply_updates(params, updates), state
-
-
-def bits(tree: Any) -> Any:
-    """What two trees share only if they are identical to the bit."""
-
-    def of(x: Any) -> Any:
-        x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-        return str(x.dtype), x.shape, x.tobytes()
-
-    return jax.tree.map(of, tree)
 
 
 def at(i: Any, tree: Any) -> Any:

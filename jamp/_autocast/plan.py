@@ -18,7 +18,7 @@ from jax import lax
 
 from jamp import _jaxpr
 from jamp._autocast.origins import Atom, Origins, without_ones
-from jamp._autocast.rules import COMPUTE, WIDEST
+from jamp._autocast.rules import COMPUTE, EXACT, MOVES_DATA, WIDEST
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
@@ -84,6 +84,10 @@ class Planner:
         axes = range(len(shape) - len(aval.shape), len(shape))
         return jax.make_jaxpr(lambda x: lax.broadcast_in_dim(x, shape, axes))(aval).eqns[0]
 
+    def is_exact(self, key: str) -> bool:
+        """Whether an operation gives the same numbers in both dtypes."""
+        return self.rules.get(key, ("", ""))[1] in (MOVES_DATA, EXACT)
+
     def holds(self, constant: Any) -> bool:
         """Whether the compute dtype holds a constant, to within its rounding."""
         with np.errstate(all="ignore"):
@@ -109,28 +113,45 @@ class Body:
     def __init__(self, planner: Planner, closed: ClosedJaxpr, inputs: Sequence[Input]):
         self.planner, self.closed = planner, closed
         self.traced: ClosedJaxpr | None = None
+        self._wide: set[Var] = set()  # Low values that are needed in float32 too.
+        self._plan_all(inputs)
+        cast_back = {v for v in self._low if (v, False) in self._homes}
+        if any(self._moves(step) and any(_is_in(v, cast_back) for v in step.eqn.invars) for step in self.steps):
+            # logsumexp(x) - x[label]: the two gradients of x nearly cancel, and have to be added in float32.
+            self._wide = cast_back
+            self._plan_all(inputs)
+        self.changed = any(self.low) or any(step.changed for step in self.steps)
+
+    def _plan_all(self, inputs: Sequence[Input]) -> None:
+        jaxpr = self.closed.jaxpr
         self.steps: list[Step] = []
         self.pieces: list[list[JaxprEqn] | Step] = []
         self._homes: dict[tuple[Var, bool], Var] = {}  # Where a value is found in each of the two dtypes.
         self._low: set[Var] = set()
-        self._origins = Origins(self.is_low, planner.rules)
-        consts = [Input(parameter=True)] * len(closed.jaxpr.constvars)
-        for v, known in zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *inputs], strict=True):
+        self._origins = Origins(self.is_low, self.planner.rules)
+        consts = [Input(parameter=True)] * len(jaxpr.constvars)
+        for v, known in zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True):
             self._define(v, known.low)
             if known.constant is not None:
                 self._origins.constants[v] = known.constant
             elif known.parameter and _is_float32(v):
                 self._origins.parameters[v] = without_ones(v.aval.shape)
-        self.inputs = [self._read(v, self.is_low(v)) for v in closed.jaxpr.invars]
-        for eqn in closed.jaxpr.eqns:
+        self.inputs = [self._read(v, self.is_low(v)) for v in jaxpr.invars]
+        for eqn in jaxpr.eqns:
             self._plan(eqn)
-        self.low = [self.is_low(v) for v in closed.jaxpr.outvars]
-        self.outputs = [self._read(v, self.is_low(v)) for v in closed.jaxpr.outvars]
-        self.changed = any(self.low) or any(step.changed for step in self.steps)
+        self.low = [self.is_low(v) for v in jaxpr.outvars]
+        self.outputs = [self._read(v, self.is_low(v)) for v in jaxpr.outvars]
 
     def is_low(self, atom: Atom) -> bool:
         """Whether a value, where it is defined, is low."""
-        return not _jaxpr.is_literal(atom) and atom in self._low
+        return _is_in(atom, self._low)
+
+    def _moves(self, step: Step) -> bool:
+        """Whether an equation, and all that it holds, gives the numbers it gets, in whichever dtype it is run."""
+        if step.bodies:
+            return all(body._moves(inner) for body in step.bodies for inner in body.steps)
+        floats = any(map(_is_float32, (*step.eqn.invars, *step.eqn.outvars)))
+        return not floats or self.planner.is_exact(step.key)
 
     def _plan(self, eqn: JaxprEqn) -> None:
         if FULL_PRECISION in str(eqn.source_info.name_stack):
@@ -140,7 +161,8 @@ class Body:
         else:
             key = self._origins.rule(eqn)
             category = self.planner.rules[key][0] if key in self.planner.rules else NO_RULE
-            self._add(eqn, category, key, low=self._runs_low(eqn, category))
+            wide = self.planner.is_exact(key) and self._reads_wide(eqn)
+            self._add(eqn, category, key, low=not wide and self._runs_low(eqn, category))
         self._origins.follow(eqn)
 
     def _runs_low(self, eqn: JaxprEqn, category: str) -> bool:
@@ -157,6 +179,9 @@ class Body:
     def _reads_low(self, eqn: JaxprEqn) -> bool:
         return any(map(self.is_low, eqn.invars))
 
+    def _reads_wide(self, eqn: JaxprEqn) -> bool:
+        return any(_is_in(v, self._wide) for v in eqn.invars)
+
     def _enter(self, eqn: JaxprEqn) -> None:
         inner = _jaxpr.bodies(eqn)
         if inner is None:
@@ -164,10 +189,17 @@ class Body:
         name, carry = eqn.primitive.name, _jaxpr.carry(eqn)
         # A carry keeps its traced dtypes, and is another value at every step.
         known = [Input() if i in carry else self._known(v) for i, v in enumerate(eqn.invars)]
-        bodies = tuple(
+        plan = lambda known: tuple(
             self.planner.body(closed, [known[i] for i in operands])
             for closed, operands in zip(inner, _jaxpr.body_operands(eqn), strict=True)
         )
+        bodies = plan(known)
+        if self._reads_wide(eqn) and self._moves(Step(eqn, ENTERED, name, (), (), bodies)):
+            known = [
+                dataclasses.replace(x, low=x.low and not _is_in(v, self._wide))
+                for v, x in zip(eqn.invars, known, strict=True)
+            ]
+            bodies = plan(known)
         if not any(body.changed for body in bodies):
             return self._add(eqn, ENTERED, name, bodies=bodies)
         low = [i >= len(carry) and all(body.low[i] for body in bodies) for i in range(len(eqn.outvars))]
@@ -243,6 +275,10 @@ def _low_aval(aval: Any, planner: Planner) -> Any:
 
 def _dtype(atom: Atom) -> Any:
     return atom.aval.dtype if isinstance(atom.aval, jax.core.ShapedArray) else None
+
+
+def _is_in(atom: Atom, variables: set[Var]) -> bool:
+    return not _jaxpr.is_literal(atom) and atom in variables
 
 
 def _is_float32(atom: Atom) -> bool:

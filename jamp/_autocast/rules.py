@@ -13,6 +13,7 @@ CATEGORIES = {
     WIDEST: "16 bit if all operands are, else float32; a constant that 16 bit can hold does not count",
 }
 MOVES_DATA = "moves data: keeps the dtype it gets"
+EXACT = "exact in every dtype, or as exact as its input"
 
 
 def _rules(category: str, reason: str, names: str) -> dict[str, tuple[str, str]]:
@@ -55,7 +56,7 @@ RULES: dict[str, tuple[str, str]] = {
     ),
     **_rules(
         WIDEST,
-        "exact in every dtype, or as exact as its input",
+        EXACT,
         "abs ceil clamp eq eq_to floor ge gt is_finite le le_to lt lt_to max min ne neg round sign "
         "argmax argmin cummax cummin pmax pmin reduce_min reduce_window_max reduce_window_min "
         "select_and_gather_add select_and_scatter scatter-max scatter-min",

@@ -7,24 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxprs import products
 
 import jamp
 
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
-
-
-def equations(jaxpr):
-    """Every equation of a jaxpr and of those inside it."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(param, "eqns"):
-                yield from equations(param)
-
-
-def products(jaxpr):
-    found = [e for e in equations(jaxpr) if e.primitive.name in ("dot_general", "conv_general_dilated")]
-    return {v.aval.dtype for e in found for v in e.invars}
 
 
 def assert_close(mine, plain, tolerance=5e-3):
@@ -55,7 +42,7 @@ def test_a_linen_model_with_its_statistics_and_dropout():
         return jnp.mean(out**2), new
 
     args = variables["params"], variables["batch_stats"], x
-    assert products(jax.make_jaxpr(jax.grad(jamp.autocast(loss), has_aux=True))(*args)) == {F16}
+    assert products(jax.grad(jamp.autocast(loss), has_aux=True), *args) == {F16}
     mine, plain = (jax.jit(jax.value_and_grad(f, has_aux=True))(*args) for f in (jamp.autocast(loss), loss))
     assert_close(mine, plain, 1e-2)
 
@@ -94,7 +81,7 @@ def test_an_nnx_model_runs_its_products_in_16_bit():
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     model_loss = jamp.autocast(lambda model, x: jnp.mean(model(x) ** 2))
     loss = lambda params: model_loss(nnx.merge(graph, params, rest, copy=True), x)
-    assert products(jax.make_jaxpr(jax.grad(loss))(params)) == {F16}
+    assert products(jax.grad(loss), params) == {F16}
 
 
 def test_an_equinox_model_with_functions_among_its_leaves():
@@ -106,7 +93,7 @@ def test_an_equinox_model_with_functions_among_its_leaves():
     assert_close(eqx.filter(mine[1], eqx.is_array), eqx.filter(plain[1], eqx.is_array))
     params, static = eqx.partition(model, eqx.is_array)
     fun = lambda p: jamp.autocast(loss)(eqx.combine(p, static), x)
-    assert products(jax.make_jaxpr(jax.grad(fun))(params)) == {F16}
+    assert products(jax.grad(fun), params) == {F16}
 
 
 def test_full_precision_on_the_method_of_a_module():
@@ -118,5 +105,5 @@ def test_full_precision_on_the_method_of_a_module():
             return self.linear(x)
 
     head = Head(eqx.nn.Linear(4, 2, key=jax.random.key(0)))
-    assert products(jax.make_jaxpr(jamp.autocast(lambda x: head(x)))(jnp.ones(4))) == {F32}
+    assert products(jamp.autocast(lambda x: head(x)), jnp.ones(4)) == {F32}
     np.testing.assert_array_equal(jamp.autocast(lambda h, x: h(x))(head, jnp.ones(4)), head(jnp.ones(4)))

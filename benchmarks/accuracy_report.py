@@ -1,0 +1,179 @@
+"""The tables of the accuracy study, made of its JSON."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+FEW = 0.01  # the share of gradients lost up to which a loss scale counts as right
+HEAD = {
+    "digits": "training loss",
+    "digits in batches": "training loss",
+    "language model": "validation loss",
+}
+
+
+def select(rows: list[Row], **labels: Any) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in labels.items())]
+
+
+def names(rows: Iterable[Row], key: str) -> list[str]:
+    """The values of a label, in the order of the study."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def last(rows: list[Row], name: str) -> np.ndarray:
+    """The last measurement of each seed; nan where it was not finite."""
+    return np.array([row[name][-1] for row in rows], float)
+
+
+def table(head: list[str], body: list[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body))
+
+
+def results(rows: list[Row], task: str) -> str:
+    """One row for each way to compute, beside float32."""
+    rows = select(rows, task=task, start="default")
+    base = select(rows, setup="float32")
+    head = ["", HEAD[task], "lowest to highest", "mean among float32's", "against float32, seed by seed", "accuracy"]
+    head += ["steps to float32's loss", "seconds", "skipped", "final scale"]
+    return table(head, [_result(name, select(rows, setup=name), base) for name in names(rows, "setup")])
+
+
+def _result(name: str, rows: list[Row], base: list[Row]) -> list[str]:
+    loss, accuracy = last(rows, "loss"), last(rows, "accuracy")
+    low, high = last(base, "loss").min(), last(base, "loss").max()
+    among = "yes" if low <= loss.mean() <= high else "below" if loss.mean() < low else "no"
+    difference = loss - last(base, "loss")[: len(loss)]
+    steps = [steps_to(row, high) for row in rows]
+    reached = [(x, row["seconds_per_step"] * x) for x, row in zip(steps, rows, strict=True) if x]
+    few = "" if len(reached) in (0, len(rows)) else f" ({len(reached)} of {len(rows)} seeds)"
+    mean_steps, seconds = np.mean(reached, axis=0) if reached else (math.nan, math.nan)
+    return [
+        name,
+        _spread(loss),
+        f"{_number(loss.min())} to {_number(loss.max())}",
+        among,
+        "0" if name == "float32" else _spread(difference, sign="+"),
+        f"{100 * accuracy.mean():.2f} ± {100 * deviation(accuracy):.2f} %",
+        f"{mean_steps:.0f}{few}" if reached else "never",
+        f"{seconds:.1f}" if reached else "",
+        f"{np.mean([len(row['skipped']) for row in rows]):.1f}",
+        scales(rows),
+    ]
+
+
+def steps_to(row: Row, loss: float) -> int | None:
+    """The step of the first evaluation at or below a loss."""
+    below = [step for step, x in zip(row["steps"], row["loss"], strict=True) if x is not None and x <= loss]
+    return below[0] if below else None
+
+
+def scales(rows: list[Row]) -> str:
+    """2^16, or the lowest and the highest of the seeds."""
+    low, high = (f(row["final_log2_scale"] for row in rows) for f in (min, max))
+    return _power(low) if low == high else f"{_power(low)} to {_power(high)}"
+
+
+def _power(exponent: float) -> str:
+    return f"2^{exponent:g}" if exponent else "1"
+
+
+def _spread(x: np.ndarray, sign: str = "") -> str:
+    mean, spread = x.mean(), deviation(x)
+    if not math.isfinite(mean):
+        return "not finite"
+    if abs(mean) + spread >= 0.001:
+        return f"{mean:{sign}.4f} ± {spread:.4f}"
+    return f"{mean:{sign}.1e} ± {spread:.0e}"
+
+
+def deviation(x: np.ndarray) -> float:
+    """The standard deviation of the seeds' population; 0 of one seed."""
+    return x.std(ddof=1) if len(x) > 1 else 0.0
+
+
+def _number(x: float) -> str:
+    return f"{x:.3f}" if abs(x) >= 0.01 else f"{x:.1e}"
+
+
+def gradients(rows: list[Row], task: str) -> str:
+    """What becomes of the gradients, without the loss scale and with it, at the end of training."""
+    rows = [row for row in select(rows, task=task, start="default") if row["setup"] not in ("float32", "bfloat16")]
+    head = ["", "lost in the backward pass", "with the scale", "error of the gradient", "with the scale"]
+    head += ["below float16's normal numbers", "with the scale"]
+    body = []
+    for name in names(rows, "setup"):
+        chosen = select(rows, setup=name)
+        low = [last(chosen, f"zero_{which}") + last(chosen, f"subnormal_{which}") for which in ("unscaled", "scaled")]
+        pairs = [last(chosen, f"{what}_{which}") for what in ("lost", "error") for which in ("unscaled", "scaled")]
+        body.append([name, *(_percent(x.mean()) for x in (*pairs, *low))])
+    return table(head, body)
+
+
+def _percent(share: float) -> str:
+    return "not finite" if not math.isfinite(share) else f"{100 * share:.1f} %" if share >= 5e-4 else "0.0 %"
+
+
+def starts(rows: list[Row], task: str) -> str:
+    """What a start far from the right loss scale costs."""
+    rows = [row for row in select(rows, task=task) if row["start"] != "default"]
+    head = ["start", "loss scale", "steps skipped", "before the first one applied", "scale too low", HEAD[task]]
+    body = []
+    for start in names(rows, "start"):
+        for name in names(rows, "setup"):
+            chosen = select(rows, start=start, setup=name)
+            if chosen:
+                skipped, first, low = (
+                    [f(row) for row in chosen] for f in (lambda row: len(row["skipped"]), first_applied, too_low)
+                )
+                cells = f"{np.mean(skipped):.1f}", f"{np.mean(first):.1f}", f"{100 * np.mean(low):.0f} % of evaluations"
+                body.append([start, name, *cells, _spread(last(chosen, "loss")), scales(chosen)])
+    return table([*head, "final scale"], body)
+
+
+def first_applied(row: Row) -> int:
+    """How many steps were skipped before the first one was applied."""
+    return next(i for i, step in enumerate([*row["skipped"], math.inf]) if step != i)
+
+
+def too_low(row: Row) -> float:
+    """The share of evaluations at which more than a few gradients are lost in spite of the loss scale."""
+    return float(np.mean([lost > FEW for lost in row["lost_scaled"]]))
+
+
+def about(found: dict[str, Any]) -> str:
+    """The command, the date, the machine and the versions."""
+    machine = found["machine"]
+    versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("python", "jax", "jaxlib", "optax", "jamp"))
+    return (
+        f"`{found['command']}`, {found['date']}, on {machine['cores']} core of {machine['processor']} "
+        f"(JAX device: {machine['device']}) with {versions}."
+    )
+
+
+def sections(found: dict[str, Any]) -> dict[str, str]:
+    """What stands between the marks of the page, by name."""
+    rows, made = found["rows"], {"about": about(found)}
+    for task in names(select(rows, setup="float32"), "task"):
+        key = task.replace(" ", "-")
+        made |= {key: results(rows, task), f"{key}-gradients": gradients(rows, task)}
+        if any(row["start"] != "default" for row in select(rows, task=task)):
+            made[f"{key}-starts"] = starts(rows, task)
+    return made
+
+
+def write_page(page: Path, found: dict[str, Any]) -> None:
+    """Replace what stands between `<!-- name -->` and `<!-- /name -->`."""
+    text = page.read_text()
+    for name, made in sections(found).items():
+        before, opening, rest = text.partition(f"<!-- {name} -->\n")
+        _, closing, after = rest.partition(f"<!-- /{name} -->\n")
+        if not opening or not closing:
+            raise ValueError(f"{page} has no marks <!-- {name} --> and <!-- /{name} -->: add both, each on its line.")
+        text = f"{before}{opening}\n{made}\n\n{closing}{after}"
+    page.write_text(text)

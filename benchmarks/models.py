@@ -1,0 +1,152 @@
+"""ViT-B/16 and a transformer of GPT-2's shapes, as they are trained: what `benchmarks.gpu` times and compiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jamp
+from benchmarks.autocast import cast, conv, dense, layer_norm
+from benchmarks.timing import Case
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transformer over tokens, or over the patches of an image where it has a patch size."""
+
+    layers: int
+    width: int
+    heads: int
+    classes: int  # or the vocabulary
+    tokens: int  # a sequence; of an image, its patches
+    patch: int = 0
+    scanned: bool = False  # the layers in one loop: a program of a twelfth the size, for the compilers
+
+
+# 86 M and 124 M parameters. GPT-2's vocabulary of 50257 is padded to a multiple of 128, its head is its embedding.
+SHAPES = {
+    "ViT-B/16": Shape(12, 768, 12, 1000, 196, 16),
+    "GPT-2 124 M": Shape(12, 768, 12, 50304, 1024),
+}
+SMALL = {"ViT-B/16": Shape(1, 32, 2, 10, 4, 4), "GPT-2 124 M": Shape(1, 32, 2, 128, 16)}
+
+# TF32 on GPUs that have it, one pass in bfloat16 on a TPU.
+DEFAULT = "float32, JAX's default precision"
+
+
+def init(key: jax.Array, shape: Shape) -> Any:
+    """Random float32 parameters."""
+    keys = iter(jax.random.split(key, 4 * shape.layers + 4))
+
+    def weight(*size: int) -> jax.Array:
+        return 0.02 * jax.random.normal(next(keys), size)
+
+    def linear(rows: int, columns: int) -> dict[str, jax.Array]:
+        return {"w": weight(rows, columns), "b": jnp.zeros(columns)}
+
+    def norm() -> dict[str, jax.Array]:
+        return {"scale": jnp.ones(shape.width), "bias": jnp.zeros(shape.width)}
+
+    def block() -> dict[str, Any]:
+        width = shape.width
+        layers = {"qkv": linear(width, 3 * width), "out": linear(width, width)}
+        mlp = {"up": linear(width, 4 * width), "down": linear(4 * width, width)}
+        return layers | mlp | {"norm1": norm(), "norm2": norm()}
+
+    blocks = [block() for _ in range(shape.layers)]
+    params = {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *blocks) if shape.scanned else blocks, "norm": norm()}
+    if not shape.patch:
+        return params | {"embed": weight(shape.classes, shape.width), "positions": weight(shape.tokens, shape.width)}
+    return params | {
+        "patches": {"w": weight(shape.patch, shape.patch, 3, shape.width), "b": jnp.zeros(shape.width)},
+        "class": weight(1, 1, shape.width),
+        "positions": weight(1 + shape.tokens, shape.width),
+        "head": linear(shape.width, shape.classes),
+    }
+
+
+def data(key: jax.Array, shape: Shape, batch: int) -> tuple[jax.Array, jax.Array]:
+    """Random inputs and targets: the speed of a step does not depend on what they mean."""
+    inputs, targets = jax.random.split(key)
+    if shape.patch:
+        side = shape.patch * round(shape.tokens**0.5)
+        return jax.random.normal(inputs, (batch, side, side, 3)), jax.random.randint(
+            targets, (batch,), 0, shape.classes
+        )
+    size = (batch, shape.tokens)
+    return jax.random.randint(inputs, size, 0, shape.classes), jax.random.randint(targets, size, 0, shape.classes)
+
+
+def loss_fn(params: Any, batch: tuple[jax.Array, jax.Array], shape: Shape, dtype: Any = None) -> jax.Array:
+    """Mean cross entropy; with a dtype, written by hand to compute in it, but for norms, softmax and loss."""
+    inputs, targets = batch
+    if shape.patch:
+        x = conv(params["patches"]["w"], inputs, shape.patch, dtype) + cast(params["patches"]["b"], dtype)
+        x = x.reshape(len(x), -1, shape.width)
+        x = jnp.concatenate([jnp.broadcast_to(cast(params["class"], dtype), (len(x), 1, shape.width)), x], 1)
+        x = x + cast(params["positions"], dtype)
+    else:
+        x = cast(params["embed"][inputs] + params["positions"], dtype)
+
+    def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        x = x + attention(p, layer_norm(p["norm1"], x, dtype), shape, dtype)
+        return x + dense(p["down"], jax.nn.gelu(dense(p["up"], layer_norm(p["norm2"], x, dtype), dtype)), dtype), None
+
+    if shape.scanned:
+        x, _ = jax.lax.scan(block, x, params["blocks"])
+    else:
+        for p in params["blocks"]:
+            x, _ = block(x, p)
+    x = layer_norm(params["norm"], x, dtype)
+    logits = dense(params["head"], x[:, 0], dtype) if shape.patch else x @ cast(params["embed"], dtype).T
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+
+
+def attention(p: Any, x: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
+    """Written out, and softmax in float32: on a CPU, `jax.nn.dot_product_attention` does not compile in float16."""
+    heads = (*x.shape[:2], shape.heads, shape.width // shape.heads)
+    q, k, v = (y.reshape(heads) for y in jnp.split(dense(p["qkv"], x, dtype), 3, -1))
+    scores = jnp.einsum("bthd,bshd->bhts", q * heads[-1] ** -0.5, k).astype(jnp.float32)
+    if not shape.patch:
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    weights = cast(jax.nn.softmax(scores), dtype)
+    return dense(p["out"], jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape), dtype)
+
+
+def steps(shape: Shape) -> dict[str, tuple[Callable[..., Any], optax.GradientTransformation]]:
+    """`step((params, opt_state), batch)` and its optimizer: forward, backward and AdamW on float32 parameters."""
+    loss = partial(loss_fn, shape=shape)
+    tx, scaled = optax.adamw(1e-4), jamp.loss_scaled(optax.adamw(1e-4))
+    return {
+        "float32": (partial(train_step, loss, tx, "float32"), tx),
+        DEFAULT: (partial(train_step, loss, tx, None), tx),
+        "jamp.autocast float16, loss_scaled": (partial(scaled_step, jamp.autocast(loss, jnp.float16), scaled), scaled),
+        "jamp.autocast bfloat16": (partial(train_step, jamp.autocast(loss, jnp.bfloat16), tx, None), tx),
+        "dtype=float16, loss_scaled": (partial(scaled_step, partial(loss, dtype=jnp.float16), scaled), scaled),
+        "dtype=bfloat16": (partial(train_step, partial(loss, dtype=jnp.bfloat16), tx, None), tx),
+    }
+
+
+def train_step(loss: Any, tx: optax.GradientTransformation, precision: str | None, carry: Any, batch: Any) -> Any:
+    params, state = carry
+    with jax.default_matmul_precision(precision):
+        grads = jax.grad(loss)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def scaled_step(loss: Any, tx: optax.GradientTransformation, carry: Any, batch: Any) -> Any:
+    params, state = carry
+    grads = jamp.grad(loss, state)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def cases(shape: Shape, batch: int) -> list[Case]:
+    params = jax.jit(init, static_argnums=1)(jax.random.key(0), shape)
+    args = (data(jax.random.key(1), shape, batch),)
+    return [Case(name, step, (params, tx.init(params)), args) for name, (step, tx) in steps(shape).items()]

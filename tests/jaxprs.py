@@ -1,0 +1,34 @@
+"""What a traced function consists of."""
+
+import jax
+import jax.numpy as jnp
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr and of those inside it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(param, "eqns"):
+                yield from equations(param)
+
+
+def operand_dtypes(jaxpr, names):
+    """The dtypes of the inexact operands of the named operations."""
+    found = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in names]
+    return {v.aval.dtype for eqn in found for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+
+
+def dtypes(fun, *args, names):
+    return operand_dtypes(jax.make_jaxpr(fun)(*args), names)
+
+
+def products(fun, *args):
+    """The operand dtypes of matrix products and convolutions."""
+    return dtypes(fun, *args, names=PRODUCTS)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return scale * jax.random.normal(jax.random.key(seed), shape)
