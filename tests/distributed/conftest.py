@@ -26,7 +26,10 @@ def second_pytest():
         INSIDE: "1",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        # XLA:CPU's threads. With one a device, as on two cores, all may wait in a collective for a step that has none.
+        "NPROC": "32",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300",
     }
     code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     options = [
