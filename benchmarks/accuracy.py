@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -191,17 +190,6 @@ def finished(file: Path | None, found: dict[str, Any]) -> Rows:
     return old["rows"]
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps of each: does it run at all")
@@ -215,7 +203,6 @@ def main() -> None:
         found = json.loads(options.given.read_text())
     else:
         found = record("benchmarks.accuracy", options.quick, jax.devices()[0].device_kind)
-        found["machine"] |= {"processor": _processor(), "cores": _cores()}
         found["xla_flags"] = os.environ.get("XLA_FLAGS", "")
 
         def write(rows: Rows) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report import fill
+
 Row = dict[str, Any]
 FEW = 0.01  # the share of gradients lost up to which a loss scale counts as right
 HEAD = {
@@ -171,9 +173,5 @@ def write_page(page: Path, found: dict[str, Any]) -> None:
     """Replace what stands between `<!-- name -->` and `<!-- /name -->`."""
     text = page.read_text()
     for name, made in sections(found).items():
-        before, opening, rest = text.partition(f"<!-- {name} -->\n")
-        _, closing, after = rest.partition(f"<!-- /{name} -->\n")
-        if not opening or not closing:
-            raise ValueError(f"{page} has no marks <!-- {name} --> and <!-- /{name} -->: add both, each on its line.")
-        text = f"{before}{opening}\n{made}\n\n{closing}{after}"
+        text = fill(text, name, made)
     page.write_text(text)

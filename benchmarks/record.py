@@ -24,7 +24,7 @@ def record(module: str, quick: bool, device: str) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python -m", module, *sys.argv[1:]]),
-        "machine": {"device": device, "processor": processor(), "cores": os.cpu_count()},
+        "machine": {"device": device, "processor": processor(), "cores": cores()},
         "versions": versions,
         "quick": quick,
     }
@@ -35,6 +35,11 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def cores() -> int | None:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def write(file: str | None, found: dict[str, Any]) -> None:

@@ -223,9 +223,10 @@ def origin(found: dict[str, Any]) -> str:
 
 
 def fill(page: str, name: str, text: str) -> str:
+    """Put a text between its two marks."""
     mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not mark.search(page):
-        raise SystemExit(f"The page has no <!-- {name} --> to fill.")
+        raise ValueError(f"The page has no marks <!-- {name} --> and <!-- /{name} -->: add both, each on its line.")
     return mark.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", page)
 
 

@@ -116,7 +116,8 @@ class Body:
         self._wide: set[Var] = set()  # Low values that are needed in float32 too.
         self._plan_all(inputs)
         cast_back = {v for v in self._low if (v, False) in self._homes}
-        if any(self._moves(step) and any(_is_in(v, cast_back) for v in step.eqn.invars) for step in self.steps):
+        in_16_bit = {self._homes[v, True] for v in cast_back}
+        if any(self._moves(step) and any(_is_in(v, in_16_bit) for v in step.reads) for step in self.steps):
             # logsumexp(x) - x[label]: the two gradients of x nearly cancel, and have to be added in float32.
             self._wide = cast_back
             self._plan_all(inputs)
