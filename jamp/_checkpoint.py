@@ -1,4 +1,4 @@
-"""What a checkpoint was made of, saved beside it, and compared before it is restored."""
+"""A description of the state in a checkpoint, to save with it and compare before it is restored."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,22 +6,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._loss_scale import LossScale
+from jamp._scale.static import LossScale
 
 
 def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
-    """What to save beside a state: the configuration of the loss scale, and shape and dtype of every array.
+    """Describe a state: the configuration of the loss scale, and the shape and dtype of every array.
 
-    A checkpoint holds numbers only. Some formats cast them to the dtype of whatever they are restored into, and some
-    kinds of loss scale have the same fields: `check_checkpoint_config` finds both.
+    Save it with the checkpoint, which holds only numbers. Some formats cast them to the dtype of the state into which
+    they are restored, and different kinds of loss scale may have the same fields. `check_checkpoint_config` finds both.
 
     Args:
-      tree: The state that is saved, or its `jax.ShapeDtypeStruct`s. Leaves that are no arrays or numbers are left out.
+      tree: The state that is saved, or its `jax.ShapeDtypeStruct`s. Leaves that are not arrays or numbers are left out.
       loss_scale: The configuration of its loss scale.
 
     Returns:
-      A mapping of strings and numbers, for JSON: `loss_scale`, its `to_config()` (of a class without one, its name as
-      the type), and `arrays`, such as "float32[3,4]" by path.
+      A mapping of strings and numbers, for JSON. `loss_scale` is its `to_config()`, or the name of its class as the
+      type. `arrays` has an entry such as "float32[3,4]" for each path.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -33,19 +33,19 @@ def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
 
 
 def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: LossScale) -> None:
-    """Raise unless a checkpoint fits into a state, before it is restored into it.
+    """Raise unless a checkpoint fits a state. Call it before restoring the checkpoint into the state.
 
-    Other numbers of the same kind of loss scale, such as another `growth_interval`, are no error: the run goes on
-    with the new ones.
+    Different numbers of the same kind of loss scale, such as another `growth_interval`, are not an error. The run
+    continues with the new ones.
 
     Args:
-      saved: What `checkpoint_config` gave when the checkpoint was saved.
+      saved: What `checkpoint_config` returned when the checkpoint was saved.
       tree: The state to restore into.
       loss_scale: The configuration of its loss scale.
 
     Raises:
-      ValueError: If the kinds of loss scale differ, or an array's shape or dtype, or an array is in one of them only.
-        The message names both. Also if `saved` is something else.
+      ValueError: If the kinds of loss scale differ, the shape or dtype of an array differs, or an array is in only one
+        of them. The message names both. Also if `saved` is something else.
 
     Examples:
       >>> import jax.numpy as jnp, jamp

@@ -1,11 +1,14 @@
-"""Evaluate a jaxpr piece by piece, with public JAX API only: the one place that knows how JAX versions differ."""
+"""Read and evaluate jaxprs.
+
+This module uses only public modules of JAX. The parameters of primitives are not a stable API, though, so this is the
+only module that reads them and that knows how JAX versions differ.
+"""
 
 from __future__ import annotations
 
 import functools
-import sysconfig
+import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,9 +24,9 @@ Env = dict[Any, Any]  # of Var
 
 @functools.cache
 def core() -> Any:
-    """`jax.extend.core`, imported when first needed: it imports Pallas, which takes longer than all of jamp.
+    """`jax.extend.core`, imported when first needed, because it imports Pallas, which takes longer than all of jamp.
 
-    Call it before a trace begins: on jax 0.12 the import changes the configuration that keys every traced function.
+    Call it before a trace begins. On jax 0.12 the import changes the configuration that keys every traced function.
     """
     import jax.extend.core
     import jax.extend.core.primitives
@@ -50,7 +53,7 @@ def read(env: Env, atom: Var | Literal) -> Any:
 
 
 def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
-    """For each variable the index of the last equation that reads it; for an output, the number of equations."""
+    """For each variable, the index of the last equation that reads it. For an output, the number of equations."""
     uses = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
 
@@ -77,40 +80,32 @@ def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None if any(isinstance(s, Sharding) for s in shardings) else body
 
 
-# The parameters of each construct that autocast enters, as the releases of JAX name them. A construct that carries
-# others is run as it was traced: what a new parameter means is not guessed.
-_JIT = (
-    "jaxpr in_shardings out_shardings in_layouts out_layouts donated_invars ctx_mesh name keep_unused inline "
-    "compiler_options_kvs"
-)
+# The parameters of each construct that autocast enters, as the releases of JAX name them. A construct that has others
+# is run as it was traced, because the meaning of a new parameter is not guessed.
+_JIT = {"jaxpr", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "donated_invars", "ctx_mesh", "name"}
+_SCAN, _SHARD_MAP = {"jaxpr", "length", "reverse", "unroll"}, {"jaxpr", "mesh", "in_specs", "out_specs", "check_vma"}
 _LAYOUTS = {
-    "jit": (_JIT,),
-    "scan": (
-        "jaxpr length reverse unroll num_consts num_carry",  # jax 0.10
-        "jaxpr length reverse unroll ft_in ft_out",  # jax 0.12
-    ),
-    "while": ("cond_jaxpr body_jaxpr cond_nconsts body_nconsts",),
-    "cond": ("branches",),
-    "remat2": ("jaxpr prevent_cse differentiated policy",),
-    "custom_jvp_call": ("call_jaxpr jvp_jaxpr_fun num_consts symbolic_zeros",),
-    "custom_vjp_call": ("call_jaxpr fwd_jaxpr_thunk bwd num_consts out_trees symbolic_zeros",),
-    "shard_map": (
-        "jaxpr mesh in_specs out_specs check_vma manual_axes",  # jax 0.10.0
-        "jaxpr mesh in_specs out_specs check_vma newly_manual_axes",
-    ),
+    "jit": [_JIT | {"keep_unused", "inline", "compiler_options_kvs"}],
+    "scan": [_SCAN | {"num_consts", "num_carry"}, _SCAN | {"ft_in", "ft_out"}],  # jax 0.10, jax 0.12
+    "while": [{"cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"}],
+    "cond": [{"branches"}],
+    "remat2": [{"jaxpr", "prevent_cse", "differentiated", "policy"}],
+    "custom_jvp_call": [{"call_jaxpr", "jvp_jaxpr_fun", "num_consts", "symbolic_zeros"}],
+    "custom_vjp_call": [{"call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts", "out_trees", "symbolic_zeros"}],
+    "shard_map": [_SHARD_MAP | {"manual_axes"}, _SHARD_MAP | {"newly_manual_axes"}],  # jax 0.10.0, later
 }
 CONSTRUCTS = frozenset(_LAYOUTS)
 
 
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
-    """The jaxprs that a construct evaluates, in the order of `_LAYOUTS`; None where it cannot be entered."""
+    """The jaxprs that a construct evaluates (of a while: condition, body), or None if it cannot be entered."""
     params = eqn.params
-    if not any(set(params) == set(layout.split()) for layout in _LAYOUTS.get(eqn.primitive.name, ())):
+    if set(params) not in _LAYOUTS.get(eqn.primitive.name, []):
         return None
     names = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr")
     inner = params["branches"] if "branches" in params else [params[name] for name in names if name in params]
     closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in inner)
-    # A body that reads or writes a Ref has inputs that are no arrays.
+    # A body that reads or writes a Ref has inputs that are not arrays.
     types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
     if not all(isinstance(x, jax.core.ShapedArray) for x in types):
         return None
@@ -131,7 +126,7 @@ def body_operands(eqn: JaxprEqn) -> list[list[int]]:
 
 
 def carry(eqn: JaxprEqn) -> range:
-    """Which operands of a loop are its carry; its first results are the carry at the end."""
+    """Which operands of a loop are its carry. Its first results are the carry at the end."""
     params = eqn.params
     if eqn.primitive.name == "while":
         return range(params["cond_nconsts"] + params["body_nconsts"], len(eqn.invars))
@@ -143,13 +138,80 @@ def carry(eqn: JaxprEqn) -> range:
     return range(len(consts), len(consts) + len(init))
 
 
-def manual_axes(eqn: JaxprEqn) -> frozenset[Any]:
-    """The mesh axes over which a shard_map maps its body."""
-    return frozenset(eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"])
+def condition_constants(eqn: JaxprEqn) -> int:
+    """How many of the first operands of a while loop only its condition reads."""
+    return int(eqn.params["cond_nconsts"])
+
+
+def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """The keywords of `jax.lax.scan` that make a scan."""
+    return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+
+def iterations(eqn: JaxprEqn) -> int:
+    """How often the body of a construct runs, as far as the jaxpr says: the length of a scan, else 1."""
+    return int(eqn.params.get("length", 1))
+
+
+def shard_map_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """The keywords of `jax.shard_map` that make a shard_map."""
+    params = eqn.params
+    axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+    specs = {name: tuple(params[name]) for name in ("in_specs", "out_specs")}
+    return {"mesh": params["mesh"], **specs, "axis_names": frozenset(axes), "check_vma": params["check_vma"]}
+
+
+def has_body(eqn: JaxprEqn) -> bool:
+    """Whether an equation holds a jaxpr, known construct or not."""
+    has_eqns = lambda x: hasattr(x, "eqns")
+    return any(map(has_eqns, jax.tree.leaves(eqn.params, is_leaf=has_eqns)))
+
+
+def function_name(eqn: JaxprEqn) -> str | None:
+    """The name of the function that a jit call was made of."""
+    return eqn.params.get("name")
+
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The precision of a product, or that of each operand."""
+    precision = eqn.params["precision"]
+    return precision if isinstance(precision, tuple) else (precision,)
+
+
+def summed_terms(eqn: JaxprEqn) -> int:
+    """How many products are summed for each element of a product's result. 1 if it is an outer product."""
+    numbers = eqn.params["dimension_numbers"]
+    operand, axes = (0, numbers[0][0]) if eqn.primitive.name == "dot_general" else (1, numbers.rhs_spec[1:])
+    shape = avals(eqn.invars)[operand].shape
+    return math.prod(shape[i] for i in axes)
+
+
+def contracts(eqn: JaxprEqn) -> bool:
+    """Whether a dot_general sums over any axis."""
+    return bool(eqn.params["dimension_numbers"][0][0])
+
+
+def has_batch_axes(eqn: JaxprEqn) -> bool:
+    """Whether a dot_general is a batch of products."""
+    return bool(eqn.params["dimension_numbers"][1][0])
+
+
+def exponent(eqn: JaxprEqn) -> int:
+    """The exponent of an integer_pow."""
+    return int(eqn.params["y"])
+
+
+def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
+    """An equation whose parameters (preferred_element_type, new_dtype) name another dtype."""
+    is_old = lambda param: isinstance(param, (np.dtype, type)) and param == old
+    return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
 
 
 def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> tuple[JaxprEqn, Sequence[Any]]:
-    """A jit or remat equation with another body, and the constants to hand it before its operands."""
+    """A jit or remat equation with another body, and the constants to pass before its operands."""
     if eqn.primitive.name == "jit":
         return eqn.replace(params={**eqn.params, "jaxpr": body}), ()
     inner = body.jaxpr
@@ -160,7 +222,7 @@ def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> tuple[JaxprEqn, Sequence[Any]
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """One equation on values of any dtypes that it takes; `results` are the types of what it gives."""
+    """The results of one equation on values of any dtypes that it accepts. `results` are their types."""
     inputs = [core().Var(jax.typeof(x)) for x in args]
     outputs = [core().Var(aval) for aval in results]
     env: Env = dict(zip(inputs, args, strict=True))
@@ -169,7 +231,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any
 
 
 def weaken(x: Any) -> Any:
-    """A value with a weak type: what a Python scalar gets when it is traced, and no public function gives an array."""
+    """A value with the weak type that a traced Python scalar has. No public function gives it to an array."""
     eqn = jax.make_jaxpr(lambda y: jax.lax.convert_element_type(y, x.dtype))(np.uint8(0)).eqns[0]
     return bind(eqn.replace(params={**eqn.params, "weak_type": True}), [x], [jax.typeof(x)])[0]
 
@@ -183,25 +245,3 @@ def primitive_names() -> frozenset[str]:
 def avals(atoms: Sequence[Any]) -> list[Any]:
     """The types of variables and literals."""
     return [atom.aval for atom in atoms]
-
-
-def user_line(eqn: JaxprEqn) -> str | None:
-    """The innermost line of an equation's traceback that is neither an installed package's nor jamp's."""
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        if not frame.file_name.startswith(_LIBRARIES):
-            return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
-    return None
-
-
-def made_by_jamp(eqn: JaxprEqn) -> bool:
-    """Whether jamp's own code put an equation into the program: a cast of autocast's, not the user's."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    return next((f.file_name.startswith(_JAMP) for f in frames if not _is_others(f.file_name)), False)
-
-
-def _is_others(file_name: str) -> bool:
-    return file_name.startswith(_LIBRARIES) and not file_name.startswith(_JAMP)
-
-
-_JAMP = str(Path(__file__).parent)
-_LIBRARIES = (*(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")), _JAMP, "<")

@@ -1,4 +1,4 @@
-"""Equinox: gradients and steps of models with static leaves, which skip an overflow."""
+"""Equinox: gradients and steps for models with leaves that are not parameters."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from jamp._scaling import value_and_grad
+from jamp._step.scaling import value_and_grad
 
 try:
     import equinox as eqx
@@ -57,7 +57,7 @@ def apply_gradients(
       tx: A `jamp.loss_scaled` optimizer.
       grads: The true gradients, from `filter_value_and_grad`.
       opt_state: Its state, made by `tx.init(eqx.filter(model, eqx.is_inexact_array))`.
-      model: The model. Its floating arrays are stepped and keep their dtypes; its other leaves stay as they are.
+      model: The model. Its floating arrays are stepped and keep their dtypes. Its other leaves stay unchanged.
       **extra_args: Extra arguments for `tx.update`, such as `value=loss`.
 
     Returns:
@@ -78,5 +78,5 @@ def apply_gradients(
     """
     params, rest = eqx.partition(model, eqx.is_inexact_array)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-    # Not `eqx.apply_updates`, which would widen half-precision parameters to the updates' float32.
+    # Not `eqx.apply_updates`, which would cast 16-bit parameters to the updates' float32.
     return eqx.combine(optax.apply_updates(params, updates), rest), opt_state

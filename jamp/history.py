@@ -1,7 +1,7 @@
-"""Log the loss scale and its statistics over a training, without waiting for the device on a step."""
+"""`History`: the loss scale and its statistics at every step, for plots and health checks."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,39 +10,28 @@ from jax import Array
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, tree_flatten_with_path
 from jax.typing import ArrayLike
 
-from jamp._checks import check_count
-from jamp._lookup import get_stats, metrics
-from jamp._writers import (
-    CsvWriter as CsvWriter,
-    JsonLinesWriter as JsonLinesWriter,
-    Row,
-    TensorBoardWriter as TensorBoardWriter,
-)
+from jamp._scale.checks import check_count
+from jamp._step.lookup import metrics
+from jamp._step.state import ScalerState, find_scaler_state, is_scaler_state
 
 
 class History:
-    """Collects `jamp.metrics` of each step on the device, and brings them to the host every so many steps.
+    """Record `jamp.metrics` and other scalars of each step without waiting for the device.
 
-    `append` enqueues one small program, which writes into a ring of `every` rows on the device. When it is full, its
-    copy to the host starts in the background; it is read, and handed to `write`, when the next one is full. To be
-    used in the training loop, outside `jit`. After the last step call `flush`.
+    `append` enqueues one small program, which writes into a buffer of `every` rows on the device. When the buffer is
+    full, its copy to the host starts in the background. Call it in the training loop, outside `jit`.
 
     Args:
-      every: How many steps the ring holds.
-      write: A function of the step (an int) and its values by name (Python numbers; a bool as 0 or 1), called once for
-        each step, in order, and its `flush()` after that if it has one: a `CsvWriter`, `JsonLinesWriter` or
-        `TensorBoardWriter`; `clu_writer.write_scalars`; `lambda step, row: wandb.log(row, step=step)`.
-      first_step: The number of the first step, for a run that goes on.
+      every: The number of steps that the buffer holds.
+      first_step: The number of the first step, for a run that is resumed.
 
     Raises:
       ValueError: If `every` is not a positive int, or `first_step` a negative one.
 
     Examples:
-      >>> import jax.numpy as jnp, optax
-      >>> from jamp.history import History
-      >>> import jamp
+      >>> import jax.numpy as jnp, optax, jamp
       >>> tx = jamp.loss_scaled(optax.sgd(0.1))
-      >>> opt_state, history = tx.init(jnp.ones(2)), History()
+      >>> opt_state, history = tx.init(jnp.ones(2)), jamp.History()
       >>> for grads in (jnp.ones(2), jnp.array([1.0, jnp.inf])):
       ...     _, opt_state = tx.update(grads, opt_state)
       ...     history.append(opt_state, largest=jnp.max(grads))
@@ -50,17 +39,16 @@ class History:
       ([65536.0, 32768.0], [True, False], [1.0, inf])
     """
 
-    def __init__(self, every: int = 100, write: Callable[[int, Row], object] | None = None, *, first_step: int = 0):
+    def __init__(self, every: int = 100, *, first_step: int = 0):
         check_count("every", every)
         check_count("first_step", first_step, least=0)
         self.first_step = first_step
-        self._every, self._write = every, write
-        self._path: tuple[Any, ...] | None = None  # to the state, in the trees that are appended
-        self._ring: dict[str, Array] = {}
+        self._every = every
+        self._path: tuple[Any, ...] = ()  # to the scaler state in the trees that are appended
+        self._buffer: dict[str, Array] = {}
         self._extra: frozenset[str] = frozenset()  # the names that the user added
-        self._sent = self._filled = 0  # rows of the ring that are on their way to the host, and that are used
-        self._on_the_way: list[tuple[dict[str, Array], slice]] = []
-        self._received: list[dict[str, np.ndarray[Any, Any]]] = []
+        self._on_the_way: dict[str, Array] = {}  # the last full buffer, which is being copied to the host
+        self._on_the_host: list[dict[str, np.ndarray[Any, Any]]] = []
         self._length = 0
 
     def append(self, tree: Any, **scalars: ArrayLike) -> None:
@@ -69,7 +57,7 @@ class History:
         Args:
           tree: The optimizer state after the step, or any pytree that holds exactly one from `jamp.loss_scaled`. The
             next step may donate it.
-          **scalars: What else to record, such as `loss=loss`: the same names at each step.
+          **scalars: Other values to record, such as `loss=loss`, with the same names at each step.
 
         Raises:
           ValueError: If `tree` holds no loss-scaled state or several, a value is not a scalar, or the names change.
@@ -78,82 +66,52 @@ class History:
         state = self._find(tree)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, scalars))):
             raise TypeError("History.append must be called outside `jit`, with what the jitted step returns.")
-        if not self._ring:
+        if not self._buffer:
             rows = jax.eval_shape(_row, state, scalars)
-            self._ring = {name: jnp.zeros(self._every, x.dtype) for name, x in rows.items()}
+            self._buffer = {name: jnp.zeros(self._every, x.dtype) for name, x in rows.items()}
             self._extra = frozenset(scalars)
         if self._extra != scalars.keys():
             raise ValueError(f"The names must stay {sorted(self._extra)}, as at the first step; got {sorted(scalars)}.")
-        self._ring = _record(self._ring, np.int32(self._filled), state, scalars)
-        self._filled += 1
+        self._buffer = _record(self._buffer, np.int32(self._length % self._every), state, scalars)
         self._length += 1
-        if self._filled == self._every:
-            self._send()
-            self._receive(leave=1)
-
-    def flush(self) -> None:
-        """Wait for all steps so far, and hand them to `write`."""
-        if self._sent < self._filled:
-            self._send()
-        self._receive(leave=0)
+        if self._length % self._every == 0:
+            self._receive()
+            self._on_the_way = self._buffer
+            for x in self._buffer.values():
+                x.copy_to_host_async()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is recorded: the names of `jamp.metrics`, `window_index` of an adaptive loss scale, and yours."""
-        return tuple(self._ring)
+        """The names of `jamp.metrics`, `window_index` if the loss scale is adaptive, and yours."""
+        return tuple(self._buffer)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """The values of a name at all steps so far, [steps]; it waits for them."""
-        if name not in self._ring:
-            raise KeyError(f"Nothing called {name!r} was recorded, only: {', '.join(self._ring) or 'no steps yet'}.")
-        self.flush()
-        return np.concatenate([rows[name] for rows in self._received])
+        """The values of a name at all steps so far, [steps]. It waits for them."""
+        if name not in self._buffer:
+            raise KeyError(f"Nothing called {name!r} was recorded, only: {', '.join(self._buffer) or 'no steps yet'}.")
+        self._receive()
+        last = np.asarray(self._buffer[name])[: self._length % self._every]
+        return np.concatenate([*(rows[name] for rows in self._on_the_host), last])
 
-    def _find(self, tree: Any) -> "_State":
-        node: Any = None if self._path is None else _follow(tree, self._path)
-        if not _is_state(node):
-            get_stats(tree)  # raises unless there is exactly one
-            flat, _ = tree_flatten_with_path(tree, is_leaf=_is_state)
-            self._path, node = next((path, x) for path, x in flat if _is_state(x))
-        return _State(node.loss_scale_state, node.stats, node.grads_finite)
+    def _receive(self) -> None:
+        if self._on_the_way:
+            self._on_the_host.append({name: np.asarray(x) for name, x in self._on_the_way.items()})
+            self._on_the_way = {}
 
-    def _send(self) -> None:
-        for x in self._ring.values():
-            x.copy_to_host_async()
-        self._on_the_way.append((self._ring, slice(self._sent, self._filled)))
-        self._sent = self._filled = self._filled % self._every
-
-    def _receive(self, leave: int) -> None:
-        while len(self._on_the_way) > leave:
-            ring, rows = self._on_the_way.pop(0)
-            start = self.first_step + sum(len(x["loss_scale"]) for x in self._received)
-            self._received.append({name: np.asarray(x)[rows] for name, x in ring.items()})
-            if self._write is not None:
-                columns = [x.astype(int) if x.dtype == bool else x for x in self._received[-1].values()]
-                for i, row in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-                    self._write(start + i, dict(zip(ring, row, strict=True)))
-        flush = getattr(self._write, "flush", None)
-        if flush is not None:
-            flush()
-
-
-class _State(NamedTuple):
-    """What `metrics` reads of an optimizer state."""
-
-    loss_scale_state: Any
-    stats: Any
-    grads_finite: Any
-
-
-def _is_state(x: Any) -> bool:
-    return isinstance(x, tuple) and set(_State._fields) <= set(getattr(x, "_fields", ()))
+    def _find(self, tree: Any) -> ScalerState:
+        node = _follow(tree, self._path)
+        if not is_scaler_state(node):
+            node = find_scaler_state(tree)
+            flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is node)
+            self._path = next(path for path, x in flat if x is node)
+        return ScalerState(node.loss_scale_state, node.stats, node.grads_finite)
 
 
 def _follow(tree: Any, path: tuple[Any, ...]) -> Any:
-    """What lies at a path: looking for it anew at each step would take longer than to record it."""
+    """The node at a path, or None. Finding the state again at each step would take longer than recording it."""
     for key in path:
         try:
             match key:
@@ -168,7 +126,7 @@ def _follow(tree: Any, path: tuple[Any, ...]) -> Any:
     return tree
 
 
-def _row(state: _State, scalars: Mapping[str, ArrayLike]) -> dict[str, Array]:
+def _row(state: ScalerState, scalars: Mapping[str, ArrayLike]) -> dict[str, Array]:
     values = metrics(state)
     if hasattr(state.loss_scale_state, "window_index"):
         values["window_index"] = state.loss_scale_state.window_index
@@ -182,6 +140,8 @@ def _row(state: _State, scalars: Mapping[str, ArrayLike]) -> dict[str, Array]:
 
 
 @jax.jit
-def _record(ring: dict[str, Array], index: Array, state: _State, scalars: Mapping[str, ArrayLike]) -> dict[str, Array]:
+def _record(
+    buffer: dict[str, Array], index: Array, state: ScalerState, scalars: Mapping[str, ArrayLike]
+) -> dict[str, Array]:
     row = _row(state, scalars)
-    return {name: x.at[index].set(row[name].astype(x.dtype)) for name, x in ring.items()}
+    return {name: x.at[index].set(row[name].astype(x.dtype)) for name, x in buffer.items()}

@@ -1,4 +1,4 @@
-"""Go on from another library's loss scaler, or hand over to it. None of them is imported.
+"""Convert states from and to the loss scalers of other libraries. None of them is imported.
 
 A GradScaler holds a configuration (`scaler.loss_scale`) and a state (`scaler.state`). To use them with an optimizer:
 
@@ -14,27 +14,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._adaptive import AdaptiveLossScale, AdaptiveLossScaleState
 from jamp._checkpoint import (
     check_checkpoint_config as check_checkpoint_config,
     checkpoint_config as checkpoint_config,
 )
-from jamp._checks import INT32_MAX, TINY
-from jamp._lookup import find_state
-from jamp._loss_scale import DynamicLossScale, LossScale
-from jamp._stats import LossScaleStats
-from jamp._transforms import LossScaledState
+from jamp._scale.adaptive import AdaptiveLossScale, AdaptiveLossScaleState
+from jamp._scale.checks import INT32_MAX, TINY
+from jamp._scale.dynamic import DynamicLossScale
+from jamp._scale.static import LossScale
+from jamp._step.state import LossScaledState, ScalerState, contains, find_loss_scale_state
 from jamp.grad_scaler import GradScaler
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
-    """The scaler that goes on where a `torch.amp.GradScaler` stopped.
+    """Make the scaler that continues where a `torch.amp.GradScaler` stopped.
 
-    torch has neither a floor nor a ceiling, so the scaler gets `min_scale` of the smallest normal float32 and
-    `max_scale=math.inf`. It then gives torch's scale at every step, with one difference: where the growth interval was
-    lowered below the tracker, torch never grows again, and jamp grows at the next finite step.
+    torch has neither a floor nor a ceiling, so `min_scale` is the smallest normal float32 and `max_scale` is inf. The
+    scale equals torch's at every step, with one exception. If the growth interval was lowered below the tracker, torch
+    never grows again, and jamp grows at the next finite step.
 
     Args:
       state_dict: What `scaler.state_dict()` returned in torch.
@@ -66,9 +65,9 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
 
 
 def to_torch(scaler: GradScaler) -> dict[str, Any]:
-    """The state dict that torch's `GradScaler.load_state_dict` accepts; empty for a disabled scaler.
+    """Return the state dict that torch's `GradScaler.load_state_dict` accepts. For a disabled scaler it is empty.
 
-    torch knows no bounds and no hysteresis, so those are lost.
+    torch has no bounds and no hysteresis, so those are lost.
 
     Args:
       scaler: A scaler with a `DynamicLossScale`. It waits for the device.
@@ -88,12 +87,12 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
 
 
 def from_flax(dynamic_scale: Any) -> GradScaler:
-    """The scaler that goes on where a `flax.training.dynamic_scale.DynamicScale` stopped.
+    """Make the scaler that continues where a `flax.training.dynamic_scale.DynamicScale` stopped.
 
-    flax grows on the finite step after `growth_interval` of them, so the scaler's interval is one longer.
+    Flax grows on the finite step after `growth_interval` finite steps, so the scaler's interval is one longer.
 
     Args:
-      dynamic_scale: The `DynamicScale`; its attributes are read.
+      dynamic_scale: The `DynamicScale`. Its attributes are read.
 
     Examples:
       >>> import types, jamp  # in place of flax's DynamicScale(), its attributes
@@ -114,12 +113,12 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
 
 
 def from_jmp(loss_scale: Any) -> GradScaler:
-    """The scaler that goes on where a `jmp.DynamicLossScale` stopped.
+    """Make the scaler that continues where a `jmp.DynamicLossScale` stopped.
 
-    jmp loses its `min_loss_scale` in every pytree round trip; what it is at this moment is taken.
+    jmp loses its `min_loss_scale` in every pytree round trip. The present value is used.
 
     Args:
-      loss_scale: The `jmp.DynamicLossScale`; its attributes are read.
+      loss_scale: The `jmp.DynamicLossScale`. Its attributes are read.
 
     Examples:
       >>> import types, jamp  # in place of jmp's DynamicLossScale, its attributes
@@ -139,7 +138,7 @@ def from_jmp(loss_scale: Any) -> GradScaler:
 
 
 def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
-    """The state of MindFormers' adaptive loss scale.
+    """Make the state of MindFormers' adaptive loss scale.
 
     Args:
       parameters: The six parameters of `AdaptiveLossScaleUpdateCell` by name, and `scale_sense`, which the train-step
@@ -159,7 +158,7 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
       1
     """
     _check_keys(
-        parameters, to_mindformers(AdaptiveLossScale().init()), "parameters of MindFormers' adaptive loss scale"
+        parameters, to_mindformers(AdaptiveLossScale().init()), "set of parameters of MindFormers' adaptive loss scale"
     )
     number = {name: np.asarray(x).item() for name, x in parameters.items()}
     counts = (
@@ -174,9 +173,9 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
 
 
 def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale()) -> dict[str, Any]:
-    """MindFormers' six parameters and `scale_sense`, the inverse of `from_mindformers`.
+    """Return MindFormers' six parameters and `scale_sense`, the inverse of `from_mindformers`.
 
-    MindFormers counts steps from the start and uses only the difference of its two counts: the second is given as 0.
+    MindFormers counts steps from the start and uses only the difference of its two counts. The second is returned as 0.
 
     Args:
       tree: A state of an `AdaptiveLossScale`, or any pytree that holds exactly one. It waits for the device.
@@ -190,7 +189,7 @@ def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale(
       >>> jamp.interop.to_mindformers(jamp.AdaptiveLossScale().init())["scale_window"]
       20
     """
-    state = jax.tree.map(lambda x: x.item(), jax.device_get(find_state(tree)))
+    state = jax.tree.map(lambda x: x.item(), jax.device_get(find_loss_scale_state(tree)))
     return {
         "scale_sense": state.loss_scale,
         "scale_window": 1 if state.window_index < 0 else loss_scale.window_list[state.window_index],
@@ -203,11 +202,11 @@ def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale(
 
 
 def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale()) -> LossScaledState:
-    """The state of `jamp.loss_scaled(tx, loss_scale)` that goes on with the state of the plain `tx`.
+    """Make the state of `jamp.loss_scaled(tx, loss_scale)` that continues with the state of the plain `tx`.
 
     Args:
       opt_state: A state of `tx`, such as one restored from a checkpoint.
-      loss_scale: The loss scale, which starts anew.
+      loss_scale: The loss scale. It starts at its initial scale.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -215,12 +214,11 @@ def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale()) -> Lo
       >>> float(jamp.get_loss_scale(jamp.interop.wrap_state(opt_state)))
       65536.0
     """
-    state = loss_scale.init()
-    return LossScaledState(state, LossScaleStats.init(state.loss_scale), jnp.array(True), opt_state)
+    return LossScaledState(*ScalerState.init(loss_scale), opt_state)
 
 
 def unwrap_state(tree: Any) -> Any:
-    """The plain optimizer's state in that of `jamp.loss_scaled`.
+    """Return the plain optimizer's state in that of `jamp.loss_scaled`.
 
     Args:
       tree: A state of `jamp.loss_scaled`, or a pytree with one.
@@ -238,14 +236,14 @@ def unwrap_state(tree: Any) -> Any:
       True
     """
     is_wrapped = lambda x: isinstance(x, LossScaledState)
-    if not any(is_wrapped(x) for x in jax.tree.leaves(tree, is_leaf=is_wrapped)):
+    if not contains(tree, is_wrapped):
         raise ValueError(f"Expected the state of `jamp.loss_scaled`, found none in this {type(tree).__name__}.")
     return jax.tree.map(lambda x: x.inner_state if is_wrapped(x) else x, tree, is_leaf=is_wrapped)
 
 
 def _dynamic(scale: Any, growth_count: Any, **config: Any) -> GradScaler:
     scale = float(scale)
-    # A scale that fell to 0 has ended the training; it starts again from the floor.
+    # With a scale of 0 training had ended. It starts again from the floor.
     scaler = GradScaler(DynamicLossScale(init_scale=config["min_scale"] if scale == 0 else scale, **config))
     return scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(growth_count)})
 
@@ -253,4 +251,4 @@ def _dynamic(scale: Any, growth_count: Any, **config: Any) -> GradScaler:
 def _check_keys(mapping: Mapping[str, Any], keys: Sequence[str] | Mapping[str, Any], what: str) -> None:
     missing = [key for key in keys if key not in mapping]
     if missing:
-        raise ValueError(f"This is no {what}: it lacks {', '.join(missing)} and has {', '.join(map(str, mapping))}.")
+        raise ValueError(f"This is not a {what}: it lacks {', '.join(missing)} and has {', '.join(map(str, mapping))}.")

@@ -1,62 +1,49 @@
-"""Flax Linen: a train state in which nothing moves on an overflow."""
+"""Flax Linen: a train state that stays unchanged on an overflow."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jamp import _scaling
-from jamp._lookup import metrics
-from jamp._loss_scale import DynamicLossScale, LossScale
-from jamp._train_state import check_one_scaler, select, step_applied
-from jamp._transforms import loss_scaled
-from jamp._tree import OVERWRITE_WITH_GRADIENT
+from jamp._scale.dynamic import DynamicLossScale
+from jamp._scale.static import LossScale
+from jamp._step import scaling
+from jamp._step.finite import OVERWRITE_WITH_GRADIENT
+from jamp._step.lookup import metrics
+from jamp._step.loss_scaled import loss_scaled
+from jamp._step.skip import new_or_old
+from jamp._step.state import check_one_scaler
 
 try:
-    from flax import struct
     from flax.training import train_state
 except ImportError as error:
     raise ImportError("jamp.linen needs Flax: pip install 'jax-amp[flax]'.") from error
 
 
-class _Replace:
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        del cls.replace  # Flax gives each of its dataclasses one, which knows fields only.
-
-    def replace(self, **updates: Any) -> Self:
-        """A copy with some fields or collections replaced."""
-        state: Any = self
-        known = state.collections
-        collections = {name: updates.pop(name) for name in known if name in updates}
-        if collections:
-            updates["collections"] = known | collections
-        return dataclasses.replace(state, **updates)
-
-
-class TrainState(_Replace, train_state.TrainState):
-    """Flax's `TrainState` with a loss scale: on an overflow nothing in it moves.
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` with a loss scale. On an overflow it stays unchanged.
 
     Compute the gradients with `state.value_and_grad(loss_fn)(state.params, ...)` and step with `apply_gradients`. If
-    the gradients are finite, that is Flax's step. If not, `params`, `opt_state.inner_state`, `step` and the collections
-    stay as they are, bit for bit, and the loss scale backs off.
+    the gradients are finite, that is Flax's step. If not, `params`, `opt_state.inner_state`, `step` and your own fields
+    keep their values, bit for bit, and the loss scale backs off.
 
-    Add state of your own, such as BatchNorm's statistics, as in Flax by a subclass with more fields, or give it to
-    `create` by name. Either way it is an attribute, and `apply_gradients` and `replace` accept it by name.
+    Add fields of your own, such as BatchNorm's statistics, with a subclass as in Flax, or pass them to `create` by
+    name. `create` then returns a subclass that has them, so they are fields in both cases: attributes that
+    `apply_gradients` and `replace` accept by name.
 
     Parameters in Flax's collection `_overwrite_with_gradient` (the scales and histories of fp8 layers) are replaced by
     their gradients, neither unscaled nor checked.
 
     Attributes:
-      step: i32[], the number of steps applied. Flax's own counts the skipped ones too.
+      step: i32[], the number of steps applied. Flax's own counts the skipped steps too.
       apply_fn: Usually `model.apply`.
       params: The parameters.
       tx: The optimizer, wrapped in `jamp.loss_scaled`.
       opt_state: Its state, a `jamp.LossScaledState`.
-      collections: What was given to `create` by a name that is no field.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, jamp.linen
@@ -76,13 +63,9 @@ class TrainState(_Replace, train_state.TrainState):
       (1, 32768.0)
     """
 
-    collections: dict[str, Any] = struct.field(default_factory=dict, kw_only=True)
+    if TYPE_CHECKING:  # the fields that `create` adds
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return vars(self)["collections"][name]
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__} has no field, method or collection {name!r}.") from None
+        def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
     def create(
@@ -95,38 +78,38 @@ class TrainState(_Replace, train_state.TrainState):
         axis_name: Any = None,
         **collections: Any,
     ) -> Self:
-        """A train state at step 0.
+        """Make a train state at step 0.
 
         Args:
           apply_fn: Usually `model.apply`.
           params: The parameters.
-          tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for half-precision parameters.
-          loss_scale: A loss scale; `jamp.NoOpLossScale()` switches everything off.
+          tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for 16-bit parameters.
+          loss_scale: A loss scale. `jamp.NoOpLossScale()` switches everything off.
           axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
-          **collections: Fields of a subclass; any other name becomes a collection. Collections are copied, so that
-            one that starts as the parameters (an EMA) can be donated with them.
+          **collections: Pytrees of arrays that become fields of the state. They are copied, so that one that starts as
+            the parameters (an EMA) can be donated with them.
 
         Raises:
           ValueError: If `tx` is already loss-scaled, or a collection has the name of a method.
         """
         scaled = loss_scaled(tx, loss_scale, axis_name=axis_name)
         opt_state = scaled.init(_with_optimizer(params))
-        check_one_scaler(opt_state)
-        names = {field.name for field in dataclasses.fields(cls)}
-        fields = {name: collections.pop(name) for name in names if name in collections}
-        taken = [name for name in collections if hasattr(cls, name)]
-        if taken:
-            raise ValueError(
-                f"{cls.__name__} has an attribute {taken[0]!r} of its own: give the collection another name."
-            )
-        return cls(
+        check_one_scaler(opt_state.inner_state)
+        own = {field.name for field in dataclasses.fields(cls)}
+        added = tuple(sorted(collections.keys() - own))
+        for name in added:
+            if hasattr(cls, name):
+                raise ValueError(
+                    f"{cls.__name__} has an attribute {name!r} of its own: give the collection another name."
+                )
+        complete: Any = cls
+        return _with_fields(complete, added)(
             step=jnp.array(0, jnp.int32),
             apply_fn=apply_fn,
             params=params,
             tx=scaled,
             opt_state=opt_state,
-            collections=jax.tree.map(jnp.copy, collections),
-            **fields,
+            **{name: jax.tree.map(jnp.copy, x) if name in added else x for name, x in collections.items()},
         )
 
     def value_and_grad(
@@ -143,47 +126,50 @@ class TrainState(_Replace, train_state.TrainState):
         Returns:
           A function of the arguments of `fun` that returns `(value, grads)`.
         """
-        return _scaling.value_and_grad(fun, self.opt_state, argnums, has_aux, **kwargs)
+        return scaling.value_and_grad(fun, self.opt_state, argnums, has_aux, **kwargs)
 
     def apply_gradients(self, *, grads: Any, extra_args: Mapping[str, Any] | None = None, **collections: Any) -> Self:
-        """The state after a step, or after a skip if the gradients are not finite.
+        """Return the state after a step, or after a skip if the gradients are not finite.
 
         Args:
           grads: The true gradients, of the structure of `params`.
-          extra_args: Extra arguments for the optimizer's `update`, such as `{"value": loss}`; `grads_finite` (bool[])
-            takes the place of the check.
-          **collections: New values of fields and collections, such as `batch_stats=updates["batch_stats"]`. They keep
-            their old values on a skip.
+          extra_args: Extra arguments for the optimizer's `update`, such as `{"value": loss}`. `grads_finite` (bool[])
+            replaces the check.
+          **collections: New values of your fields, such as `batch_stats=updates["batch_stats"]`. On a skip they keep
+            their old values.
 
         Raises:
-          TypeError: If a name is neither a field nor a collection.
-          ValueError: If a collection changes its structure, a shape or a dtype.
+          TypeError: If a name is not a field.
+          ValueError: If a field changes its structure, a shape or a dtype.
         """
         for name in collections:
-            if name not in vars(self) and name not in self.collections:
+            if name not in vars(self):
                 raise TypeError(f"{name!r} is no field and no collection of this state: give it to `create` first.")
         params = _with_optimizer(self.params)
         updates, opt_state = self.tx.update(_with_optimizer(grads), self.opt_state, params, **(extra_args or {}))
         new_params = optax.apply_updates(params, updates)
-        ok = step_applied(opt_state)
+        grads_finite = opt_state.step_applied()
         if _overwrites(self.params):
-            overwritten = {
-                "params": new_params,
-                OVERWRITE_WITH_GRADIENT: select(
-                    ok, grads[OVERWRITE_WITH_GRADIENT], self.params[OVERWRITE_WITH_GRADIENT], OVERWRITE_WITH_GRADIENT
-                ),
-            }
-            new_params = type(self.params)({**self.params, **overwritten})
+            new, old = (tree[OVERWRITE_WITH_GRADIENT] for tree in (grads, self.params))
+            overwritten = new_or_old(grads_finite, new, old, OVERWRITE_WITH_GRADIENT)
+            new_params = type(self.params)({**self.params, "params": new_params, OVERWRITE_WITH_GRADIENT: overwritten})
         return self.replace(
-            step=jnp.where(ok, optax.safe_increment(self.step), self.step),
+            step=jnp.where(grads_finite, optax.safe_increment(self.step), self.step),
             params=new_params,
             opt_state=opt_state,
-            **{name: select(ok, new, getattr(self, name), name) for name, new in collections.items()},
+            **{name: new_or_old(grads_finite, new, getattr(self, name), name) for name, new in collections.items()},
         )
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What to log, as `jamp.metrics`: arrays on device, by name."""
+        """What to log, as `jamp.metrics`: arrays on the device by name."""
         return metrics(self.opt_state)
+
+
+@functools.cache
+def _with_fields(cls: Any, names: tuple[str, ...]) -> Any:
+    """A subclass with these fields, as a user would write it. The cache keeps one type, so `jit` compiles once."""
+    namespace = {"__annotations__": dict.fromkeys(names, Any), "__doc__": cls.__doc__, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), namespace, kw_only=True) if names else cls
 
 
 def _overwrites(params: Any) -> bool:
@@ -191,5 +177,5 @@ def _overwrites(params: Any) -> bool:
 
 
 def _with_optimizer(params: Any) -> Any:
-    """The parameters (or gradients) that the optimizer steps, as Flax has it: the fp8 state needs none."""
+    """The parameters or gradients that the optimizer steps. As in Flax, the fp8 state is not among them."""
     return params["params"] if _overwrites(params) else params

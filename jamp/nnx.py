@@ -1,4 +1,4 @@
-"""Flax NNX: an optimizer and a `value_and_grad` under which nothing of a model moves on an overflow."""
+"""Flax NNX: an optimizer and a `value_and_grad` that leave a model unchanged on an overflow."""
 
 import functools
 from collections.abc import Callable
@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jamp._lookup import find_state
-from jamp._loss_scale import DynamicLossScale, LossScale, NoOpLossScaleState
-from jamp._scaling import scale_loss, unscale_and_check
-from jamp._train_state import check_one_scaler, select, step_applied
-from jamp._transforms import loss_scaled
+from jamp._scale.dynamic import DynamicLossScale
+from jamp._scale.static import LossScale
+from jamp._step.finite import all_finite
+from jamp._step.loss_scaled import loss_scaled
+from jamp._step.scaling import scale_by, unscale
+from jamp._step.skip import new_or_old
+from jamp._step.state import check_one_scaler, find_loss_scale
 
 try:
     from flax import nnx
@@ -21,17 +23,17 @@ except ImportError as error:
 
 
 class Optimizer(nnx.Optimizer[Any]):
-    """`nnx.Optimizer` with a loss scale, which skips a step whose gradients overflowed.
+    """`nnx.Optimizer` with a loss scale. It skips a step whose gradients overflowed.
 
     Compute the gradients with `jamp.nnx.value_and_grad(loss_fn, optimizer)(model, ...)`. If they are finite, `update`
-    is NNX's. If not, neither the model's parameters nor the optimizer move, bit for bit, and the loss scale backs off.
-    `step` (u32[]) counts the steps applied; NNX's own counts the skipped ones too.
+    is NNX's. If not, the model's parameters and the optimizer stay unchanged, bit for bit, and the loss scale backs
+    off. `step` (u32[]) counts the steps applied. NNX's own counts the skipped steps too.
 
     Args:
       model: The module to optimize.
-      tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for half-precision parameters.
+      tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for 16-bit parameters.
       wrt: The filter of the variables to optimize, such as `nnx.Param`.
-      loss_scale: A loss scale; `jamp.NoOpLossScale()` switches everything off.
+      loss_scale: A loss scale. `jamp.NoOpLossScale()` switches everything off.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Raises:
@@ -65,7 +67,7 @@ class Optimizer(nnx.Optimizer[Any]):
     ) -> None:
         super().__init__(model, loss_scaled(tx, loss_scale, axis_name=axis_name), wrt=wrt)
         self.axis_name = axis_name
-        check_one_scaler(self.opt_state)
+        check_one_scaler(self.opt_state.inner_state)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Step the model and the optimizer in place, or skip the step if the gradients are not finite.
@@ -73,16 +75,15 @@ class Optimizer(nnx.Optimizer[Any]):
         Args:
           model: The model that the optimizer was made for.
           grads: The true gradients.
-          **kwargs: Extra arguments for the optimizer's `update`, such as `value=loss`; `grads_finite` (bool[]) takes
-            the place of the check.
+          **kwargs: Extra arguments for the optimizer's `update`, such as `value=loss`. `grads_finite` (bool[])
+            replaces the check.
 
         Returns:
           The updates that were added to the parameters.
         """
         step = self.step[...]
         updates = super().update(model, grads, **kwargs)
-        ok = step_applied(nnx.as_pure(self.opt_state))
-        self.step[...] = jnp.where(ok, self.step[...], step)
+        self.step[...] = jnp.where(nnx.as_pure(self.opt_state).step_applied(), self.step[...], step)
         return updates
 
 
@@ -92,25 +93,25 @@ def value_and_grad(
     argnums: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` with loss scaling inside, which on an overflow also undoes what `fun` did to the model.
+    """`nnx.value_and_grad` with loss scaling inside, which on an overflow also restores what `fun` changed.
 
-    BatchNorm statistics, RNG counts and any other state that `fun` changes in its arguments keep their new values if
-    the gradients are finite, and get back their old ones, bit for bit, if not. Whether they are is judged as
-    `Optimizer.update` judges it; compiled together, the two are one check. A variable that `fun` creates, or whose
-    structure it changes (what `sow` collects), is not undone.
+    If the gradients are finite, BatchNorm statistics, RNG counts and any other state that `fun` changes in its
+    arguments keep their new values. If not, they get their old values back, bit for bit. The check is that of
+    `Optimizer.update`; compiled together, the two are one. A variable that `fun` creates, or whose structure it changes
+    (what `sow` collects), is not restored.
 
     Args:
       fun: A function of NNX objects and arrays that returns a scalar loss, or `(loss, aux)` with `has_aux`.
       optimizer: A `jamp.nnx.Optimizer`. Its loss scale is read when the returned function is called.
-      argnums: As for `nnx.value_and_grad`. None: the first argument, for the variables that the optimizer's `wrt`
-        selects.
+      argnums: As for `nnx.value_and_grad`. None means the variables of the first argument that the optimizer's
+        `wrt` selects.
       has_aux: As for `nnx.value_and_grad`.
 
     Returns:
       A function of the arguments of `fun` that returns `(value, grads)`: the true loss, and true gradients in float32.
 
     Raises:
-      ValueError: If `optimizer` holds no loss-scale state, for example because it was split: merge it first.
+      ValueError: If `optimizer` holds no loss-scale state, for example because it was split. Merge it first.
 
     Examples:
       >>> from flax import nnx
@@ -125,22 +126,24 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
-        state = find_state(nnx.as_pure(optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer))
+        holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
+        scale = find_loss_scale(nnx.as_pure(holder))
 
         @functools.wraps(fun)
         def scaled(*args: Any, **kwargs: Any) -> Any:
             loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
-            return scale_loss(loss, state), (loss, aux)
+            return scale_by(loss, scale), (loss, aux)
 
         differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
         before = _values((args, kwargs))
         (_, (loss, aux)), scaled_grads = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)(
             *args, **kwargs
         )
-        axis_name = getattr(optimizer, "axis_name", None)
-        grads, grads_finite = unscale_and_check(scaled_grads, state, axis_name=axis_name)
-        if not isinstance(state, NoOpLossScaleState):
-            _undo_unless(grads_finite, (args, kwargs), before)
+        grads = unscale(scaled_grads, scale)
+        if scale is not None:
+            # The check reads the same arrays as that of `Optimizer.update`, so compiled together the two are one.
+            grads_finite = all_finite(nnx.as_pure(grads), axis_name=getattr(optimizer, "axis_name", None))
+            _restore_unless(grads_finite, (args, kwargs), before)
         return ((loss, aux) if has_aux else loss), grads
 
     return with_true_gradients
@@ -151,12 +154,12 @@ def _values(nodes: Any) -> dict[Any, Any]:
     return {path: nnx.as_pure(value) for path, value in nnx.to_flat_state(nnx.state(nodes))}
 
 
-def _undo_unless(ok: jax.Array, nodes: Any, before: dict[Any, Any]) -> None:
-    """Give the variables and arrays of some NNX objects their values of before, unless `ok`."""
+def _restore_unless(grads_finite: jax.Array, nodes: Any, before: dict[Any, Any]) -> None:
+    """Give the variables and arrays of some NNX objects their earlier values unless `grads_finite`."""
     changed = {}
     for path, new in _values(nodes).items():
         old = before.get(path)
         structure: Any = jax.tree.structure(new)
         if new is not old and jax.tree.structure(old) == structure:
-            changed[path] = select(ok, new, old, ".".join(map(str, path)))
+            changed[path] = new_or_old(grads_finite, new, old, ".".join(map(str, path)))
     nnx.update(nodes, nnx.from_flat_state(changed))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jamp._lookup import get_loss_scale
-from jamp._tree import gradient_leaves
+from jamp._step.finite import split_gradients
+from jamp._step.lookup import get_loss_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +40,7 @@ def loss_scale_history(history: "History") -> "Figure":
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp, jamp.plot
-      >>> from jamp.history import History
-      >>> opt_state, history = jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2)), History()
+      >>> opt_state, history = jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2)), jamp.History()
       >>> history.append(opt_state)
       >>> figure = jamp.plot.loss_scale_history(history)
     """
@@ -92,7 +91,7 @@ def gradient_range(grads: Any, state: Any) -> "Figure":
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
     """
-    sizes = [np.abs(np.asarray(x).astype(np.complex128)).ravel() for x in gradient_leaves(grads).values()]
+    sizes = [np.abs(np.asarray(x).astype(np.complex128)).ravel() for x in split_gradients(grads)[0]]
     size = np.concatenate([*sizes, np.zeros(0)])
     some = size[(size > 0) & np.isfinite(size)]
     if not some.size:

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp import _jaxpr
-from jamp._autocast.plan import Body, Input, Planner, Step
+from jamp._autocast.plan import Input, PlannedEqn, PlannedJaxpr
+from jamp._autocast.planner import Planner
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
-def run(body: Body, args: Sequence[Any], low: Sequence[bool]) -> list[Any]:
+def run(body: PlannedJaxpr, args: Sequence[Any], low: Sequence[bool]) -> list[Any]:
     """The outputs of a planned jaxpr, each low or at its traced dtype as `low` says."""
     env: _jaxpr.Env = dict(zip(body.closed.jaxpr.constvars, body.closed.consts, strict=True))
     env |= dict(zip(body.inputs, args, strict=True))
@@ -24,10 +25,10 @@ def run(body: Body, args: Sequence[Any], low: Sequence[bool]) -> list[Any]:
     needed = []
     for piece in reversed(body.pieces):
         needed.append(read_later)
-        reads = piece.reads if isinstance(piece, Step) else [v for eqn in piece for v in eqn.invars]
+        reads = piece.reads if isinstance(piece, PlannedEqn) else [v for eqn in piece for v in eqn.invars]
         read_later = read_later.union(v for v in reads if not _jaxpr.is_literal(v))
     for piece, wanted in zip(body.pieces, reversed(needed), strict=True):
-        if isinstance(piece, Step):
+        if isinstance(piece, PlannedEqn):
             values = _ENTER[piece.key](piece, [_jaxpr.read(env, v) for v in piece.reads])
             env.update(zip(piece.writes, values, strict=True))
         else:
@@ -48,21 +49,21 @@ def _cast(planner: Planner, x: Any, aval: Any, low: bool) -> Any:
     return _jaxpr.weaken(x) if aval.weak_type else x
 
 
-def _traced(body: Body) -> ClosedJaxpr:
-    """The jaxpr of a body at its planned dtypes, traced once: equal calls stay one function to the compiler."""
+def _traced(body: PlannedJaxpr) -> ClosedJaxpr:
+    """A jaxpr at its planned dtypes, traced once, so that equal calls stay one function to the compiler."""
     if body.traced is None:
         body.traced = jax.make_jaxpr(lambda *args: run(body, args, body.low))(*_jaxpr.avals(body.inputs))
     return body.traced
 
 
-def _call(step: Step, args: Sequence[Any]) -> Sequence[Any]:
+def _call(planned: PlannedEqn, args: Sequence[Any]) -> Sequence[Any]:
     """A jit or remat call: the same call of another body, so that shardings, policy and the rest stay."""
-    eqn, consts = _jaxpr.with_body(step.eqn, _traced(step.bodies[0]))
-    return _jaxpr.bind(eqn, [*consts, *args], _jaxpr.avals(step.writes))
+    eqn, consts = _jaxpr.with_body(planned.eqn, _traced(planned.bodies[0]))
+    return _jaxpr.bind(eqn, [*consts, *args], _jaxpr.avals(planned.writes))
 
 
-def _scan(step: Step, args: Sequence[Any]) -> Sequence[Any]:
-    carry, params, (body,) = _jaxpr.carry(step.eqn), step.eqn.params, step.bodies
+def _scan(planned: PlannedEqn, args: Sequence[Any]) -> Sequence[Any]:
+    carry, (body,) = _jaxpr.carry(planned.eqn), planned.bodies
     low = [i >= len(carry) and x for i, x in enumerate(body.low)]
 
     def one_step(state: Any, xs: Any) -> Any:
@@ -70,15 +71,13 @@ def _scan(step: Step, args: Sequence[Any]) -> Sequence[Any]:
         return values[: len(carry)], values[len(carry) :]
 
     init, xs = list(args[carry.start : carry.stop]), list(args[carry.stop :])
-    state, ys = lax.scan(
-        one_step, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
+    state, ys = lax.scan(one_step, init, xs, **_jaxpr.scan_options(planned.eqn))
     return [*state, *ys]
 
 
-def _while(step: Step, args: Sequence[Any]) -> Sequence[Any]:
-    cond, body = step.bodies
-    carry, n = _jaxpr.carry(step.eqn), step.eqn.params["cond_nconsts"]
+def _while(planned: PlannedEqn, args: Sequence[Any]) -> Sequence[Any]:
+    cond, body = planned.bodies
+    carry, n = _jaxpr.carry(planned.eqn), _jaxpr.condition_constants(planned.eqn)
 
     def holds(state: Any) -> Any:
         return run(cond, [*args[:n], *state], cond.low)[0]
@@ -90,30 +89,23 @@ def _while(step: Step, args: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def _cond(step: Step, args: Sequence[Any]) -> Sequence[Any]:
-    low = [all(body.low[i] for body in step.bodies) for i in range(len(step.writes))]
-    branches = [lambda *xs, body=body: run(body, xs, low) for body in step.bodies]
+def _cond(planned: PlannedEqn, args: Sequence[Any]) -> Sequence[Any]:
+    low = [all(body.low[i] for body in planned.bodies) for i in range(len(planned.writes))]
+    branches = [lambda *xs, body=body: run(body, xs, low) for body in planned.bodies]
     values: list[Any] = lax.switch(args[0], branches, *args[1:])
     return values
 
 
-def _shard_map(step: Step, args: Sequence[Any]) -> Sequence[Any]:
-    params, (body,) = step.eqn.params, step.bodies
-    mapped = jax.shard_map(
-        lambda *xs: tuple(run(body, xs, body.low)),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=_jaxpr.manual_axes(step.eqn),
-        check_vma=params["check_vma"],
-    )
+def _shard_map(planned: PlannedEqn, args: Sequence[Any]) -> Sequence[Any]:
+    (body,) = planned.bodies
+    mapped = jax.shard_map(lambda *xs: tuple(run(body, xs, body.low)), **_jaxpr.shard_map_options(planned.eqn))
     values: Sequence[Any] = mapped(*args)
     return values
 
 
-def _custom_jvp(step: Step, args: Sequence[Any]) -> Sequence[Any]:
-    """The rule stays the author's: it is traced through the original call, and planned like any other code."""
-    (body,) = step.bodies
+def _custom_jvp(planned: PlannedEqn, args: Sequence[Any]) -> Sequence[Any]:
+    """Keep the author's rule. It is traced through the original call and planned like any other code."""
+    (body,) = planned.bodies
     n, result_low = len(args), body.low
 
     @jax.custom_jvp
@@ -122,18 +114,19 @@ def _custom_jvp(step: Step, args: Sequence[Any]) -> Sequence[Any]:
 
     @call.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moving = _floating(step.eqn)
+        differentiable = _differentiable(planned.eqn)
 
         def original(*values: Any) -> Any:
             primals, tangents = values[:n], values[n:]
-            return jax.jvp(_of(step.eqn, primals, moving), [primals[i] for i in moving], list(tangents))
+            fun = _as_function_of(planned.eqn, primals, differentiable)
+            return jax.jvp(fun, [primals[i] for i in differentiable], list(tangents))
 
-        avals = _jaxpr.avals(step.eqn.invars)
+        avals = _jaxpr.avals(planned.eqn.invars)
         values = _replay(
             body.planner,
             original,
-            [*avals, *(avals[i] for i in moving)],
-            [*primals, *(tangents[i] for i in moving)],
+            [*avals, *(avals[i] for i in differentiable)],
+            [*primals, *(tangents[i] for i in differentiable)],
             lambda _: [*result_low, *result_low],
         )
         return values[: len(result_low)], values[len(result_low) :]
@@ -142,11 +135,11 @@ def _custom_jvp(step: Step, args: Sequence[Any]) -> Sequence[Any]:
     return result
 
 
-def _custom_vjp(step: Step, args: Sequence[Any]) -> Sequence[Any]:
-    """As `_custom_jvp`; what the forward rule saves for the backward one has the dtypes it is planned to have."""
-    (body,) = step.bodies
-    result_low, moving = body.low, _floating(step.eqn)
-    avals = _jaxpr.avals(step.eqn.invars)
+def _custom_vjp(planned: PlannedEqn, args: Sequence[Any]) -> Sequence[Any]:
+    """As `_custom_jvp`. The residuals of the forward rule have the dtypes that were planned for them."""
+    (body,) = planned.bodies
+    result_low, differentiable = body.low, _differentiable(planned.eqn)
+    avals = _jaxpr.avals(planned.eqn.invars)
     saved: dict[str, Any] = {}
 
     @jax.custom_vjp
@@ -155,7 +148,8 @@ def _custom_vjp(step: Step, args: Sequence[Any]) -> Sequence[Any]:
 
     def forward(*xs: Any) -> tuple[list[Any], list[Any]]:
         def original(*values: Any) -> Any:
-            results, backward = jax.vjp(_of(step.eqn, values, moving), *(values[i] for i in moving))
+            fun = _as_function_of(planned.eqn, values, differentiable)
+            results, backward = jax.vjp(fun, *(values[i] for i in differentiable))
             residuals, saved["backward"] = jax.tree.flatten(backward)
             saved["avals"] = [jax.typeof(r) for r in residuals]
             return [*results, *residuals]
@@ -170,12 +164,12 @@ def _custom_vjp(step: Step, args: Sequence[Any]) -> Sequence[Any]:
             pull_back = jax.tree.unflatten(saved["backward"], values[: len(residuals)])
             return pull_back(list(values[len(residuals) :]))
 
-        types = [*saved["avals"], *_jaxpr.avals(step.eqn.outvars)]
+        types = [*saved["avals"], *_jaxpr.avals(planned.eqn.outvars)]
         operand_low = [x.dtype != aval.dtype for x, aval in zip(args, avals, strict=True)]
         values = _replay(
-            body.planner, original, types, [*residuals, *cotangents], lambda _: [operand_low[i] for i in moving]
+            body.planner, original, types, [*residuals, *cotangents], lambda _: [operand_low[i] for i in differentiable]
         )
-        by_position = dict(zip(moving, values, strict=True))
+        by_position = dict(zip(differentiable, values, strict=True))
         return tuple(by_position.get(i) for i in range(len(args)))
 
     call.defvjp(forward, backward)
@@ -183,16 +177,16 @@ def _custom_vjp(step: Step, args: Sequence[Any]) -> Sequence[Any]:
     return result
 
 
-def _floating(eqn: JaxprEqn) -> list[int]:
+def _differentiable(eqn: JaxprEqn) -> list[int]:
     """The operands with respect to which a call can be differentiated."""
     return [i for i, x in enumerate(_jaxpr.avals(eqn.invars)) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def _of(eqn: JaxprEqn, operands: Sequence[Any], moving: Sequence[int]) -> Callable[..., list[Any]]:
+def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int]) -> Callable[..., list[Any]]:
     """An equation as it was traced, as a function of some of its operands."""
 
     def original(*values: Any) -> list[Any]:
-        given = dict(zip(moving, values, strict=True))
+        given = dict(zip(some, values, strict=True))
         return _jaxpr.bind(eqn, [given.get(i, x) for i, x in enumerate(operands)], _jaxpr.avals(eqn.outvars))
 
     return original
@@ -203,7 +197,7 @@ def _replay(
     fun: Callable[..., Any],
     avals: Sequence[Any],
     args: Sequence[Any],
-    low: Callable[[Body], Sequence[bool]],
+    low: Callable[[PlannedJaxpr], Sequence[bool]],
 ) -> list[Any]:
     """Trace `fun` at `avals`, and evaluate it on `args`, of which some are low."""
     closed = jax.make_jaxpr(fun)(*avals)
@@ -211,7 +205,7 @@ def _replay(
     return run(body, args, low(body))
 
 
-_ENTER: dict[str, Callable[[Step, Sequence[Any]], Sequence[Any]]] = {
+_ENTER: dict[str, Callable[[PlannedEqn, Sequence[Any]], Sequence[Any]]] = {
     "jit": _call,
     "remat2": _call,
     "scan": _scan,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 Atom: TypeAlias = Any  # Var | Literal
 
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SHAPE_ONLY = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 
 
@@ -49,9 +48,9 @@ class Origins:
     def rule(self, eqn: JaxprEqn) -> str:
         """The key of the rule for an equation: the primitive's name, or a special case of it."""
         name, case = eqn.primitive.name, None
-        if name in _PRODUCTS and _is_explicit(eqn.params["precision"]):
+        if name in _jaxpr.PRODUCTS and _is_explicit(_jaxpr.precisions(eqn)):
             case = "precision"
-        elif name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
+        elif name == "dot_general" and not _jaxpr.contracts(eqn):
             case = "outer"
         elif name == "div" and self.constant(eqn.invars[1]) is not None:
             case = "constant"
@@ -62,9 +61,9 @@ class Origins:
     def follow(self, eqn: JaxprEqn) -> None:
         """Note what the results of an equation are."""
         name = eqn.primitive.name
-        if name in _PRODUCTS:
+        if name in _jaxpr.PRODUCTS:
             # With a batch axis both operands may be activations, and what is added a mask.
-            is_batched = name == "dot_general" and eqn.params["dimension_numbers"][1][0]
+            is_batched = name == "dot_general" and _jaxpr.has_batch_axes(eqn)
             if self._is_low(eqn.outvars[0]) and not is_batched:
                 self.products.add(eqn.outvars[0])
         elif name == "add" and all(map(self._is_product, eqn.invars)):
@@ -92,8 +91,7 @@ def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for n in shape if n != 1)
 
 
-def _is_explicit(precision: Any) -> bool:
+def _is_explicit(precisions: Iterable[Any]) -> bool:
     """Whether the precision of a product was asked for in the code, and not by a default for the whole program."""
-    asked = precision if isinstance(precision, tuple) else (precision,)
     is_default = getattr(jax.config, "jax_default_matmul_precision", None) is not None
-    return not is_default and any(p not in (None, lax.Precision.DEFAULT, lax.Precision.HIGH) for p in asked)
+    return not is_default and any(p not in (None, lax.Precision.DEFAULT, lax.Precision.HIGH) for p in precisions)

@@ -1,4 +1,4 @@
-"""Decide the dtype of every value of a jaxpr, before anything is evaluated.
+"""Plan a jaxpr: decide the dtype of every value before anything is evaluated.
 
 A value is *low* where it was traced as float32 and is computed in the compute dtype; every other value has the dtype
 it was traced with. So a plan follows from the jaxpr alone, and each piece of a jaxpr is planned once.
@@ -7,21 +7,21 @@ it was traced with. So a plan follows from the jaxpr alone, and each piece of a 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jamp import _jaxpr
 from jamp._autocast.origins import Atom, Origins, without_ones
-from jamp._autocast.rules import COMPUTE, EXACT, MOVES_DATA, WIDEST
+from jamp._autocast.rules import COMPUTE, WIDEST
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+    from jamp._autocast.planner import Planner
 
 _FLOAT32 = np.dtype(np.float32)
 FULL_PRECISION = "jamp.full_precision"
@@ -39,7 +39,7 @@ class Input:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class PlannedEqn:
     """What was decided about one equation: by which rule, what it reads and writes, what was entered."""
 
     eqn: JaxprEqn
@@ -47,7 +47,7 @@ class Step:
     key: str
     reads: tuple[Atom, ...]
     writes: tuple[Var, ...]
-    bodies: tuple[Body, ...] = ()
+    bodies: tuple[PlannedJaxpr, ...] = ()
 
     @property
     def changed(self) -> bool:
@@ -56,57 +56,17 @@ class Step:
         return any(new is not old for new, old in pairs) or any(body.changed for body in self.bodies)
 
 
-class Planner:
-    """The compute dtype and the rules, and the bodies planned so far."""
-
-    def __init__(self, compute_dtype: Any, rules: Mapping[str, tuple[str, str]]):
-        self.compute_dtype = np.dtype(compute_dtype)
-        self.rules = rules
-        self._bodies: dict[Any, Body] = {}
-        to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, self.compute_dtype))(np.float32(0)).eqns[0]
-        to_float32 = to_low.replace(params={**to_low.params, "new_dtype": np.dtype(np.float32)})
-        self._converts = {True: to_low, False: to_float32}
-
-    def body(self, closed: ClosedJaxpr, inputs: Sequence[Input]) -> Body:
-        """The plan of a jaxpr for what is known of its inputs."""
-        key = id(closed.jaxpr), tuple((x.low, repr(x.constant), x.parameter) for x in inputs)
-        if key not in self._bodies:
-            self._bodies[key] = Body(self, closed, inputs)  # It holds the jaxpr, whose id therefore stays its own.
-        return self._bodies[key]
-
-    def convert(self, source: Var, target: Var, low: bool) -> JaxprEqn:
-        """The equation that casts one variable to another."""
-        return self._converts[low].replace(invars=[source], outvars=[target])
-
-    @functools.cache  # noqa: B019
-    def broadcast(self, aval: Any, shape: tuple[int, ...]) -> JaxprEqn:
-        """The equation that broadcasts the trailing axes of an array."""
-        axes = range(len(shape) - len(aval.shape), len(shape))
-        return jax.make_jaxpr(lambda x: lax.broadcast_in_dim(x, shape, axes))(aval).eqns[0]
-
-    def is_exact(self, key: str) -> bool:
-        """Whether an operation gives the same numbers in both dtypes."""
-        return self.rules.get(key, ("", ""))[1] in (MOVES_DATA, EXACT)
-
-    def holds(self, constant: Any) -> bool:
-        """Whether the compute dtype holds a constant, to within its rounding."""
-        with np.errstate(all="ignore"):
-            wide, low = np.float64(constant), np.float64(np.asarray(constant).astype(self.compute_dtype))
-            error = abs(low - wide) <= float(jnp.finfo(self.compute_dtype).eps) * abs(wide)
-        return bool(error) or np.array_equal(wide, low, equal_nan=True)
-
-
-class Body:
+class PlannedJaxpr:
     """A jaxpr, planned.
 
     Attributes:
       closed: The jaxpr at its traced dtypes.
       inputs: The variables to bind the arguments to.
-      pieces: What to evaluate in turn: lists of equations to run as they are, and steps to enter.
+      pieces: What to evaluate in turn: lists of equations to run as they are, and planned equations to enter.
       outputs: Where the outputs are found.
       low: Whether each output is low.
       changed: Whether anything is not as it was traced.
-      steps: Every decision, for the report.
+      eqns: Every decision, for the report.
       traced: The jaxpr at its planned dtypes, where the interpreter has needed it.
     """
 
@@ -117,16 +77,16 @@ class Body:
         self._plan_all(inputs)
         cast_back = {v for v in self._low if (v, False) in self._homes}
         in_16_bit = {self._homes[v, True] for v in cast_back}
-        if any(self._moves(step) and any(_is_in(v, in_16_bit) for v in step.reads) for step in self.steps):
+        if any(self._is_exact(planned) and any(_is_in(v, in_16_bit) for v in planned.reads) for planned in self.eqns):
             # logsumexp(x) - x[label]: the two gradients of x nearly cancel, and have to be added in float32.
             self._wide = cast_back
             self._plan_all(inputs)
-        self.changed = any(self.low) or any(step.changed for step in self.steps)
+        self.changed = any(self.low) or any(planned.changed for planned in self.eqns)
 
     def _plan_all(self, inputs: Sequence[Input]) -> None:
         jaxpr = self.closed.jaxpr
-        self.steps: list[Step] = []
-        self.pieces: list[list[JaxprEqn] | Step] = []
+        self.eqns: list[PlannedEqn] = []
+        self.pieces: list[list[JaxprEqn] | PlannedEqn] = []
         self._homes: dict[tuple[Var, bool], Var] = {}  # Where a value is found in each of the two dtypes.
         self._low: set[Var] = set()
         self._origins = Origins(self.is_low, self.planner.rules)
@@ -147,12 +107,12 @@ class Body:
         """Whether a value, where it is defined, is low."""
         return _is_in(atom, self._low)
 
-    def _moves(self, step: Step) -> bool:
+    def _is_exact(self, planned: PlannedEqn) -> bool:
         """Whether an equation, and all that it holds, gives the numbers it gets, in whichever dtype it is run."""
-        if step.bodies:
-            return all(body._moves(inner) for body in step.bodies for inner in body.steps)
-        floats = any(map(_is_float32, (*step.eqn.invars, *step.eqn.outvars)))
-        return not floats or self.planner.is_exact(step.key)
+        if planned.bodies:
+            return all(body._is_exact(inner) for body in planned.bodies for inner in body.eqns)
+        floats = any(map(_is_float32, (*planned.eqn.invars, *planned.eqn.outvars)))
+        return not floats or self.planner.is_exact(planned.key)
 
     def _plan(self, eqn: JaxprEqn) -> None:
         if FULL_PRECISION in str(eqn.source_info.name_stack):
@@ -195,7 +155,7 @@ class Body:
             for closed, operands in zip(inner, _jaxpr.body_operands(eqn), strict=True)
         )
         bodies = plan(known)
-        if self._reads_wide(eqn) and self._moves(Step(eqn, ENTERED, name, (), (), bodies)):
+        if self._reads_wide(eqn) and self._is_exact(PlannedEqn(eqn, ENTERED, name, (), (), bodies)):
             known = [
                 dataclasses.replace(x, low=x.low and not _is_in(v, self._wide))
                 for v, x in zip(eqn.invars, known, strict=True)
@@ -206,27 +166,29 @@ class Body:
         low = [i >= len(carry) and all(body.low[i] for body in bodies) for i in range(len(eqn.outvars))]
         reads = tuple(self._read(v, x.low) for v, x in zip(eqn.invars, known, strict=True))
         writes = tuple(self._define(v, is_low) for v, is_low in zip(eqn.outvars, low, strict=True))
-        step = Step(eqn, ENTERED, name, reads, writes, bodies)
-        self.steps.append(step)
-        self.pieces.append(step)
+        planned = PlannedEqn(eqn, ENTERED, name, reads, writes, bodies)
+        self.eqns.append(planned)
+        self.pieces.append(planned)
         return None
 
     def _known(self, atom: Atom) -> Input:
         return Input(self.is_low(atom), self._origins.constant(atom), self._origins.is_parameter(atom))
 
-    def _add(self, eqn: JaxprEqn, category: str, key: str, low: bool = False, bodies: tuple[Body, ...] = ()) -> None:
+    def _add(
+        self, eqn: JaxprEqn, category: str, key: str, low: bool = False, bodies: tuple[PlannedJaxpr, ...] = ()
+    ) -> None:
         """Plan to run an equation as it is, its float32 operands and results all low or none."""
         if not low and key != "add[bias]" and not self._reads_low(eqn):  # Nothing to do, as in most of a backward pass.
             self._homes.update(((v, False), v) for v in eqn.outvars)
             self._equations().append(eqn)
-            self.steps.append(Step(eqn, category, key, tuple(eqn.invars), tuple(eqn.outvars), bodies))
+            self.eqns.append(PlannedEqn(eqn, category, key, tuple(eqn.invars), tuple(eqn.outvars), bodies))
             return
         operands = [self._broadcast(v, eqn.outvars[0].aval) for v in eqn.invars] if key == "add[bias]" else eqn.invars
         reads = tuple(self._read(v, low) if _is_float32(v) else v for v in operands)
         writes = tuple(self._define(v, low and _is_float32(v)) for v in eqn.outvars)
-        params = {k: self._lowered(p) for k, p in eqn.params.items()} if low else eqn.params
-        self._equations().append(eqn.replace(invars=list(reads), outvars=list(writes), params=params))
-        self.steps.append(Step(eqn, category, key, reads, writes, bodies))
+        run = _jaxpr.replace_dtype(eqn, _FLOAT32, self.planner.compute_dtype) if low else eqn
+        self._equations().append(run.replace(invars=list(reads), outvars=list(writes)))
+        self.eqns.append(PlannedEqn(eqn, category, key, reads, writes, bodies))
 
     def _broadcast(self, bias: Atom, aval: Any) -> Atom:
         """A bias in the shape of the product it is added to: cast after that, its gradient is summed in float32."""
@@ -237,13 +199,8 @@ class Body:
         self._define(wide, low=False)
         return wide
 
-    def _lowered(self, param: Any) -> Any:
-        """A parameter that names float32 (preferred_element_type, new_dtype) names the compute dtype instead."""
-        is_float32 = isinstance(param, (np.dtype, type)) and param == np.dtype(np.float32)
-        return self.planner.compute_dtype if is_float32 else param
-
     def _equations(self) -> list[JaxprEqn]:
-        if not self.pieces or isinstance(self.pieces[-1], Step):
+        if not self.pieces or isinstance(self.pieces[-1], PlannedEqn):
             self.pieces.append([])
         last = self.pieces[-1]
         assert isinstance(last, list)

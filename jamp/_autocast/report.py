@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp import _jaxpr
-from jamp._autocast.plan import ENTERED, NO_RULE, NOT_ENTERED, REGION, Body, Step
+from jamp._autocast.plan import ENTERED, NO_RULE, NOT_ENTERED, REGION, PlannedEqn, PlannedJaxpr
 from jamp._autocast.rules import COMPUTE, MOVES_DATA, RULES, WIDEST
 from jamp._autocast.transform import planned
+from jamp._source_line import user_line
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -146,44 +147,45 @@ def autocast_report(
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         _, body = trace_plan(args, kwargs)
         merged: dict[AutocastRow, list[float]] = {}
-        for step, times, source in _steps(body, 1, ""):
-            row = _row(step, body, source)
+        for planned_eqn, times, source in _flat_equations(body, 1, ""):
+            row = _row(planned_eqn, body, source)
             if row is not None:
                 counted = merged.setdefault(row, [0, 0.0])
                 counted[0] += times
-                counted[1] += times * _flops(step.eqn)
+                counted[1] += times * _flops(planned_eqn.eqn)
         rows = [dataclasses.replace(row, count=int(n), flops=flops) for row, (n, flops) in merged.items()]
         return AutocastReport(tuple(sorted(rows, key=lambda row: -row.flops)), str(jnp.dtype(compute_dtype)))
 
     return report
 
 
-def _steps(body: Body, times: int, caller: str) -> Iterator[tuple[Step, int, str]]:
-    """Every step that is not a construct, how often it runs, and where it comes from."""
-    for step in body.steps:
-        source = _jaxpr.user_line(step.eqn) or caller
-        if step.category == ENTERED:
-            for inner in step.bodies:
-                yield from _steps(inner, times * step.eqn.params.get("length", 1), source)
+def _flat_equations(body: PlannedJaxpr, times: int, caller: str) -> Iterator[tuple[PlannedEqn, int, str]]:
+    """Every planned equation that is not a construct, how often it runs, and where it comes from."""
+    for planned_eqn in body.eqns:
+        source = user_line(planned_eqn.eqn) or caller
+        if planned_eqn.category == ENTERED:
+            for inner in planned_eqn.bodies:
+                yield from _flat_equations(inner, times * _jaxpr.iterations(planned_eqn.eqn), source)
         else:
-            yield step, times, source
+            yield planned_eqn, times, source
 
 
-def _row(step: Step, body: Body, source: str) -> AutocastRow | None:
-    """The row of a step, still without its counts; None where no floating value is read and written."""
-    before = _dtypes(step.eqn.invars), _dtypes(step.eqn.outvars)
-    if "float" not in before[0] or step.eqn.primitive.name == "convert_element_type":
+def _row(planned_eqn: PlannedEqn, body: PlannedJaxpr, source: str) -> AutocastRow | None:
+    """The row of an equation, without its counts, or None if it reads and writes no floating value."""
+    eqn, category = planned_eqn.eqn, planned_eqn.category
+    before = _dtypes(eqn.invars), _dtypes(eqn.outvars)
+    if "float" not in before[0] or eqn.primitive.name == "convert_element_type":
         return None
-    after = _dtypes(step.reads), _dtypes(step.writes)
-    if step.category == COMPUTE and after == before:
+    after = _dtypes(planned_eqn.reads), _dtypes(planned_eqn.writes)
+    if category == COMPUTE and after == before:
         reason = "its operands have other dtypes, which autocast leaves alone"
-    elif step.category == WIDEST and after == before:
+    elif category == WIDEST and after == before:
         reason = "an operand of it is float32, or a constant that 16 bit cannot hold"
     else:
-        reason = _WHY[step.category] if step.category in _WHY else body.planner.rules[step.key][1]
+        reason = _WHY[category] if category in _WHY else body.planner.rules[planned_eqn.key][1]
     return AutocastRow(
-        step.key if step.category != REGION else step.eqn.primitive.name,
-        step.category,
+        planned_eqn.key if category != REGION else eqn.primitive.name,
+        category,
         " -> ".join(before),
         " -> ".join(after),
         source,
@@ -216,9 +218,7 @@ def _flops(eqn: JaxprEqn) -> float:
     """Two for each multiply-add of a product, one for each element of any other arithmetic."""
     shapes = [tuple(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
     name, size = eqn.primitive.name, math.prod(shapes[-1])
-    if name == "dot_general":
-        return 2.0 * size * math.prod(shapes[0][i] for i in eqn.params["dimension_numbers"][0][0])
-    if name == "conv_general_dilated":
-        return 2.0 * size * math.prod(shapes[1][i] for i in eqn.params["dimension_numbers"].rhs_spec[1:])
+    if name in _jaxpr.PRODUCTS:
+        return 2.0 * size * _jaxpr.summed_terms(eqn)
     is_arithmetic = name in RULES and RULES[name][1] != MOVES_DATA
     return float(max(map(math.prod, shapes))) if is_arithmetic else 0.0

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from jamp import _jaxpr
 from jamp._autocast.arguments import Call
 from jamp._autocast.interpreter import run
-from jamp._autocast.plan import FULL_PRECISION, Body, Input, Planner
+from jamp._autocast.plan import FULL_PRECISION, Input, PlannedJaxpr
+from jamp._autocast.planner import Planner
 from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES
 
 P = ParamSpec("P")
@@ -96,11 +97,11 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
 def planned(
     fun: Callable[..., Any], compute_dtype: DTypeLike, rules: Mapping[str, str] | None
-) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Body]]:
+) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, PlannedJaxpr]]:
     """The function that traces a call of `fun` and plans it."""
     dtype, table = _check_dtype(compute_dtype), _merge(rules or {})
 
-    def trace_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Body]:
+    def trace_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PlannedJaxpr]:
         call = Call(args, kwargs)
         closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
         return call, Planner(dtype, table).body(closed, [Input(parameter=True)] * len(call.leaves))

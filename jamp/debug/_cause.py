@@ -1,4 +1,4 @@
-"""Why an operation gave inf or nan: by its operands, and by doing it again in a wider dtype."""
+"""Explain why an operation returned inf or NaN, from its operands and from a repetition in a wider dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jamp import _jaxpr
-from jamp._tree import is_floating, is_inexact
+from jamp._cast import is_floating, is_inexact
 from jamp.debug._finding import number, to_host
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
     index = tuple(np.argwhere(~np.isfinite(values) if clean else np.isnan(values))[0])
     is_nan = bool(np.isnan(values[index]))
     operands = _operands_at(index, np.shape(output), inputs)
-    cause = _domain(name, operands, eqn.params) if operands else None
+    cause = _domain(eqn, operands) if operands else None
     if cause is None and clean and is_floating(output):
         cause = _overflow(eqn, inputs, outputs, next(i for i, x in enumerate(outputs) if x is output), index)
     if cause is not None:
@@ -56,11 +56,12 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return not shape or (len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True)))
 
 
-def _domain(name: str, operands: list[float], params: dict[str, Any]) -> str | None:
-    """What is wrong with the operands of an elementwise operation, whatever the dtype."""
+def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
+    """What is wrong with the operands of an elementwise operation, in any dtype."""
+    name = eqn.primitive.name
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":
-        y = params["y"]
+        y = _jaxpr.exponent(eqn)
     for condition, text in _DOMAINS.get(name, ()):
         if condition(x, y):
             return text.format(x=number(x), y=number(y), name=name)
@@ -119,17 +120,17 @@ def _overflow(
     """The number that a wider dtype gives where a result is inf or nan, if that is finite."""
     dtype = jnp.result_type(outputs[position])
     end = float(jnp.finfo(dtype).max)
-    # bfloat16 ends where float32 does.
+    # bfloat16 has the range of float32.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    has_code = any(hasattr(x, "eqns") for x in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")))
-    if jnp.finfo(dtype).bits == 64 or has_code:  # the code inside is for its own dtype
+    has_code = _jaxpr.has_body(eqn)
+    if jnp.finfo(dtype).bits == 64 or has_code:  # the body is for its own dtype
         return None
     try:
         with jax.enable_x64(True):
             result = _again(eqn, inputs, wide_dtype)[position]
             value = float(to_host(result)[index])
     except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
-        return None  # An operation that does not exist in the wider dtype.
+        return None  # The operation does not exist in the wider dtype.
     exponential = _kind(eqn.primitive.name)
     if np.isinf(value):
         return f"{exponential}overflow in {dtype}, and in {wide_dtype}"
@@ -146,9 +147,8 @@ def _kind(name: str) -> str:
 
 def _again(eqn: JaxprEqn, inputs: Sequence[Any], dtype: np.dtype[Any]) -> list[Any]:
     """The results of an equation with its floating operands in a wider dtype."""
-    narrow = {x.dtype for x in (*_jaxpr.avals(eqn.outvars), *_jaxpr.avals(eqn.invars)) if is_floating(x)}
-    is_narrow = lambda p: isinstance(p, (np.dtype, type)) and any(p == d for d in narrow)
-    params = {k: dtype if is_narrow(p) else p for k, p in eqn.params.items()}
+    for narrow in {x.dtype for x in (*_jaxpr.avals(eqn.outvars), *_jaxpr.avals(eqn.invars)) if is_floating(x)}:
+        eqn = _jaxpr.replace_dtype(eqn, narrow, dtype)
     args = [lax.convert_element_type(x, dtype) if is_floating(x) else x for x in inputs]
     avals = [a.update(dtype=dtype, weak_type=False) if is_floating(a) else a for a in _jaxpr.avals(eqn.outvars)]
-    return _jaxpr.bind(eqn.replace(params=params), args, avals)
+    return _jaxpr.bind(eqn, args, avals)

@@ -1,4 +1,4 @@
-"""The constructs that the evaluation goes into, on real values: loops are loops, and of a cond one branch runs."""
+"""Evaluate the constructs of JAX on real values: a loop is a Python loop, and of a cond only one branch runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jamp.debug._value import Value, earliest, known
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-# Evaluates a body on its arguments; the string says where that is.
+# Evaluates a body on its arguments. The string says where it is.
 Inside = Callable[[str, "ClosedJaxpr", Sequence[Value]], list[Value]]
 Bodies = Sequence["ClosedJaxpr"]
 
 
 def _call(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) -> list[Value]:
     kind = {"remat2": "remat", "custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}
-    name = eqn.params.get("name") or bodies[0].jaxpr.debug_info.func_name
+    name = _jaxpr.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
     return inside(f"{kind.get(eqn.primitive.name, eqn.primitive.name)}({name})", bodies[0], values)
 
 
@@ -32,7 +32,7 @@ def _cond(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) ->
 
 
 def _while(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) -> list[Value]:
-    n, carry = eqn.params["cond_nconsts"], _jaxpr.carry(eqn)
+    n, carry = _jaxpr.condition_constants(eqn), _jaxpr.carry(eqn)
     consts, state, iteration = values[n : carry.start], values[carry.start :], 0
     while inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state])[0].array:
         state = inside(f"while, iteration {iteration}", bodies[1], [*consts, *state])
@@ -41,16 +41,17 @@ def _while(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) -
 
 
 def _scan(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) -> list[Value]:
-    carry, length = _jaxpr.carry(eqn), eqn.params["length"]
+    carry, options = _jaxpr.carry(eqn), _jaxpr.scan_options(eqn)
+    length, is_reverse = options["length"], options["reverse"]
     consts, state, xs = values[: carry.start], values[carry.start : carry.stop], values[carry.stop :]
     rows: list[list[Value]] = []
-    steps = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
+    steps = reversed(range(length)) if is_reverse else range(length)
     for i in steps:
         slices = [known(x.array[i], x.origin) if x.origin else Value(x.array[i]) for x in xs]
         results = inside(f"scan, iteration {i} of {length}", bodies[0], [*consts, *state, *slices])
         state = results[: len(carry)]
         rows.append(results[len(carry) :])
-    rows = rows[::-1] if eqn.params["reverse"] else rows
+    rows = rows[::-1] if is_reverse else rows
     types = _jaxpr.avals(eqn.outvars[len(carry) :])
     if not rows:
         return [*state, *(Value(jnp.zeros(aval.shape, aval.dtype)) for aval in types)]

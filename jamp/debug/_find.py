@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 
 from jamp import _jaxpr
 from jamp._autocast.arguments import Call
-from jamp._tree import is_inexact
+from jamp._cast import is_inexact
 from jamp.debug._finding import Finding, NonfiniteSearch, Values
 from jamp.debug._value import Value, known, worst
 from jamp.debug._walk import Walker

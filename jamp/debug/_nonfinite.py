@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.tree_util import keystr
 
-from jamp._tree import is_inexact
+from jamp._cast import is_inexact
 
 _STATIC: Any = {"static": True}
 

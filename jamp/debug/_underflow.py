@@ -12,8 +12,9 @@ from jax import Array, lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from jamp._lookup import get_loss_scale
-from jamp._tree import is_gradient
+from jamp._cast import check_floating
+from jamp._step.finite import is_gradient
+from jamp._step.lookup import get_loss_scale
 
 _STATIC: Any = {"static": True}
 _HEADROOM = 4  # powers of two that the recommended scale leaves: activations' gradients are often above parameters'
@@ -93,9 +94,7 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
       leaf   lost without scale  with it  subnormal without  with it  headroom
       ['w']  50.0%               0.0%     0.0%               50.0%    2**16.0
     """
-    checked = jnp.dtype(dtype)
-    if not jnp.issubdtype(checked, jnp.floating):
-        raise ValueError(f"dtype must be floating, such as jnp.float16, got dtype={checked.name!r}.")
+    checked = check_floating("dtype", dtype)
     flat = [(keystr(path), x) for path, x in jax.tree.leaves_with_path(grads) if is_gradient(path, x)]
     scale = get_loss_scale(state)
     paths = tuple(path for path, _ in flat)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jamp._tree import is_inexact
+from jamp._cast import is_inexact
 from jamp.debug._finding import Finding
 
 INF, NAN = 1, 2

@@ -1,4 +1,4 @@
-"""Evaluate a jaxpr operation by operation on real values, and follow each inf and nan from the one that made it."""
+"""Evaluate a jaxpr operation by operation on real values, and trace each inf and NaN to the operation that made it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jamp import _jaxpr
-from jamp._tree import is_inexact
+from jamp._cast import is_inexact
+from jamp._source_line import made_by_jamp, user_line
 from jamp.debug._cause import explain
 from jamp.debug._enter import ENTER
 from jamp.debug._finding import Finding, Values
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Walker:
-    """The evaluation of a function.
+    """One evaluation of a function.
 
     Attributes:
-      found: The operations that gave inf or nan from finite inputs, in the order in which they ran.
-      count: How many operations ran.
+      found: The operations that returned inf or NaN for finite inputs, in the order in which they ran.
+      count: The number of operations that ran.
     """
 
     def __init__(self) -> None:
@@ -30,12 +31,12 @@ class Walker:
         self._path: list[str] = []
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Value], line: str = "", backward: bool = False) -> list[Value]:
-        """The results of a jaxpr.
+        """Return the results of a jaxpr.
 
         Args:
           closed: The jaxpr.
           args: Its arguments.
-          line: The line of the call, for an operation that has none of its own.
+          line: The line of the call, used for an operation that has none of its own.
           backward: Whether the call is part of a backward pass.
         """
         jaxpr = closed.jaxpr
@@ -54,7 +55,7 @@ class Walker:
             env.update(zip(eqn.outvars, results, strict=True))
             for v in {v for v in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(v)}:
                 if last_use.get(v, -1) <= index:
-                    del env[v]  # The activations of a model do not all fit beside each other.
+                    del env[v]  # The activations of a model would not all fit in memory.
         return [_read(env, v) for v in jaxpr.outvars]
 
     def _inside(self, step: str, body: ClosedJaxpr, args: Sequence[Value], line: str, backward: bool) -> list[Value]:
@@ -69,7 +70,7 @@ class Walker:
         results = _jaxpr.bind(eqn, arrays, _jaxpr.avals(eqn.outvars))
         bits = worst(results)
         origin = earliest(values)
-        # Nan from an inf that no operation made (a mask of -inf) is the fault of this one.
+        # If no operation made the inf (a mask of -inf), the operation that turns it into NaN is to blame.
         is_new = origin is None or (not isinstance(origin, Finding) and max(x.bits for x in values) < NAN == max(bits))
         if any(bits) and is_new:
             origin = Finding(
@@ -87,11 +88,11 @@ class Walker:
 
 
 def _line(eqns: Sequence[JaxprEqn], index: int) -> str | None:
-    """The user's line of an operation; of a cast that autocast put in, that of the operation which it is for."""
+    """The user's line of an operation. A cast that autocast inserted has that of the operation that reads it."""
     eqn = eqns[index]
-    if eqn.primitive.name == "convert_element_type" and _jaxpr.made_by_jamp(eqn):
+    if eqn.primitive.name == "convert_element_type" and made_by_jamp(eqn):
         eqn = next((later for later in eqns[index + 1 :] if eqn.outvars[0] in later.invars), eqn)
-    return _jaxpr.user_line(eqn)
+    return user_line(eqn)
 
 
 def _read(env: dict[Any, Value], atom: Any) -> Value:

@@ -1,4 +1,4 @@
-"""Which loss scale: for a dtype, from a configuration file, and another one for a run that goes on."""
+"""Loss scales for a dtype and from configuration files."""
 
 import difflib
 import inspect
@@ -6,26 +6,25 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from jamp._adaptive import AdaptiveLossScale
-from jamp._checks import TINY, check_number
-from jamp._lookup import find_state
-from jamp._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jamp._cast import check_floating
+from jamp._scale.adaptive import AdaptiveLossScale
+from jamp._scale.checks import check_number
+from jamp._scale.dynamic import DynamicLossScale
+from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale
 
 
 def loss_scale_for(dtype: DTypeLike) -> LossScale:
-    """The loss scale that a compute dtype needs.
+    """Return the loss scale that a compute dtype needs.
 
     Args:
       dtype: A floating dtype or its name.
 
     Returns:
-      float16: `DynamicLossScale()`. bfloat16, whose range is that of float32: `StaticLossScale(1.0)`, which still
-      skips steps that are not finite. float32 and float64: `NoOpLossScale()`. float8 and narrower:
+      For float16, `DynamicLossScale()`. For bfloat16, `StaticLossScale(1.0)`: its range is that of float32, and steps
+      that are not finite are still skipped. For float32 and float64, `NoOpLossScale()`. For float8 and narrower,
       `AdaptiveLossScale()`.
 
     Raises:
@@ -36,36 +35,35 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
       >>> jamp.loss_scale_for(jnp.bfloat16)
       StaticLossScale(scale=1.0)
     """
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype must be floating, such as jnp.float16, got dtype={dtype.name!r}.")
-    if dtype == jnp.float16:
+    checked = check_floating("dtype", dtype)
+    if checked == jnp.float16:
         return DynamicLossScale()
-    if dtype == jnp.bfloat16:
+    if checked == jnp.bfloat16:
         return StaticLossScale(1.0)
-    return NoOpLossScale() if dtype.itemsize > 2 else AdaptiveLossScale()
+    return NoOpLossScale() if checked.itemsize > 2 else AdaptiveLossScale()
 
 
 def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
-    """The loss scale that a mapping describes, such as a part of a YAML or JSON file.
+    """Make the loss scale that a mapping describes, such as a section of a YAML or JSON file.
 
     `type` is one of
 
     - "dynamic", "static", "adaptive", "none": the other keys are the fields of `DynamicLossScale`,
-      `StaticLossScale`, `AdaptiveLossScale`, `NoOpLossScale`. `to_config()` writes such a mapping.
+      `StaticLossScale`, `AdaptiveLossScale` or `NoOpLossScale`. `to_config()` writes such a mapping.
     - MindSpore's "AdaptiveLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell": the other
-      keys are the arguments of these classes. Of a whole MindFormers document, or of its `runner_wrapper`,
-      `scale_sense` is read; a plain number there is a static scale. Clipping (`use_clip_grad`) belongs into the
-      optimizer chain.
+      keys are the arguments of these classes.
 
-    A number may be given as a string: YAML 1.1 reads `1e9` as one, and JSON has no other way to say "inf".
+    In a whole MindFormers document, or in its `runner_wrapper`, `scale_sense` is read. A plain number there is a static
+    scale. Clipping (`use_clip_grad`) belongs in the optimizer chain.
+
+    A number may be given as a string, because YAML 1.1 reads `1e9` as a string and JSON has no other way to say "inf".
 
     Args:
       config: The mapping.
 
     Raises:
-      ValueError: If a type or key is unknown, or a key is missing. The message lists the valid ones and the nearest.
-      TypeError: If `config` is no mapping.
+      ValueError: If a type or key is unknown, or a key is missing. The message lists the valid names and the nearest.
+      TypeError: If `config` is not a mapping.
 
     Examples:
       >>> import jamp
@@ -99,42 +97,7 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
     return build(**{k: _number(v) if parameters[k].annotation is float else v for k, v in fields.items()})
 
 
-def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
-    """Go on with another loss scale: a tree saved under one, made ready for an optimizer wrapped with another.
-
-    The new loss scale starts from the present scale, brought inside its bounds; a static one and `NoOpLossScale` have
-    their own. The inner optimizer's state, the statistics and all else stay as they are.
-
-    Args:
-      tree: A loss-scale state, or any pytree that holds exactly one: an optimizer state, a train state.
-      loss_scale: The loss scale to go on with.
-
-    Returns:
-      The tree with the state of `loss_scale` in place of the old one.
-
-    Raises:
-      ValueError: If the tree holds no loss-scale state or several.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, jamp
-      >>> params = jnp.ones(3)
-      >>> opt_state = jamp.loss_scaled(optax.adam(0.1), jamp.DynamicLossScale()).init(params)  # or from a checkpoint
-      >>> adaptive = jamp.AdaptiveLossScale()
-      >>> tx, opt_state = jamp.loss_scaled(optax.adam(0.1), adaptive), jamp.convert_loss_scale(opt_state, adaptive)
-      >>> type(opt_state.loss_scale_state).__name__, float(jamp.get_loss_scale(opt_state))
-      ('AdaptiveLossScaleState', 65536.0)
-    """
-    found = find_state(tree)
-    old = jnp.asarray(found.loss_scale)
-    new = jax.tree.map(lambda x: jnp.broadcast_to(x, old.shape + x.shape), loss_scale.init())
-    if not isinstance(loss_scale, (NoOpLossScale, StaticLossScale)):
-        bounds = getattr(loss_scale, "min_scale", TINY), getattr(loss_scale, "max_scale", math.inf)
-        scale = jnp.clip(old, *(np.float32(x) for x in bounds))
-        new = new._replace(loss_scale=jnp.where(jnp.isfinite(scale), scale, new.loss_scale))
-    return jax.tree.map(lambda x: new if x is found else x, tree, is_leaf=lambda x: x is found)
-
-
-# MindSpore's classes, their arguments by name. No ceiling, a floor of 1.
+# MindSpore's classes, with their arguments by name. They have no ceiling and a floor of 1.
 
 
 def _adaptive_cell(

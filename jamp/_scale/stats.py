@@ -1,4 +1,4 @@
-"""What happened to the loss scale so far: reported, never read by the update."""
+"""`LossScaleStats`: counts and extremes for reporting. No update reads them."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jamp._loss_scale import increment
+from jamp._scale.dynamic import increment
 
 
 class LossScaleStats(NamedTuple):
     """Counts and extremes since the optimizer state was made.
 
-    Every count saturates at the largest int32. `str()` is one readable line.
+    Every count saturates at the largest int32. `str()` gives one readable line.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -25,20 +25,20 @@ class LossScaleStats(NamedTuple):
     finite_steps: Array  # i32[], steps applied
     overflow_steps: Array  # i32[], steps skipped
     consecutive_overflows: Array  # i32[], steps skipped since the last one applied
-    increases: Array  # i32[], times the loss scale really grew
-    decreases: Array  # i32[], times the loss scale really shrank
+    increases: Array  # i32[], number of times the loss scale grew
+    decreases: Array  # i32[], number of times the loss scale shrank
     min_loss_scale: Array  # f32[], the smallest so far, the initial one included
     max_loss_scale: Array  # f32[], the largest so far, the initial one included
 
     @classmethod
     def init(cls, loss_scale: Array) -> "LossScaleStats":
-        """All counts zero; `loss_scale` (f32[]) is the initial scale."""
-        zero = lambda: jnp.array(0, jnp.int32)  # a buffer for each, so that a donated state donates it once
+        """Make the statistics before the first step. `loss_scale` (f32[]) is the initial scale."""
+        zero = lambda: jnp.array(0, jnp.int32)  # a new buffer each, so that a donated state donates no buffer twice
         scale = lambda: jnp.array(loss_scale, copy=True)
         return cls(zero(), zero(), zero(), zero(), zero(), scale(), scale())
 
     def update(self, grads_finite: Array, old_scale: Array, new_scale: Array) -> "LossScaleStats":
-        """The statistics after a step.
+        """Return the statistics after a step.
 
         Args:
           grads_finite: bool[], whether the step was applied.
@@ -62,7 +62,7 @@ class LossScaleStats(NamedTuple):
 
     @property
     def success_rate(self) -> Array:
-        """f32[], the share of steps that were applied; 1 before the first step."""
+        """f32[], the share of steps that were applied. It is 1 before the first step."""
         finite, overflow = (jnp.asarray(x, jnp.float32) for x in (self.finite_steps, self.overflow_steps))
         return jnp.where(finite + overflow > 0, finite / jnp.maximum(finite + overflow, 1.0), 1.0)
 

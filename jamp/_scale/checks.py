@@ -1,4 +1,4 @@
-"""Checks of configurations: Python numbers that float32 and int32 arithmetic can use."""
+"""Checks of the Python numbers in a configuration."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ HUGE = float(np.finfo(np.float32).max)
 
 
 def check_range(init_scale: float, min_scale: float, max_scale: float) -> None:
-    """Raise ValueError unless min_scale <= init_scale <= max_scale, all usable as float32."""
+    """Raise ValueError unless min_scale <= init_scale <= max_scale and all are usable as float32."""
     check_scale("min_scale", min_scale)
     check_scale("init_scale", init_scale)
     if max_scale != math.inf:
@@ -26,10 +26,10 @@ def check_range(init_scale: float, min_scale: float, max_scale: float) -> None:
 
 
 def check_number(name: str, value: Any, *, above: float, below: float = math.inf, hint: str) -> None:
-    """Raise ValueError unless `value` is a Python number that as a normal float32 lies between `above` and `below`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # In float32, 1 - 1e-9 is 1, and a scale times it never backs off.
-    if not (number and TINY <= value <= HUGE and above < np.float32(value) < below):
+    """Raise ValueError unless `value` is a Python number that is a normal float32 between `above` and `below`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Compared as float32: there 1 - 1e-9 is 1, and a scale times 1 never backs off.
+    if not (is_number and TINY <= value <= HUGE and above < np.float32(value) < below):
         bounds = f"above {above}" if math.isinf(below) else f"between {above} and {below}"
         raise ValueError(
             f"{name} must be a finite Python number {bounds} that is a normal float32, {hint}, got {name}={value!r}."
@@ -37,7 +37,7 @@ def check_number(name: str, value: Any, *, above: float, below: float = math.inf
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise ValueError unless `value` is a Python int of at least `least`."""
+    """Raise ValueError unless `value` is a Python int of at least `least` that an int32 holds."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an int of at least {least}, got {name}={value!r}.")
     if value > INT32_MAX:

@@ -1,4 +1,4 @@
-"""Scale losses, unscale gradients: both in one place."""
+"""Scale losses and unscale gradients: `scale_loss`, `unscale_and_check`, `value_and_grad` and `grad`."""
 
 import functools
 import sys
@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jamp._lookup import find_state
-from jamp._loss_scale import NoOpLossScaleState
-from jamp._tree import is_gradient, is_inexact, leaves_finite, names, widen, widen_half
+from jamp._cast import cast_leaf, is_inexact, to_float32
+from jamp._step.finite import leaves_finite, split_gradients
+from jamp._step.state import find_loss_scale
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
     """Multiply a loss by the loss scale.
 
-    Compiled also when called outside `jit`; inside it, it dissolves into the caller's computation.
+    It is one dispatch outside `jit`, and is inlined into the caller's computation inside `jit`.
 
     Args:
       loss: A floating or complex array, or a pytree of them (several losses under one scale). float16 and bfloat16
-        losses come out float32, so that the scaled loss does not overflow; other dtypes are kept.
+        losses come out float32, so that the scaled loss does not overflow. Other dtypes are kept.
       state: A loss-scale state, or any pytree that holds exactly one, such as the optimizer state.
 
     Returns:
@@ -39,20 +39,25 @@ def scale_loss(loss: Any, state: Any) -> Any:
       >>> float(jamp.scale_loss(jnp.float32(0.5), jamp.StaticLossScale(8.0).init()))
       4.0
     """
-    found = find_state(state)
-    for x in jax.tree.leaves(loss):
+    return scale_by(loss, find_loss_scale(state))
+
+
+def scale_by(loss: Any, scale: Array | None) -> Any:
+    """Multiply a loss by a loss scale, f32[]. If it is None the loss is only cast to float32."""
+    leaves = jax.tree.leaves(loss)
+    for x in leaves:
         if not is_inexact(x):
             raise TypeError(f"A loss must be floating, got {jax.typeof(x)}: compute it in float32.")
-    if isinstance(found, NoOpLossScaleState):
-        return jax.tree.map(widen, loss)
-    if any(jnp.result_type(x) == jnp.float16 for x in jax.tree.leaves(loss)):
+    if scale is None:
+        return to_float32(loss)
+    if any(jnp.result_type(x) == jnp.float16 for x in leaves):
         warnings.warn(
             "The loss is float16: its cotangent is the loss scale, which float16 holds only up to 65504, so at the "
             "default scale of 2**16 every gradient overflows. Compute the loss in float32, as in "
             "`loss.astype(jnp.float32)`.",
             stacklevel=_users_stacklevel(),
         )
-    return _scale(loss, found.loss_scale)
+    return _multiply_leaves(loss, scale)
 
 
 def unscale_and_check(
@@ -60,19 +65,19 @@ def unscale_and_check(
 ) -> tuple[Any, Array]:
     """Divide gradients by the loss scale and check that they are finite.
 
-    Compiled also when called outside `jit`; inside it, it dissolves into the caller's computation.
+    It is one dispatch outside `jit`, and is inlined into the caller's computation inside `jit`.
 
     Args:
       grads: The scaled gradients: a pytree of arrays. Integers, bools, PRNG keys, float0, None, `optax.MaskedNode`
         and leaves of Flax's `_overwrite_with_gradient` collection are neither unscaled nor checked.
       state: The state that scaled the loss, before any update: a loss-scale state, or a pytree with exactly one.
-      dtype: What floating gradients of at most 32 bits come out as. float64 and complex ones keep their dtype. The
-        arithmetic is float32 at least.
+      dtype: The dtype in which floating gradients of at most 32 bits are returned. float64 and complex gradients keep
+        their dtype. The arithmetic is done in float32 at least.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes that must agree on the check.
 
     Returns:
-      The true gradients, and bool[]: whether they are all finite. It is exact: what counts is the unscaled gradient,
-      and a finite one of any size is finite. Constantly True under `NoOpLossScale`.
+      The true gradients, and bool[]: whether they are all finite. The check is exact. It looks at the unscaled
+      gradients, and a finite gradient of any size is finite. Under `NoOpLossScale` it is constantly True.
 
     Raises:
       ValueError: If `state` holds no loss-scale state or several.
@@ -83,19 +88,20 @@ def unscale_and_check(
       >>> float(grads["w"][0]), bool(finite)
       (2.0, True)
     """
-    found = find_state(state)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(grads)
-    chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
-    leaves = [x for _, x in flat]
-    dtype = jnp.dtype(dtype)
-    if isinstance(found, NoOpLossScaleState):
-        true, finite = [widen(leaves[i], dtype) for i in chosen], jnp.bool_(True)
-    else:
-        named = names(flat[i][0] for i in chosen)
-        true, finite = _unscale([leaves[i] for i in chosen], found.loss_scale, named, dtype, axis_name)
-    for i, x in zip(chosen, true, strict=True):
-        leaves[i] = x
-    return jax.tree.unflatten(treedef, leaves), finite
+    scale = find_loss_scale(state)
+    if scale is None:
+        return unscale(grads, None, dtype), jnp.bool_(True)
+    leaves, labels, merge = split_gradients(grads)
+    true, grads_finite = _unscale_and_check(leaves, scale, jnp.dtype(dtype), labels, axis_name)
+    return merge(true), grads_finite
+
+
+def unscale(grads: Any, scale: Array | None, dtype: DTypeLike = jnp.float32) -> Any:
+    """Divide gradients by a loss scale, f32[]. If it is None they are only cast to `dtype`."""
+    leaves, _, merge = split_gradients(grads)
+    if scale is None:
+        return merge([cast_leaf(x, dtype) for x in leaves])
+    return merge(_unscale(leaves, scale, jnp.dtype(dtype)))
 
 
 def value_and_grad(
@@ -109,9 +115,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with loss scaling inside.
 
-    The loss is scaled before the backward pass and the gradients are unscaled after it, so that float16 cotangents
-    do not underflow. No scaled number leaves it: the loss is the true loss, the gradients are the true gradients in
-    float32. On an overflow they hold inf or nan, which `loss_scaled` refuses.
+    The loss is scaled before the backward pass and the gradients are unscaled after it, so that float16 cotangents do
+    not underflow. It returns the true loss and the true gradients in float32. On an overflow the gradients hold inf or
+    NaN, which `loss_scaled` refuses.
 
     Args:
       fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -122,8 +128,8 @@ def value_and_grad(
       allow_int: As for `jax.value_and_grad`.
 
     Returns:
-      A function of the arguments of `fun` that returns `(value, grads)`. Gradients of at most 32 bits are float32,
-      float64 and complex ones keep their dtype.
+      A function of the arguments of `fun` that returns `(value, grads)`. Gradients of at most 32 bits are float32.
+      float64 and complex gradients keep their dtype.
 
     Raises:
       ValueError: If `state` holds no loss-scale state or several.
@@ -138,19 +144,18 @@ def value_and_grad(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     """
-    found = find_state(state)
+    scale = find_loss_scale(state)
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
-        return scale_loss(loss, found), (loss, aux)
+        return scale_by(loss, scale), (loss, aux)
 
     differentiate = jax.value_and_grad(scaled, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
-        grads, _ = unscale_and_check(scaled_grads, found)
-        return ((loss, aux) if has_aux else loss), grads
+        return ((loss, aux) if has_aux else loss), unscale(scaled_grads, scale)
 
     return with_true_gradients
 
@@ -203,22 +208,32 @@ def _users_stacklevel() -> int:
 
 
 @functools.partial(jax.jit, inline=True)
-def _scale(loss: Any, scale: Array) -> Any:
-    return jax.tree.map(lambda x: _multiply(jnp.asarray(widen_half(x)), scale), loss)
+def _multiply_leaves(loss: Any, scale: Array) -> Any:
+    return jax.tree.map(lambda x: _multiply(jnp.asarray(cast_leaf(x, jnp.float32)), scale), loss)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
-def _unscale(
-    grads: list[Any], scale: Array, names: tuple[str, ...], dtype: Any, axis_name: Any
-) -> tuple[list[Any], Array]:
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _unscale(grads: list[Any], scale: Array, dtype: Any) -> list[Any]:
     # Above 2**126 the reciprocal is subnormal, which XLA flushes to 0: there a quarter of the scale is taken first.
     # Everywhere else this is g * float32(1 / scale) * 1, to the bit. Without the barrier XLA would multiply the two
     # factors of a constant scale into that subnormal.
     scale = lax.optimization_barrier(scale)
     quarter = jnp.where(scale > 2.0**126, jnp.float32(0.25), jnp.float32(1.0))
     reciprocal = 1.0 / (scale * quarter)
-    true = [widen(_multiply(_multiply(jnp.asarray(widen(g)), reciprocal), quarter), dtype) for g in grads]
-    return true, leaves_finite(true, names, axis_name)
+
+    def unscale_leaf(g: Any) -> Any:
+        g = jnp.asarray(cast_leaf(g, jnp.float32))
+        return cast_leaf(_multiply(_multiply(g, reciprocal), quarter), dtype)
+
+    return [unscale_leaf(g) for g in grads]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
+def _unscale_and_check(
+    grads: list[Any], scale: Array, dtype: Any, labels: tuple[str, ...], axis_name: Any
+) -> tuple[list[Any], Array]:
+    true = _unscale(grads, scale, dtype)
+    return true, leaves_finite(true, labels, axis_name)
 
 
 def _multiply(x: Array, scale: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Adaptive loss scale: how many finite steps a growth takes follows how stable the scale has been."""
+"""`AdaptiveLossScale`, whose growth interval adapts to how often the gradients overflow."""
 
 import math
 import warnings
@@ -10,15 +10,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jamp._checks import check_count, check_number, check_range
-from jamp._loss_scale import as_config, change_scale, heal, increment
+from jamp._scale.checks import check_count, check_number, check_range
+from jamp._scale.dynamic import change_scale, heal, increment
+from jamp._scale.static import to_config
 
 _HIDDEN = -1  # the index of the hidden window, in which every finite step grows
-_FALLBACK = 1000  # what takes the place of an illegal max_window
+_FALLBACK = 1000  # replaces an illegal max_window
 
 
 class AdaptiveLossScaleState(NamedTuple):
-    """State of `AdaptiveLossScale`. Saved whole, a restored run goes on exactly as the uninterrupted one.
+    """State of `AdaptiveLossScale`. A run restored from it continues exactly as the uninterrupted one.
 
     Examples:
       >>> import jamp
@@ -33,10 +34,10 @@ class AdaptiveLossScaleState(NamedTuple):
     down_count: Array  # i32[], overflows since the last growth or change of the window, modulo 4
     steps_since_change: Array  # i32[], steps since the last growth or overflow, the next step included: starts at 1
 
-    def restarted(self, loss_scale: Array) -> Self:
-        """This state with another scale: the steps to the next growth start anew.
+    def with_loss_scale(self, loss_scale: Array) -> Self:
+        """This state with another scale, and no steps counted toward the next growth.
 
-        The window and its two counts stay. They say how often the gradients have overflowed, which a scale set by
+        The window and its two counts stay. They record how often the gradients have overflowed, which a scale set by
         hand does not change.
         """
         return self._replace(loss_scale=loss_scale, steps_since_change=jnp.ones_like(self.steps_since_change))
@@ -44,26 +45,26 @@ class AdaptiveLossScaleState(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptiveLossScale:
-    """A loss scale whose growth interval adapts: long while the scale is right, short when it has to find its place.
+    """A loss scale whose growth interval adapts.
 
-    The growth interval, here called window, is taken from a list such as 20, 30, 40, 50, 100, 200, 500, 1000.
-    A finite step grows the scale if as many steps as the window went by since the last growth or overflow; an
-    overflow divides the scale. Three growths move to the next longer window. Three overflows with no growth between
-    them move to a hidden window of one step, in which every finite step grows, and from which three growths lead
-    back to the first window; from the first window itself the hidden one is never entered.
+    The growth interval, here called the window, comes from a list such as 20, 30, 40, 50, 100, 200, 500, 1000. A
+    finite step grows the scale if at least as many steps as the window have passed since the last growth or overflow.
+    An overflow divides the scale. Three growths move to the next longer window. Three overflows with no growth between
+    them move to a hidden window of one step, in which every finite step grows. Three growths lead from there back to
+    the first window. The hidden window is never entered from the first window.
 
-    Every step gives the loss scale that MindFormers' `AdaptiveLossScaleUpdateCell` gives, except that a growth to
-    infinity is refused and that the list has no window of 0, none below `min_window` and none twice.
+    Every step gives the loss scale of MindFormers' `AdaptiveLossScaleUpdateCell`, with two exceptions. A growth to
+    infinity is refused. The window list contains no 0, no value below `min_window` and no duplicates.
 
     Args:
       init_scale: The initial scale.
-      scale_factor: What a growth multiplies by and an overflow divides by, above 1.
+      scale_factor: The factor by which a growth multiplies and an overflow divides, above 1.
       min_window: The first window, at least 1.
-      max_window: The last window, above `min_window`. If it is not, 1000 is used, with a warning.
-      initial_window: The window to start with. None, or a number that is not in the window list: the first.
-      windows: The window list, ints of at least 0, in place of the one made from `min_window` and `max_window`.
-      min_scale: The smallest scale, a normal float32 above 0; may be below 1.
-      max_scale: The largest scale; may be inf.
+      max_window: The last window, above `min_window`. If it is not, a warning is given and 1000 is used.
+      initial_window: The window to start with. None, or a number that is not in the window list, means the first.
+      windows: A window list, ints of at least 0, to use instead of the one made from `min_window` and `max_window`.
+      min_scale: The smallest scale, a normal float32 above 0. It may be below 1.
+      max_scale: The largest scale. It may be inf.
 
     Raises:
       ValueError: If a value is out of its range. The message names it and says what to do.
@@ -110,30 +111,30 @@ class AdaptiveLossScale:
             raise ValueError(f"windows must be a tuple of ints, such as (20, 100), got windows={self.windows!r}.")
         for i, window in enumerate(self.windows):
             check_count(f"windows[{i}]", window, least=0)
-        object.__setattr__(self, "windows", tuple(self.windows))  # hashable also when a list was given
+        object.__setattr__(self, "windows", tuple(self.windows))  # a list is not hashable
 
     @property
     def window_list(self) -> tuple[int, ...]:
-        """The windows, shortest first: `windows` if given, else strictly increasing from min_window to max_window."""
+        """The windows: `windows` if given, else strictly increasing from `min_window` to `max_window`."""
         return _window_list(self.min_window, self.max_window) if self.windows is None else tuple(self.windows)
 
     def init(self) -> AdaptiveLossScaleState:
-        """The initial state."""
+        """Make the initial state."""
         windows = self.window_list
         index = windows.index(self.initial_window) if self.initial_window in windows else 0
         counts = [jnp.array(x, jnp.int32) for x in (index, 0, 0, 1)]  # each its own buffer
         return AdaptiveLossScaleState(jnp.array(self.init_scale, jnp.float32), *counts)
 
     def update(self, state: AdaptiveLossScaleState, grads_finite: ArrayLike) -> AdaptiveLossScaleState:
-        """The next state.
+        """Return the next state.
 
         Args:
           state: The state whose scale scaled this step's loss.
           grads_finite: bool[], whether this step's gradients were finite.
         """
-        windows = jnp.array((1, *self.window_list), jnp.int32)  # the hidden window stands before the first
+        windows = jnp.array((1, *self.window_list), jnp.int32)  # the hidden window comes before the first
         last = len(self.window_list) - 1
-        index = jnp.clip(state.window_index, _HIDDEN, last)  # it may come from a longer list
+        index = jnp.clip(state.window_index, _HIDDEN, last)  # the state may come from a longer list
         finite = jnp.asarray(grads_finite, bool)
         overflow = ~finite
         due = state.steps_since_change >= windows[index - _HIDDEN]
@@ -152,13 +153,13 @@ class AdaptiveLossScale:
         )
 
     def to_config(self) -> dict[str, Any]:
-        """The mapping of which `loss_scale_from_config` makes this loss scale."""
-        config = as_config("adaptive", self)
+        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
+        config = to_config("adaptive", self)
         return config if self.windows is None else config | {"windows": list(self.windows)}
 
 
 def _window_list(min_window: int, max_window: int) -> tuple[int, ...]:
-    """MindFormers' list, without what lies outside [min_window, max_window], and starting at min_window."""
+    """MindFormers' window list, restricted to [min_window, max_window] and starting at min_window."""
     current: float = max_window
     windows = {min_window, max_window}
     while current > min_window:

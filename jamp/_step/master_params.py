@@ -1,4 +1,4 @@
-"""Half-precision parameters with float32 masters in the optimizer state."""
+"""`master_params` and `mixed_precision`: 16-bit parameters with float32 masters in the optimizer state."""
 
 from typing import Any, NamedTuple
 
@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jamp._loss_scale import DynamicLossScale, LossScale
-from jamp._transforms import loss_scaled
-from jamp._tree import is_floating, widen
+from jamp._cast import cast_leaf, is_floating
+from jamp._scale.dynamic import DynamicLossScale
+from jamp._scale.static import LossScale
+from jamp._step.loss_scaled import loss_scaled
 
 
 class MasterParamsState(NamedTuple):
@@ -21,7 +22,7 @@ class MasterParamsState(NamedTuple):
       dtype('float32')
     """
 
-    master_params: Any  # the parameters in full precision, and the ones that count
+    master_params: Any  # the parameters in full precision, the source of truth
     inner_state: Any
 
 
@@ -30,21 +31,21 @@ def master_params(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep float32 masters of float16 or bfloat16 parameters in the optimizer state.
 
-    A step of 1e-4 on a bfloat16 parameter of 1.0 is lost in rounding, each time. Here `inner` steps the masters, and
+    A step of 1e-4 on a bfloat16 parameter of 1.0 is lost in rounding every time. Here `inner` steps the masters, and
     the updates bring the parameters to the rounded masters: `optax.apply_updates(params, updates)` gives
-    `masters.astype(params.dtype)`. Only where one step is more than twice its result may the sum round differently;
-    the next step corrects it.
+    `masters.astype(params.dtype)`. If one step is more than twice its result, the sum may round differently. The next
+    step corrects it.
 
-    The masters start as the parameters that `init` is given, so hand it float32 parameters if there are any, and
-    `jamp.cast_floating` them afterwards. To load other parameters later, call `init` again: the next update brings
-    edited ones back to their masters.
+    The masters start as the parameters that `init` is given. If you have float32 parameters, pass those to `init` and
+    cast them with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again, because the next
+    update brings edited parameters back to their masters.
 
     Args:
       inner: The optimizer. It sees gradients and parameters in `dtype`.
-      dtype: The masters' dtype. Wider leaves, and leaves that are not floating, keep their own.
+      dtype: The dtype of the masters. Wider leaves, and leaves that are not floating, keep their own.
 
     Returns:
-      An optax transformation whose `update` needs `params`. Its state is a `MasterParamsState`, sharded like the
+      An Optax transformation whose `update` needs `params`. Its state is a `MasterParamsState`, sharded like the
       parameters.
 
     Raises:
@@ -74,24 +75,25 @@ def mixed_precision(
     grad_dtype: DTypeLike = jnp.float32,
     axis_name: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`loss_scaled` and `master_params` in one: all that training with half-precision parameters needs.
+    """`loss_scaled` and `master_params` in one: everything that training with 16-bit parameters needs.
 
-    On an overflow neither the masters nor the parameters move, bit for bit.
+    On an overflow the masters and the parameters stay unchanged, bit for bit.
 
     Args:
       inner: The optimizer, which sees float32 parameters: the masters.
-      loss_scale: As for `loss_scaled`; `jamp.NoOpLossScale()` keeps the masters alone.
-      param_dtype: The dtype whose values the parameters take, whatever dtype holds them. None: the one they come in.
+      loss_scale: As for `loss_scaled`. With `jamp.NoOpLossScale()` only the masters are left.
+      param_dtype: The dtype to which the parameters' values are rounded, whatever dtype holds them. None means the
+        dtype they come in.
       grad_dtype: The dtype of the gradients that `inner` sees.
       axis_name: As for `loss_scaled`.
 
     Returns:
-      An optax transformation whose `update` needs `params`. Its state is a `LossScaledState` around a
+      An Optax transformation whose `update` needs `params`. Its state is a `LossScaledState` around a
       `MasterParamsState`.
 
     Raises:
       ValueError: From `update`, without `params`.
-      TypeError: If `inner` is no optax transformation or `loss_scale` no loss scale.
+      TypeError: If `inner` is not an Optax transformation or `loss_scale` is not a loss scale.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -112,8 +114,8 @@ def _with_masters(
     inner = optax.with_extra_args_support(inner)
 
     def master(p: Any) -> Any:
-        # A copy, also of a float32 parameter: donated together, the two must not be one buffer.
-        return jnp.array(widen(p, dtype), copy=True)
+        # A copy also of a float32 parameter: if both are donated, they must not share a buffer.
+        return jnp.array(cast_leaf(p, dtype), copy=True)
 
     def init(params: optax.Params) -> MasterParamsState:
         masters = jax.tree.map(master, params)
@@ -123,15 +125,15 @@ def _with_masters(
         grads: optax.Updates, state: MasterParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterParamsState]:
         if params is None:
-            raise ValueError("Master parameters need the parameters: tx.update(grads, state, params).")
-        grads = jax.tree.map(lambda g: widen(g, grad_dtype), grads)
+            raise ValueError("Master parameters need the parameters. Call tx.update(grads, state, params).")
+        grads = jax.tree.map(lambda g: cast_leaf(g, grad_dtype), grads)
         steps, inner_state = inner.update(grads, state.inner_state, state.master_params, **extra_args)
         masters = optax.apply_updates(state.master_params, steps)
 
         def to_master(step: Any, master: Any, p: Any) -> Any:
             if not is_floating(p):
                 return step
-            target = master if param_dtype is None else widen(widen(master, param_dtype), master.dtype)
+            target = master if param_dtype is None else cast_leaf(cast_leaf(master, param_dtype), master.dtype)
             return target - p.astype(master.dtype)
 
         return jax.tree.map(to_master, steps, masters, params), MasterParamsState(masters, inner_state)

@@ -1,0 +1,83 @@
+"""Read and set the learning rate in an optimizer state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.tree_util import keystr
+from jax.typing import ArrayLike
+
+
+def get_learning_rate(tree: Any) -> Array:
+    """Return the learning rate in an optimizer state.
+
+    Args:
+      tree: The state of one of these optimizers or of any under `optax.inject_hyperparams`, or a pytree with one.
+
+    Returns:
+      f32[], the learning rate. With a schedule it is that of the last step applied.
+
+    Raises:
+      ValueError: If the tree holds no `learning_rate` or several.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> float(jamp.optimizers.get_learning_rate(jamp.optimizers.sgd(0.5).init(jnp.ones(1))))
+      0.5
+    """
+    return jnp.asarray(_find(tree))
+
+
+def set_learning_rate(tree: Any, value: ArrayLike) -> Any:
+    """Return the optimizer state with another learning rate.
+
+    Args:
+      tree: As for `get_learning_rate`.
+      value: The new learning rate, a number or f32[].
+
+    Returns:
+      A tree of the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: If the tree holds no `learning_rate` or several, the value is negative, or the learning rate follows
+        a schedule, which would replace the value at the next step.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> state = jamp.optimizers.set_learning_rate(jamp.optimizers.sgd(0.5).init(jnp.ones(1)), 0.25)
+      >>> float(jamp.optimizers.get_learning_rate(state))
+      0.25
+    """
+    check_not_negative(learning_rate=value)
+    old = _find(tree)
+    if len(optax.tree.get_all_with_path(tree, "learning_rate")) > 1:
+        raise ValueError(
+            "The learning rate follows a schedule, which would replace the value at the next step. Make the optimizer "
+            "with a number, or change the schedule."
+        )
+    new = jnp.broadcast_to(jnp.asarray(value, jnp.result_type(old)), jnp.shape(old))
+    return optax.tree.set(tree, learning_rate=new)
+
+
+def _find(tree: Any) -> Any:
+    # Optax keeps the state of a schedule under this name too.
+    is_number = lambda path, value: jax.tree_util.all_leaves([value])
+    found = optax.tree.get_all_with_path(tree, "learning_rate", is_number)
+    if len(found) == 1:
+        return found[0][1]
+    if not found:
+        raise ValueError(
+            f"Found no learning_rate in this {type(tree).__name__}. Use one of jamp.optimizers, or make the optimizer "
+            "with `optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(learning_rate=1e-3)`."
+        )
+    paths = ", ".join(keystr(path) for path, _ in found)
+    raise ValueError(f"Expected exactly one learning_rate, found {len(found)}: at {paths}. Pass the one that is meant.")
+
+
+def check_not_negative(**numbers: Any) -> None:
+    """Raise ValueError if a Python number is negative or NaN."""
+    for name, value in numbers.items():
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {name}={value!r}.")

@@ -1,0 +1,138 @@
+"""The `LossScale` protocol, and the loss scales that never change: `NoOpLossScale` and `StaticLossScale`."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jamp._scale.checks import check_scale
+
+
+@runtime_checkable
+class LossScale(Protocol):
+    """An object with these two methods is a loss scale.
+
+    Examples:
+      A loss scale that halves on an overflow and never grows:
+
+      >>> from typing import NamedTuple
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> class HalvingState(NamedTuple):
+      ...     loss_scale: jax.Array  # f32[]
+      >>> class Halving:
+      ...     def init(self):
+      ...         return HalvingState(jnp.float32(2.0**16))
+      ...     def update(self, state, grads_finite):
+      ...         return HalvingState(jnp.where(grads_finite, 1.0, 0.5) * state.loss_scale)
+      >>> isinstance(Halving(), jamp.LossScale)
+      True
+    """
+
+    def init(self) -> Any:
+        """Make the initial state, a NamedTuple of arrays with a field `loss_scale`, f32[]."""
+
+    def update(self, state: Any, grads_finite: ArrayLike) -> Any:
+        """Return the next state, given whether the gradients were finite (bool[]). Pure and traceable by `jit`."""
+
+
+def check_loss_scale(loss_scale: Any, constant: str = "jamp.StaticLossScale(scale)") -> None:
+    """Raise TypeError unless `loss_scale` is a loss scale. `constant` is what the message offers for a number."""
+    if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"loss_scale must be a loss scale, got {loss_scale=}. Use jamp.DynamicLossScale(), or {constant} for a "
+            "constant."
+        )
+
+
+def to_config(kind: str, loss_scale: Any) -> dict[str, Any]:
+    """The type and the fields of a configuration, as Python numbers, strings and None."""
+    return {"type": kind, **dataclasses.asdict(loss_scale)}
+
+
+class NoOpLossScaleState(NamedTuple):
+    """State of `NoOpLossScale`.
+
+    Examples:
+      >>> import jamp
+      >>> float(jamp.NoOpLossScale().init().loss_scale)
+      1.0
+    """
+
+    loss_scale: Array  # f32[], 1
+
+
+@dataclass(frozen=True)
+class NoOpLossScale:
+    """No loss scaling: nothing is scaled, checked or skipped, and the step compiles to the plain optimizer's.
+
+    It takes the place of `enabled=False`. Use it for float32, float64 and most bfloat16 training.
+
+    Examples:
+      >>> import optax, jamp
+      >>> tx = jamp.loss_scaled(optax.adamw(1e-3), jamp.NoOpLossScale())
+    """
+
+    def init(self) -> NoOpLossScaleState:
+        """Make the state: a loss scale of 1."""
+        return NoOpLossScaleState(jnp.array(1.0, jnp.float32))
+
+    def update(self, state: NoOpLossScaleState, grads_finite: ArrayLike) -> NoOpLossScaleState:
+        """Return the state unchanged."""
+        del grads_finite
+        return state
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
+        return to_config("none", self)
+
+
+class StaticLossScaleState(NamedTuple):
+    """State of `StaticLossScale`.
+
+    Examples:
+      >>> import jamp
+      >>> float(jamp.StaticLossScale(1024.0).init().loss_scale)
+      1024.0
+    """
+
+    loss_scale: Array  # f32[]
+
+
+@dataclass(frozen=True)
+class StaticLossScale:
+    """A constant loss scale. An overflow skips the step and leaves the scale unchanged.
+
+    Args:
+      scale: The loss scale, a positive float32.
+
+    Raises:
+      ValueError: If `scale` is not a positive number that a normal float32 holds.
+
+    Examples:
+      >>> import optax, jamp
+      >>> tx = jamp.loss_scaled(optax.adamw(1e-3), jamp.StaticLossScale(1024.0))
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+    """
+
+    scale: float = 2.0**16
+
+    def __post_init__(self) -> None:
+        check_scale("scale", self.scale)
+
+    def init(self) -> StaticLossScaleState:
+        """Make the state: the constant scale."""
+        return StaticLossScaleState(jnp.array(self.scale, jnp.float32))
+
+    def update(self, state: StaticLossScaleState, grads_finite: ArrayLike) -> StaticLossScaleState:
+        """Return the state unchanged."""
+        del grads_finite
+        return state
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
+        return to_config("static", self)

@@ -1,0 +1,133 @@
+"""Which leaves of a tree are gradients, and whether they are all finite."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AxisType
+from jax.tree_util import keystr
+
+from jamp._cast import cast_leaf, is_inexact
+
+# Flax's name for the collection of fp8 scales and histories, which the optimizer overwrites instead of descending.
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+_MOST = 32  # arrays that are added before they are reduced
+_NO_DIGITS = str.maketrans("", "", "0123456789")
+
+
+def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
+    """Return whether no floating or complex leaf of a tree holds inf or NaN.
+
+    The check is exact: a finite value of any size is finite, behind any producer, on any backend. It is one dispatch
+    outside `jit`, and is inlined into the caller's computation inside `jit`.
+
+    Args:
+      tree: A pytree of arrays. Integers, bools, PRNG keys, float0 and leaves that are not arrays are finite, and so
+        is an empty tree.
+      axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes that must agree: finite on all or on none.
+
+    Returns:
+      bool[].
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> bool(jamp.all_finite({"w": jnp.array([1.0, jnp.inf])}))
+      False
+    """
+    leaves, labels, _ = split_gradients(tree)
+    return leaves_finite(leaves, labels, axis_name)
+
+
+def is_gradient(path: tuple[Any, ...], x: Any) -> bool:
+    """Whether a leaf is a gradient to unscale and check. The path decides before the dtype."""
+    return is_inexact(x) and all(getattr(key, "key", None) != OVERWRITE_WITH_GRADIENT for key in path)
+
+
+def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[list[Any]], Any]]:
+    """Take the gradients out of a tree.
+
+    Returns:
+      The gradients, a label for each, and a function that puts other leaves in their places. A label is the last key
+      of the path without its digits: equal for the same parameter of each layer.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
+    leaves = [x for _, x in flat]
+
+    def merge(gradients: list[Any]) -> Any:
+        new = dict(zip(chosen, gradients, strict=True))
+        return jax.tree.unflatten(treedef, [new.get(i, x) for i, x in enumerate(leaves)])
+
+    labels = tuple(keystr(flat[i][0][-1:]).translate(_NO_DIGITS) for i in chosen)
+    return [leaves[i] for i in chosen], labels, merge
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) -> Array:
+    """`all_finite` of a list of floating and complex arrays with their `labels`."""
+    arrays = [lax.stop_gradient(cast_leaf(jnp.asarray(x), jnp.float32)) for x in leaves]
+    if not arrays:
+        return jnp.bool_(True)
+    totals: dict[Any, Array] = {}
+    for residue in map(_residue, _groups(arrays, labels)):
+        # Sums, because XLA moves the sum over devices behind them, so that one scalar crosses between devices.
+        totals[residue.dtype] = totals[residue.dtype] + residue if residue.dtype in totals else residue
+    found = functools.reduce(jnp.logical_or, [~jnp.isfinite(total) for total in totals.values()])
+    count = _materialize(found.astype(jnp.float32))
+    return (count if axis_name is None else _sum_over(count, axis_name)) == 0
+
+
+def _sum_over(count: Array, axis_name: Any) -> Array:
+    try:
+        lax.axis_size(axis_name)  # psum itself fails without a message in a shard_map that checks vma
+    except NameError as error:
+        raise NameError(
+            f"axis_name={axis_name!r} names an axis that is not mapped here ({error}). Name axes of the enclosing "
+            "shard_map, pmap or vmap; under jit with sharded arrays leave axis_name out: the check covers all shards."
+        ) from error
+    return lax.psum(count, axis_name)
+
+
+def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:
+    """Divide arrays into groups of one type that can be added without moving data between devices.
+
+    Arrays of one type and different labels may lie transposed to each other in memory (a tied embedding beside the
+    matrices of the layers), or, where only the compiler knows, be sharded differently.
+    """
+    by_kind = defaultdict(list)
+    for i, (label, x) in enumerate(zip(labels, arrays, strict=True)):
+        by_kind[(jax.typeof(x), label) if _is_on_one_device(x) else i].append(x)
+    return [group[i : i + _MOST] for group in by_kind.values() for i in range(0, len(group), _MOST)]
+
+
+def _is_on_one_device(x: Array) -> bool:
+    mesh = jax.typeof(x).sharding.mesh
+    axes = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
+    return axes == {AxisType.Manual} or (not axes and (jax.device_count() == 1 or not mesh.empty))
+
+
+def _residue(group: list[Array]) -> Array:
+    """A number that is finite exactly if some arrays of one type are, f32[] (f64[] of float64 or complex128).
+
+    x - x is 0 where x is finite. Behind a product the compiler may contract it into a rounding error of the product or
+    an infinity, so what counts is whether the sum is finite, not whether it is 0. The factor keeps a sum of many
+    rounding errors finite. Unlike a sum of `isfinite`, XLA:CPU computes this sum in vectors. Adding arrays before they
+    are reduced makes one kernel instead of many on GPU.
+    """
+    total = jnp.sum(functools.reduce(jnp.add, [x - x for x in group]) * 2.0**-32)
+    return total.real + total.imag if jnp.iscomplexobj(total) else total
+
+
+def _materialize(count: Array) -> Array:
+    """A scalar that is 0 if and only if `count` is, and that XLA keeps in memory.
+
+    XLA:CPU copies any plainer reduction into every fusion that reads the predicate, which makes the compile time
+    quadratic in the number of leaves. It does not fuse a product of vectors.
+    """
+    pair = jnp.stack([count, count])
+    return jnp.dot(pair, pair, precision=lax.Precision.DEFAULT)

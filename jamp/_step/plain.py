@@ -1,0 +1,68 @@
+"""Step or skip a plain optimizer, whose state holds no loss scale, under a `GradScaler`."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jamp._cast import to_float32
+from jamp._step.master_params import MasterParamsState
+from jamp._step.skip import update_or_skip
+from jamp._step.state import contains
+
+
+class GradScalerStep(NamedTuple):
+    """Result of `GradScaler.step`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx, params = optax.sgd(1.0), jnp.ones(1)
+      >>> bool(jamp.GradScaler().step(tx, tx.init(params), params, grads=params * jnp.inf).stepped)
+      False
+    """
+
+    params: Any
+    opt_state: Any
+    scaler: Any  # the GradScaler of the next step
+    stepped: Array  # bool[], False if an overflow was found
+
+
+def step_plain(
+    tx: optax.GradientTransformation, opt_state: Any, params: Any, grads: Any, grads_finite: Array | None
+) -> tuple[Any, Any]:
+    """Return the parameters and the optimizer state after a step, or unchanged if the gradients are not finite.
+
+    Args:
+      tx: The optimizer. It sees float32 gradients and parameters.
+      opt_state: Its state.
+      params: The parameters.
+      grads: The true gradients.
+      grads_finite: bool[]. None steps unconditionally.
+
+    Raises:
+      ValueError: If `opt_state` has a loss scale of its own.
+    """
+    if grads_finite is not None and contains(opt_state):
+        raise ValueError(
+            "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
+            "GradScaler, or do without the GradScaler: jamp.value_and_grad(fun, opt_state) and tx.update."
+        )
+    has_float16 = any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(params))
+    if has_float16 and not contains(opt_state, lambda x: isinstance(x, MasterParamsState)):
+        warnings.warn(
+            "float16 parameters without a master copy lose every step smaller than about a 2000th of them. Use "
+            "tx = jamp.master_params(tx), or keep the parameters in float32 and compute in float16.",
+            stacklevel=3,
+        )
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, new = tx.update(grads, state, params)
+        # What `init` made float16 for float16 parameters stays float16.
+        return updates, optax.tree.cast_like(new, state)
+
+    args = to_float32(grads), opt_state, to_float32(params)
+    updates, new_state = update(*args) if grads_finite is None else update_or_skip(grads_finite, update, *args)
+    return optax.apply_updates(params, updates), new_state

@@ -1,0 +1,163 @@
+"""Apply or skip an optimizer step without extra memory traffic.
+
+`jnp.where(grads_finite, new, old)` over finished outputs makes XLA keep two versions of every buffer, and `lax.cond`
+around the step copies its operands on GPU. Here each output is selected where it is defined. Whatever follows reads the
+selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If not, everything that is
+computed from a selected value is discarded at its own selection. docs/design.md has the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import keystr
+
+from jamp import _jaxpr
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+# Primitives that are safe to evaluate on NaN. If an update has any other (a loop that may never end, a callback, a
+# factorisation), a skipped update gets gradients of zero. Otherwise the gradients are read without a selection, and a
+# norm of them can be computed beside the check instead of after it.
+_SAFE_ON_NAN = frozenset({
+    "abs", "add", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq", "exp", "ge", "gt",
+    "integer_pow", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_max", "reduce_sum",
+    "reshape", "rsqrt", "select_n", "sign", "sqrt", "square", "squeeze", "sub", "transpose",
+})  # fmt: skip
+
+
+def update_or_skip(
+    grads_finite: Array, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """Return `update(grads, state, params)` if the gradients are finite, else updates of -0.0 and `state`.
+
+    Args:
+      grads_finite: bool[], whether to run the update.
+      update: A traceable function of pytrees of arrays that returns updates and a new state.
+      grads: The gradients, a pytree of arrays.
+      state: The state, a pytree of arrays.
+      params: The parameters, a pytree of arrays.
+
+    Raises:
+      ValueError: If the new state has another structure, shape or dtype than `state`. The message names the leaf.
+    """
+    closed, (updates, new_state) = _jaxpr.trace(update, grads, state, params)
+    _check_types(
+        state, new_state, "The inner optimizer's state",
+        "Make `update` return the structure, shapes and dtypes that `init` made.",
+    )  # fmt: skip
+    skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
+    # Outside jit each operation runs by itself, under jax_debug_nans too.
+    if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
+        grads = jax.tree.map(lambda g: lax.select(grads_finite, g, jnp.zeros_like(g)), grads)
+    outputs = _evaluate(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
+    unflattened: tuple[Any, Any] = jax.tree.unflatten(jax.tree.structure((updates, new_state)), outputs)
+    return unflattened
+
+
+def new_or_old(grads_finite: Array, new: Any, old: Any, name: str) -> Any:
+    """Return the tree `new` if the gradients are finite, else `old`.
+
+    Args:
+      grads_finite: bool[].
+      new: A pytree of arrays that were computed elsewhere, such as BatchNorm's statistics.
+      old: A pytree of arrays.
+      name: What the trees are called in an error.
+
+    Raises:
+      ValueError: If the structure, a shape or a dtype changed. The message names the leaf.
+    """
+    _check_types(
+        old, new, name,
+        "Pass the structure, shapes and dtypes that it was made with (of `model.apply(..., mutable=['batch_stats'])`, "
+        "that is `updates['batch_stats']`).",
+    )  # fmt: skip
+    return jax.tree.map(lambda x, y: _select(grads_finite, jnp.asarray(x), jnp.asarray(y)), new, old)
+
+
+def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
+    inner = [(eqn.primitive.name, _jaxpr.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
+    return all(name in _SAFE_ON_NAN if body is None else _is_safe_on_nan(body) for name, body in inner)
+
+
+def _nothing(update: Any) -> complex:
+    """The update that leaves a parameter unchanged bit for bit: p + -0.0 is p for every p, also for p = -0.0."""
+    if jnp.issubdtype(update.dtype, jnp.complexfloating):
+        return complex(-0.0, -0.0)
+    return -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
+
+
+def _evaluate(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped: Sequence[Any]) -> list[Any]:
+    """Evaluate `closed` and select its i-th output against `skipped[i]`, unless that is None."""
+    jaxpr = closed.jaxpr
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    # A variable may be an input, a literal, or returned twice (a momentum that is also the update). Where it is
+    # defined it is selected for one position only. Its other positions are selected at the end.
+    position = {
+        v: i
+        for i, v in enumerate(jaxpr.outvars)
+        if not _jaxpr.is_literal(v) and v not in env and skipped[i] is not None
+    }
+    last_use = _jaxpr.last_uses(jaxpr)
+    pending: list[JaxprEqn] = []
+
+    def evaluate(eqns: list[JaxprEqn], end: int) -> None:
+        """Evaluate `eqns` and keep what the equations from `end` on read."""
+        _jaxpr.evaluate(eqns, env, lambda v: last_use.get(v, -1) >= end)
+
+    for index, eqn in enumerate(jaxpr.eqns):
+        selected = [v for v in eqn.outvars if v in position]
+        if not selected:
+            pending.append(eqn)
+            continue
+        body = _jaxpr.inlinable(eqn)
+        if body is None:
+            evaluate([*pending, eqn], index + 1)
+            env.update({v: _select(grads_finite, env[v], skipped[position[v]]) for v in selected})
+        else:
+            # A call would hide the definitions inside it: a jitted update costs three times an inlined one.
+            evaluate(pending, index)
+            inner = [skipped[position[v]] if v in position else None for v in eqn.outvars]
+            outputs = _evaluate(grads_finite, body, [_jaxpr.read(env, v) for v in eqn.invars], inner)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        pending = []
+    evaluate(pending, len(jaxpr.eqns))
+
+    done = {*position.values(), *(i for i, old in enumerate(skipped) if old is None)}
+    values = [_jaxpr.read(env, v) for v in jaxpr.outvars]
+    return [
+        new if i in done or new is old else _select(grads_finite, new, old)
+        for i, (new, old) in enumerate(zip(values, skipped, strict=True))
+    ]
+
+
+def _select(grads_finite: Array, new: Any, old: Any) -> Any:
+    if isinstance(old, (int, float, complex)):
+        old = lax.full_like(new, old)
+    elif not (sharding := jax.typeof(new).sharding).mesh.empty and jax.typeof(old).sharding != sharding:
+        # On Explicit axes, `init` made a state without looking at the parameters' sharding.
+        old = jax.sharding.reshard(old, sharding)
+    return lax.select(grads_finite, new, old)
+
+
+def _check_types(before: Any, after: Any, name: str, cure: str) -> None:
+    """Raise ValueError if a tree changed its structure, a shape or a dtype."""
+    old, new = ({keystr(path): _type(x) for path, x in jax.tree.leaves_with_path(tree)} for tree in (before, after))
+    # The structure, which also differs between containers of the same leaves such as a dict and a FrozenDict, is last.
+    paths = [*(old | new), ".structure"]
+    old[".structure"], new[".structure"] = (str(jax.tree.structure(tree)) for tree in (before, after))
+    for path in paths:
+        if old.get(path) != new.get(path):
+            raise ValueError(
+                f"{name}{path} changed from {old.get(path)} to {new.get(path)}, so a skipped step could not keep it. "
+                f"{cure}"
+            )
+
+
+def _type(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
