@@ -1,16 +1,29 @@
-"""Strict everywhere: no implicit dtype promotion, warnings are errors (pyproject.toml), compiled functions shared."""
+"""Settings for all tests: no implicit dtype promotion, warnings are errors (pyproject.toml), and quick compilation."""
 
-import jax
+import os
+import sys
+from pathlib import Path
+
 import pytest
 
-# Optax's own code promotes dtypes, so strictness is scoped to what calls it on jamp's behalf: `strict`.
+assert "jax" not in sys.modules, "a pytest plugin imported JAX before its settings were made"
+
+# Set before JAX is imported, and inherited by subprocesses and workers. Set XLA_FLAGS to run with others.
+CACHE = Path(__file__).resolve().parents[1] / "build" / "jax-cache"
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ.setdefault("XLA_FLAGS", QUICK)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import jax  # noqa: E402
 
 
-@pytest.fixture
-def strict():
-    """Fail on any implicit dtype promotion; for tests that do not go through an optimizer that promotes."""
-    with jax.numpy_dtype_promotion("strict"):
-        yield
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Forbid implicit dtype promotion, unless a test is marked `promotes` with the code that does it."""
+    with jax.numpy_dtype_promotion("standard" if item.get_closest_marker("promotes") else "strict"):
+        return (yield)
 
 
 @pytest.fixture

@@ -1,0 +1,10 @@
+"""`loss_scaled`, `mixed_precision` and `GradScaler` keep the contract. The frameworks' adapters: integrations."""
+
+import pytest
+from contract import ADAPTERS, EVERY_CHECK
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@EVERY_CHECK
+def test_keeps_the_contract(name, check):
+    check(ADAPTERS[name])
