@@ -88,11 +88,7 @@ def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
 
 
 def check_floating(name: str, dtype: DTypeLike) -> np.dtype[Any]:
-    """The NumPy dtype of a floating dtype or its name.
-
-    Raises:
-      ValueError: If it is not floating. The message calls it `name`.
-    """
+    """The NumPy dtype of a floating dtype or its name. Anything else is a ValueError that calls it `name`."""
     checked = jnp.dtype(dtype)
     if not jnp.issubdtype(checked, jnp.floating):
         raise ValueError(f"{name} must be floating, such as jnp.float16, got {name}={checked.name!r}.")

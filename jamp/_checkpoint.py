@@ -28,7 +28,9 @@ def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
       >>> jamp.interop.checkpoint_config({"w": jnp.ones((3, 4))}, jamp.StaticLossScale(8.0))
       {'loss_scale': {'type': 'static', 'scale': 8.0}, 'arrays': {"['w']": 'float32[3,4]'}}
     """
-    arrays = {keystr(path): _describe(x) for path, x in tree_leaves_with_path(tree) if _is_array(x)}
+    is_array = lambda x: hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+    describe = lambda x: f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
+    arrays = {keystr(path): describe(x) for path, x in tree_leaves_with_path(tree) if is_array(x)}
     return {"loss_scale": _config(loss_scale), "arrays": arrays}
 
 
@@ -81,14 +83,6 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
 
 def _difference(path: str, saved: str | None, own: str | None) -> str:
     return f"{path} was {f'saved as {saved}' if saved else 'not saved'}, the state has {own or 'no such array'}"
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
-
-
-def _describe(x: Any) -> str:
-    return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
 
 
 def _config(loss_scale: LossScale) -> dict[str, Any]:

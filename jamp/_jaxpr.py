@@ -4,8 +4,6 @@ This module uses only public modules of JAX. The parameters of primitives are no
 only module that reads them and that knows how JAX versions differ.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +16,8 @@ from jax.sharding import Sharding
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+else:  # `core` says why they are not imported.
+    ClosedJaxpr = Jaxpr = JaxprEqn = Literal = Var = Any
 
 Env = dict[Any, Any]  # of Var
 

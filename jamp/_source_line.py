@@ -1,17 +1,13 @@
 """The line of source that an equation of a jaxpr comes from."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
+from jamp._jaxpr import JaxprEqn
 
 
 def user_line(eqn: JaxprEqn) -> str | None:
-    """The innermost line of an equation's traceback that is neither an installed package's nor jamp's."""
+    """The innermost line of an equation's traceback that is not in an installed package or in jamp."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
@@ -19,7 +15,7 @@ def user_line(eqn: JaxprEqn) -> str | None:
 
 
 def made_by_jamp(eqn: JaxprEqn) -> bool:
-    """Whether jamp's own code put an equation into the program: a cast of autocast's, not the user's."""
+    """Whether jamp inserted an equation, such as a cast of autocast, and not the user."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     return next((f.file_name.startswith(_JAMP) for f in frames if not _is_others(f.file_name)), False)
 

@@ -1,4 +1,4 @@
-"""What this machine does in 16 bit, and what jamp recommends on it: `python -m jamp.doctor`."""
+"""The speed of 16-bit matrix products on this machine, and a recommendation: `python -m jamp.doctor`."""
 
 import platform
 import re
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _PACKAGES = ("jax-amp", "jax", "jaxlib", "optax", "flax", "equinox", "numpy")
-_FASTER = 1.2  # times float32, below which 16 bit is not worth its trouble
+_FASTER = 1.2  # times float32. Below that 16 bit is not worth using.
 
 
 def report(seconds: float = 1.0) -> str:
-    """Versions, devices, which 16-bit types are computed natively, the speed of matrix products, a recommendation.
+    """Report versions, devices, which 16-bit dtypes are native, the speed of matrix products and a recommendation.
 
     Args:
-      seconds: How long to measure in all, besides compiling.
+      seconds: The time to measure, without compilation.
 
     Returns:
       A text of about fifteen lines.
@@ -63,7 +63,7 @@ def _size() -> int:
 
 def _is_native(dtype: str) -> bool:
     """Whether the compiler leaves the operands of a product in their dtype."""
-    if jax.default_backend() == "tpu":  # whose compiled text does not tell; its matrix unit has no float16
+    if jax.default_backend() == "tpu":  # Its compiled text does not tell. Its matrix unit has no float16.
         return dtype != "float16"
     x = jax.ShapeDtypeStruct((_size(), _size()), dtype)
     text = jax.jit(jnp.matmul).lower(x, x).compile().as_text() or ""
@@ -71,7 +71,7 @@ def _is_native(dtype: str) -> bool:
 
 
 def _speeds(seconds: float) -> dict[str, float]:
-    """FLOPs a second for each dtype: the best of the products that fit into the time, each dtype in turn."""
+    """The most FLOPs per second of each dtype, measured in turn for the given time."""
     n = _size()
     product = jax.jit(jnp.matmul)
     operands = {dtype: jnp.full((n, n), 0.5, dtype) for dtype in _DTYPES}
@@ -80,7 +80,7 @@ def _speeds(seconds: float) -> dict[str, float]:
     while True:
         for dtype, x in operands.items():
             start = time.perf_counter()
-            jax.block_until_ready([product(x, x) for _ in range(4)])  # the next are dispatched while the first runs
+            jax.block_until_ready([product(x, x) for _ in range(4)])  # dispatched while the first one runs
             best[dtype] = min(best[dtype], (time.perf_counter() - start) / 4)
         if time.perf_counter() >= end:
             return {dtype: 2 * n**3 / took for dtype, took in best.items()}
@@ -90,8 +90,8 @@ def _recommend(native: Mapping[str, bool], speed: Mapping[str, float]) -> str:
     fast = [d for d in ("bfloat16", "float16") if native[d] and speed[d] >= _FASTER * speed["float32"]]
     if not fast:
         return (
-            "Recommended: float32. 16 bit is no faster on this machine; it still halves the memory of activations, and "
-            "float16 runs here as it does elsewhere, which is good for tests."
+            "Recommended: float32. 16 bit is not faster on this machine. It halves the memory of activations, and "
+            "float16 gives the same numbers here as elsewhere, which is useful for tests."
         )
     if fast == ["float16"]:
         return "Recommended: float16. jamp.autocast(loss_fn), and jamp.loss_scaled(tx) for its range."

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from jamp._scale.checks import check_count
 from jamp._step.lookup import metrics
-from jamp._step.state import ScalerState, find_scaler_state, is_scaler_state
+from jamp._step.state import ScalerState, find_scaler_state
 
 
 class History:
@@ -44,7 +43,8 @@ class History:
         check_count("first_step", first_step, least=0)
         self.first_step = first_step
         self._every = every
-        self._path: tuple[Any, ...] = ()  # to the scaler state in the trees that are appended
+        self._structure: Any = None  # of the trees that are appended
+        self._positions: Any = None  # of the scaler state among their leaves
         self._buffer: dict[str, Array] = {}
         self._extra: frozenset[str] = frozenset()  # the names that the user added
         self._on_the_way: dict[str, Array] = {}  # the last full buffer, which is being copied to the host
@@ -102,28 +102,13 @@ class History:
             self._on_the_way = {}
 
     def _find(self, tree: Any) -> ScalerState:
-        node = _follow(tree, self._path)
-        if not is_scaler_state(node):
-            node = find_scaler_state(tree)
-            flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is node)
-            self._path = next(path for path, x in flat if x is node)
-        return ScalerState(node.loss_scale_state, node.stats, node.grads_finite)
-
-
-def _follow(tree: Any, path: tuple[Any, ...]) -> Any:
-    """The node at a path, or None. Finding the state again at each step would take longer than recording it."""
-    for key in path:
-        try:
-            match key:
-                case GetAttrKey(name=name):
-                    tree = getattr(tree, name)
-                case SequenceKey(idx=i) | DictKey(key=i):
-                    tree = tree[i]
-                case _:
-                    return None
-        except (AttributeError, IndexError, KeyError, TypeError):
-            return None
-    return tree
+        leaves, structure = jax.tree.flatten(tree)
+        # Finding the state anew at each step would take longer than recording it.
+        if self._structure is None or structure != self._structure:
+            found = find_scaler_state(jax.tree.unflatten(structure, range(len(leaves))))
+            self._positions = ScalerState(found.loss_scale_state, found.stats, found.grads_finite)
+            self._structure = structure
+        return jax.tree.map(leaves.__getitem__, self._positions)
 
 
 def _row(state: ScalerState, scalars: Mapping[str, ArrayLike]) -> dict[str, Array]:

@@ -14,10 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._checkpoint import (
-    check_checkpoint_config as check_checkpoint_config,
-    checkpoint_config as checkpoint_config,
-)
+from jamp._checkpoint import check_checkpoint_config as check_checkpoint_config, checkpoint_config as checkpoint_config
 from jamp._scale.adaptive import AdaptiveLossScale, AdaptiveLossScaleState
 from jamp._scale.checks import INT32_MAX, TINY
 from jamp._scale.dynamic import DynamicLossScale
@@ -49,9 +46,7 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
       (1024.0, 7)
     """
     if not state_dict:
-        raise ValueError(
-            "The state dict is empty: it comes from a disabled scaler. Use jamp.GradScaler(enabled=False)."
-        )
+        raise ValueError("The state dict is empty, as that of a disabled scaler is. Use GradScaler(enabled=False).")
     _check_keys(state_dict, _TORCH_KEYS, "state dict of torch's GradScaler")
     return _dynamic(
         scale=state_dict["scale"],
@@ -89,10 +84,7 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
 def from_flax(dynamic_scale: Any) -> GradScaler:
     """Make the scaler that continues where a `flax.training.dynamic_scale.DynamicScale` stopped.
 
-    Flax grows on the finite step after `growth_interval` finite steps, so the scaler's interval is one longer.
-
-    Args:
-      dynamic_scale: The `DynamicScale`. Its attributes are read.
+    Its attributes are read. Flax grows one finite step after `growth_interval` of them, so the interval is one longer.
 
     Examples:
       >>> import types, jamp  # in place of flax's DynamicScale(), its attributes
@@ -115,10 +107,7 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
 def from_jmp(loss_scale: Any) -> GradScaler:
     """Make the scaler that continues where a `jmp.DynamicLossScale` stopped.
 
-    jmp loses its `min_loss_scale` in every pytree round trip. The present value is used.
-
-    Args:
-      loss_scale: The `jmp.DynamicLossScale`. Its attributes are read.
+    Its attributes are read. jmp loses `min_loss_scale` in every pytree round trip, and the present value is used.
 
     Examples:
       >>> import types, jamp  # in place of jmp's DynamicLossScale, its attributes
@@ -157,19 +146,12 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
       >>> int(jamp.interop.from_mindformers(jamp.interop.to_mindformers(state)).steps_since_change)
       1
     """
-    _check_keys(
-        parameters, to_mindformers(AdaptiveLossScale().init()), "set of parameters of MindFormers' adaptive loss scale"
-    )
+    names = to_mindformers(AdaptiveLossScale().init())
+    _check_keys(parameters, names, "set of parameters of MindFormers' adaptive loss scale")
     number = {name: np.asarray(x).item() for name, x in parameters.items()}
-    counts = (
-        number["list_index"],
-        number["scale_window_up_count"],
-        number["scale_window_down_count"],
-        number["current_iterator_step"] - number["last_overflow_iterator_step"],
-    )
-    return AdaptiveLossScaleState(
-        jnp.array(number["scale_sense"], jnp.float32), *(jnp.array(x, jnp.int32) for x in counts)
-    )
+    counts = [number[name] for name in ("list_index", "scale_window_up_count", "scale_window_down_count")]
+    counts.append(number["current_iterator_step"] - number["last_overflow_iterator_step"])
+    return AdaptiveLossScaleState(jnp.float32(number["scale_sense"]), *(jnp.array(x, jnp.int32) for x in counts))
 
 
 def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale()) -> dict[str, Any]:

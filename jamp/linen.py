@@ -115,17 +115,7 @@ class TrainState(train_state.TrainState):
     def value_and_grad(
         self, fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any
     ) -> Callable[..., Any]:
-        """`jamp.value_and_grad(fun, self.opt_state, ...)`: the true loss and true float32 gradients.
-
-        Args:
-          fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
-          argnums: As for `jax.value_and_grad`.
-          has_aux: As for `jax.value_and_grad`.
-          **kwargs: `holomorphic` and `allow_int`, as for `jax.value_and_grad`.
-
-        Returns:
-          A function of the arguments of `fun` that returns `(value, grads)`.
-        """
+        """`jamp.value_and_grad(fun, self.opt_state, ...)`: the true loss and true float32 gradients."""
         return scaling.value_and_grad(fun, self.opt_state, argnums, has_aux, **kwargs)
 
     def apply_gradients(self, *, grads: Any, extra_args: Mapping[str, Any] | None = None, **collections: Any) -> Self:

@@ -70,16 +70,10 @@ class Optimizer(nnx.Optimizer[Any]):
         check_one_scaler(self.opt_state.inner_state)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Step the model and the optimizer in place, or skip the step if the gradients are not finite.
+        """Step the model and the optimizer in place, or skip the step if the true gradients are not finite.
 
-        Args:
-          model: The model that the optimizer was made for.
-          grads: The true gradients.
-          **kwargs: Extra arguments for the optimizer's `update`, such as `value=loss`. `grads_finite` (bool[])
-            replaces the check.
-
-        Returns:
-          The updates that were added to the parameters.
+        Other keywords, such as `value=loss`, are for the optimizer's `update`. `grads_finite` (bool[]) replaces the
+        check. It returns the updates that were added to the parameters.
         """
         step = self.step[...]
         updates = super().update(model, grads, **kwargs)
@@ -88,10 +82,7 @@ class Optimizer(nnx.Optimizer[Any]):
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
-    optimizer: Any,
-    argnums: Any = None,
-    has_aux: bool = False,
+    fun: Callable[..., Any], optimizer: Any, argnums: Any = None, has_aux: bool = False
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` with loss scaling inside, which on an overflow also restores what `fun` changed.
 

@@ -2,7 +2,8 @@
 
 Each takes `learning_rate` as a number or as a schedule (a function of the number of steps applied), and keeps it in its
 state. `get_learning_rate` reads it and `set_learning_rate` sets it. Wrap them like any optimizer:
-`jamp.loss_scaled(jamp.optimizers.adamw(1e-3))`.
+`jamp.loss_scaled(jamp.optimizers.adamw(1e-3))`. With `weight_decay`, `update` needs `params`. A number out of its range
+is a ValueError.
 """
 
 import math
@@ -38,9 +39,6 @@ def sgd(
       dampening: The share of each gradient after the first that is left out of the momentum.
       weight_decay: The multiple of the parameters that is added to the gradient.
       nesterov: Whether to use Nesterov momentum.
-
-    Returns:
-      An Optax transformation; with `weight_decay`, its `update` needs `params`.
 
     Raises:
       ValueError: If a number is out of its range, or `nesterov` is used without momentum or with dampening.
@@ -85,12 +83,6 @@ def adam(
       weight_decay: The multiple of the parameters that is added to the gradient.
       amsgrad: Whether to divide by the largest average of the squares so far.
 
-    Returns:
-      An Optax transformation; with `weight_decay`, its `update` needs `params`.
-
-    Raises:
-      ValueError: If a number is out of its range.
-
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> tx = jamp.optimizers.adam(1e-3)
@@ -113,20 +105,14 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW as `torch.optim.AdamW`.
 
-    torch's default weight decay is 0.01, Optax's is 1e-4.
+    torch's default weight decay is 0.01. Optax's is 1e-4.
 
     Args:
       learning_rate: As for `adam`.
       betas: As for `adam`.
       eps: As for `adam`.
-      weight_decay: The share of each parameter that is subtracted, times the learning rate.
       amsgrad: As for `adam`.
-
-    Returns:
-      An Optax transformation; with `weight_decay`, its `update` needs `params`.
-
-    Raises:
-      ValueError: If a number is out of its range.
+      weight_decay: The share of each parameter that is subtracted, times the learning rate.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -158,12 +144,6 @@ def rmsprop(
       weight_decay: The multiple of the parameters that is added to the gradient.
       momentum: The decay rate of the momentum.
       centered: Whether to divide by the standard deviation of the gradient.
-
-    Returns:
-      An Optax transformation; with `weight_decay`, its `update` needs `params`.
-
-    Raises:
-      ValueError: If a number is out of its range.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp

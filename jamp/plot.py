@@ -1,7 +1,7 @@
-"""Pictures of a loss scale and of gradients. They need matplotlib: `pip install 'jax-amp[plot]'`.
+"""Plots of a loss scale and of gradients. They need Matplotlib: `pip install 'jax-amp[plot]'`.
 
-Every function returns a Matplotlib figure in the colours of the current style, so that `plt.style.use` applies; close
-it with `plt.close(figure)` where many are made.
+Every function returns a Matplotlib figure that follows `plt.style.use`. If you make many, close each with
+`plt.close(figure)`.
 """
 
 import math
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from jamp.debug import UnderflowReport
     from jamp.history import History
 
-# Read on white and on black.
+# Readable on white and on black.
 _BLUE, _ORANGE, _RED, _GREY = "#3b8ed0", "#f08c2e", "#e0433c", "#8c8c8c"
-_LOWEST = -60.0  # the power of two below which nothing is told apart
+_LOWEST = -60.0  # the power of two below which all magnitudes share a bin
 
 
 def loss_scale_history(history: "History") -> "Figure":
-    """The loss scale over the steps, on a scale of powers of two, with each skipped step marked.
+    """Plot the loss scale over the steps, in powers of two, with each skipped step marked.
 
-    With an adaptive loss scale the growth windows are shaded, the longer the darker, and numbered by their place in
-    the window list; the hidden window of one step is number -1.
+    The growth windows of an adaptive loss scale are shaded, the longer the darker, and numbered by their position in
+    the window list. The hidden window of one step is number -1.
 
     Args:
-      history: A `jamp.History`; the figure waits for its steps.
+      history: A `jamp.History`. The figure waits for its steps.
 
     Raises:
       ValueError: If no step was recorded.
@@ -74,11 +74,11 @@ def _shade_windows(axes: "Axes", steps: Any, index: Any) -> None:
 
 
 def gradient_range(grads: Any, state: Any) -> "Figure":
-    """Where the gradients lie among the powers of two, before and after scaling, and what float16 can hold of them.
+    """Plot the magnitudes of the gradients before and after scaling, and the range of float16.
 
     Args:
-      grads: The true gradients, as `jamp.value_and_grad` gives them. What underflowed before they were made is not
-        there: take them from a float32 model to see all.
+      grads: The true gradients, from `jamp.value_and_grad`. Gradients that underflowed in the backward pass are 0. To
+        see those too, pass the gradients of a float32 model.
       state: A loss-scale state, or any pytree that holds exactly one.
 
     Raises:
@@ -117,10 +117,10 @@ def gradient_range(grads: Any, state: Any) -> "Figure":
 
 
 def layer_ranges(report: "UnderflowReport") -> "Figure":
-    """A bar for each leaf of the gradients: from the smallest to the largest, scaled, and what float16 can hold.
+    """Plot the range of the scaled gradients of each leaf as a bar, and the range of float16.
 
     Args:
-      report: What `jamp.debug.underflow_report` returns.
+      report: The result of `jamp.debug.underflow_report`.
 
     Raises:
       ValueError: If the report has no leaves.
@@ -164,24 +164,24 @@ def _new(size: tuple[float, float]) -> tuple["Figure", "Axes"]:
 
 
 def _limits(axes: "Axes", low: float, high: float, dtype: DTypeLike = "float16") -> None:
-    """What a dtype can hold: lines and shades, named above the axes."""
+    """Shade what a dtype cannot hold, with names above the axes."""
     info = jnp.finfo(dtype)
     least, normal, end = (math.log2(float(x)) for x in (info.smallest_subnormal, info.smallest_normal, info.max))
-    zero = least - 1  # half the smallest number is rounded to 0
+    zero = least - 1  # half the smallest number rounds to 0
     low, high = min(zero - 5, max(low, _LOWEST)), max(end + 4, min(high, end + 20))
     for left, right, color, alpha in ((low, zero, _RED, 0.15), (zero, normal, _GREY, 0.25), (end, high, _RED, 0.15)):
         axes.axvspan(left, right, color=color, alpha=alpha, linewidth=0, zorder=0)
     names = ((low, zero, "0"), (zero, normal, "subnormal"), (normal, end, f"{info.dtype} normal"), (end, high, "inf"))
     at = axes.get_xaxis_transform()
     for left, right, name in names:
-        if right - left > 0.012 * len(name) * (high - low):  # else it would run into the next
+        if right - left > 0.012 * len(name) * (high - low):  # otherwise the names would overlap
             axes.text((left + right) / 2, 1.01, name, transform=at, ha="center", va="bottom", size="small")
     _powers(axes.xaxis, low, high)
     axes.set_xlim(low, high)
 
 
 def _powers(axis: Any, low: float, high: float) -> None:
-    """Ticks at powers of two, about ten of them."""
+    """Set about ten ticks at powers of two."""
     step = max(1, 2 ** math.ceil(math.log2(max(1.0, (high - low) / 12))))
     ticks = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
     axis.set_ticks(ticks, [f"$2^{{{n}}}$" for n in ticks])
@@ -193,7 +193,7 @@ def _power(scale: float) -> str:
 
 
 def _short(path: str, most: int = 28) -> str:
-    """A path in few characters: blocks/0/down."""
+    """A short form of a path: blocks/0/down."""
     plain = (
         path.replace("']['", "/").replace("'][", "/").replace("]['", "/").replace("][", "/").strip("[]'.")
         or "the array"

@@ -1,9 +1,7 @@
 """Evaluate a planned jaxpr; control flow and custom derivatives through the public functions that make them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +10,7 @@ from jax import lax
 from jamp import _jaxpr
 from jamp._autocast.plan import Input, PlannedEqn, PlannedJaxpr
 from jamp._autocast.planner import Planner
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
 
 def run(body: PlannedJaxpr, args: Sequence[Any], low: Sequence[bool]) -> list[Any]:
@@ -193,11 +189,7 @@ def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int])
 
 
 def _replay(
-    planner: Planner,
-    fun: Callable[..., Any],
-    avals: Sequence[Any],
-    args: Sequence[Any],
-    low: Callable[[PlannedJaxpr], Sequence[bool]],
+    planner: Planner, fun: Callable[..., Any], avals: Sequence[Any], args: Sequence[Any], low: Callable[..., Any]
 ) -> list[Any]:
     """Trace `fun` at `avals`, and evaluate it on `args`, of which some are low."""
     closed = jax.make_jaxpr(fun)(*avals)

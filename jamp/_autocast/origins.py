@@ -1,18 +1,14 @@
 """Where the values of a jaxpr come from: what tells a constant from an array, and a bias from an activation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax import lax
 
 from jamp import _jaxpr
-
-if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
+from jamp._jaxpr import JaxprEqn
 
 Atom: TypeAlias = Any  # Var | Literal
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,7 @@ import numpy as np
 from jamp import _jaxpr
 from jamp._autocast.origins import Atom, Origins, without_ones
 from jamp._autocast.rules import COMPUTE, WIDEST
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
-
-    from jamp._autocast.planner import Planner
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 
 _FLOAT32 = np.dtype(np.float32)
 FULL_PRECISION = "jamp.full_precision"
@@ -60,6 +56,7 @@ class PlannedJaxpr:
     """A jaxpr, planned.
 
     Attributes:
+      planner: The `Planner` that made it.
       closed: The jaxpr at its traced dtypes.
       inputs: The variables to bind the arguments to.
       pieces: What to evaluate in turn: lists of equations to run as they are, and planned equations to enter.
@@ -70,7 +67,7 @@ class PlannedJaxpr:
       traced: The jaxpr at its planned dtypes, where the interpreter has needed it.
     """
 
-    def __init__(self, planner: Planner, closed: ClosedJaxpr, inputs: Sequence[Input]):
+    def __init__(self, planner: Any, closed: ClosedJaxpr, inputs: Sequence[Input]):
         self.planner, self.closed = planner, closed
         self.traced: ClosedJaxpr | None = None
         self._wide: set[Var] = set()  # Low values that are needed in float32 too.
@@ -227,7 +224,7 @@ class PlannedJaxpr:
         return self._homes[atom, low]
 
 
-def _low_aval(aval: Any, planner: Planner) -> Any:
+def _low_aval(aval: Any, planner: Any) -> Any:
     return aval.update(dtype=planner.compute_dtype, weak_type=False)
 
 

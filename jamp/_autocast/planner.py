@@ -1,10 +1,8 @@
 """What the plans of a function share: the compute dtype, the rules, and the jaxprs planned so far."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +12,7 @@ from jax import lax
 from jamp import _jaxpr
 from jamp._autocast.plan import Input, PlannedJaxpr
 from jamp._autocast.rules import EXACT, MOVES_DATA
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 
 
 class Planner:

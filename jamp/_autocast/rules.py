@@ -26,11 +26,7 @@ RULES: dict[str, tuple[str, str]] = {
         "matrix products and convolutions are what 16-bit hardware is for; it accumulates them in float32",
         "dot_general conv_general_dilated",
     ),
-    **_rules(
-        COMPUTE,
-        "a bias that is added to a product belongs to it, as in torch's linear and conv",
-        "add[bias]",
-    ),
+    **_rules(COMPUTE, "a bias that is added to a product belongs to it, as in torch's linear and conv", "add[bias]"),
     **_rules(
         WIDEST,
         "a product that sums over nothing (positions times frequencies) is a multiplication",
@@ -62,15 +58,9 @@ RULES: dict[str, tuple[str, str]] = {
         "select_and_gather_add select_and_scatter scatter-max scatter-min",
     ),
     **_rules(
-        WIDEST,
-        "bounded: 16 bit in, 16 bit out loses no more than rounding does",
-        "atan cos erf erfc logistic sin tanh",
+        WIDEST, "bounded: 16 bit in, 16 bit out loses no more than rounding does", "atan cos erf erfc logistic sin tanh"
     ),
-    **_rules(
-        WIDEST,
-        "a division by a constant is a multiplication",
-        "div[constant]",
-    ),
+    **_rules(WIDEST, "a division by a constant is a multiplication", "div[constant]"),
     **_rules(
         FLOAT32,
         "sums of many terms lose digits or overflow in 16 bit: mean, variance, norms, losses",
@@ -82,22 +72,14 @@ RULES: dict[str, tuple[str, str]] = {
         "what is subtracted from its maximum and exponentiated (softmax, logsumexp) is all of it float32",
         "reduce_max",
     ),
-    **_rules(
-        FLOAT32,
-        "products of many terms leave the range of 16 bit",
-        "reduce_prod cumprod scatter-mul",
-    ),
+    **_rules(FLOAT32, "products of many terms leave the range of 16 bit", "reduce_prod cumprod scatter-mul"),
     **_rules(
         FLOAT32,
         "leaves the range of float16, or magnifies a rounding error",
         "acos acosh asin asinh atan2 atanh cbrt cosh exp exp2 expm1 integer_pow log log1p log2 pow rsqrt sinh sqrt "
         "square tan",
     ),
-    **_rules(
-        FLOAT32,
-        "a quotient leaves the range of float16 where its divisor is small",
-        "div rem",
-    ),
+    **_rules(FLOAT32, "a quotient leaves the range of float16 where its divisor is small", "div rem"),
     **_rules(
         FLOAT32,
         "a special function, given by polynomials that need the digits",

@@ -126,12 +126,7 @@ class AdaptiveLossScale:
         return AdaptiveLossScaleState(jnp.array(self.init_scale, jnp.float32), *counts)
 
     def update(self, state: AdaptiveLossScaleState, grads_finite: ArrayLike) -> AdaptiveLossScaleState:
-        """Return the next state.
-
-        Args:
-          state: The state whose scale scaled this step's loss.
-          grads_finite: bool[], whether this step's gradients were finite.
-        """
+        """Return the state after a step whose loss `state` scaled and whose gradients were finite or not (bool[])."""
         windows = jnp.array((1, *self.window_list), jnp.int32)  # the hidden window comes before the first
         last = len(self.window_list) - 1
         index = jnp.clip(state.window_index, _HIDDEN, last)  # the state may come from a longer list

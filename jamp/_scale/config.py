@@ -58,9 +58,6 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
 
     A number may be given as a string, because YAML 1.1 reads `1e9` as a string and JSON has no other way to say "inf".
 
-    Args:
-      config: The mapping.
-
     Raises:
       ValueError: If a type or key is unknown, or a key is missing. The message lists the valid names and the nearest.
       TypeError: If `config` is not a mapping.

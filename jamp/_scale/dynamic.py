@@ -104,12 +104,7 @@ class DynamicLossScale:
         return DynamicLossScaleState(jnp.array(self.init_scale, jnp.float32), *counts)
 
     def update(self, state: DynamicLossScaleState, grads_finite: ArrayLike) -> DynamicLossScaleState:
-        """Return the next state.
-
-        Args:
-          state: The state whose scale scaled this step's loss.
-          grads_finite: bool[], whether this step's gradients were finite.
-        """
+        """Return the state after a step whose loss `state` scaled and whose gradients were finite or not (bool[])."""
         finite = jnp.asarray(grads_finite, bool)
         overflow = ~finite
         growth_count = jnp.where(finite, increment(state.growth_count), 0)

@@ -38,13 +38,7 @@ class LossScaleStats(NamedTuple):
         return cls(zero(), zero(), zero(), zero(), zero(), scale(), scale())
 
     def update(self, grads_finite: Array, old_scale: Array, new_scale: Array) -> "LossScaleStats":
-        """Return the statistics after a step.
-
-        Args:
-          grads_finite: bool[], whether the step was applied.
-          old_scale: f32[], the loss scale that scaled the step.
-          new_scale: f32[], the loss scale of the next step.
-        """
+        """Return the statistics after a step, given the scale that scaled it and that of the next step, f32[]."""
         finite = jnp.asarray(grads_finite, bool)
 
         def count_if(happened: Array, count: Array) -> Array:

@@ -94,21 +94,21 @@ def _sum_over(count: Array, axis_name: Any) -> Array:
 
 
 def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:
-    """Divide arrays into groups of one type that can be added without moving data between devices.
+    """Divide arrays into groups of one type that can be added without moving data.
 
-    Arrays of one type and different labels may lie transposed to each other in memory (a tied embedding beside the
-    matrices of the layers), or, where only the compiler knows, be sharded differently.
+    Arrays of one type but different labels may lie transposed to each other in memory (a tied embedding beside the
+    matrices of the layers). Arrays whose sharding only the compiler knows are not grouped.
     """
-    by_kind = defaultdict(list)
+    groups = defaultdict(list)
     for i, (label, x) in enumerate(zip(labels, arrays, strict=True)):
-        by_kind[(jax.typeof(x), label) if _is_on_one_device(x) else i].append(x)
-    return [group[i : i + _MOST] for group in by_kind.values() for i in range(0, len(group), _MOST)]
+        groups[(jax.typeof(x), label) if _type_tells_sharding(x) else i].append(x)
+    return [group[i : i + _MOST] for group in groups.values() for i in range(0, len(group), _MOST)]
 
 
-def _is_on_one_device(x: Array) -> bool:
+def _type_tells_sharding(x: Array) -> bool:
     mesh = jax.typeof(x).sharding.mesh
-    axes = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
-    return axes == {AxisType.Manual} or (not axes and (jax.device_count() == 1 or not mesh.empty))
+    kinds = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
+    return jax.device_count() == 1 if mesh.empty else AxisType.Auto not in kinds
 
 
 def _residue(group: list[Array]) -> Array:

@@ -1,4 +1,7 @@
-"""Read and replace the loss scale in any pytree that holds one: an optimizer state, a train state, a `GradScaler`."""
+"""Read and replace the loss scale in any pytree that holds one: an optimizer state, a train state, a `GradScaler`.
+
+If the tree holds none or several, each of these functions raises a ValueError that says what was found.
+"""
 
 import math
 from typing import Any
@@ -19,13 +22,11 @@ def get_loss_scale(tree: Any) -> Array:
     """Return the loss scale.
 
     Args:
-      tree: A loss-scale state, or any pytree that holds exactly one: an optimizer state, a train state.
+      tree: A loss-scale state, or any pytree that holds exactly one: an optimizer state, a train state. Otherwise a
+        ValueError says what was found.
 
     Returns:
       f32[], the scale of the next loss.
-
-    Raises:
-      ValueError: If the tree holds no loss-scale state or several.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -48,9 +49,6 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
 
     Returns:
       A tree of the same structure, shapes and dtypes.
-
-    Raises:
-      ValueError: If the tree holds no loss-scale state or several.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -75,14 +73,11 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
     their own scale. The inner optimizer's state, the statistics and everything else stay as they are.
 
     Args:
-      tree: A loss-scale state, or any pytree that holds exactly one: an optimizer state, a train state.
+      tree: As for `get_loss_scale`.
       loss_scale: The loss scale to continue with.
 
     Returns:
       The tree with the state of `loss_scale` in place of the old one.
-
-    Raises:
-      ValueError: If the tree holds no loss-scale state or several.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -107,10 +102,7 @@ def get_stats(tree: Any) -> LossScaleStats:
     """Return the statistics of the one loss-scaled optimizer state in a tree.
 
     Args:
-      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one.
-
-    Raises:
-      ValueError: If the tree holds none or several.
+      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one (else a ValueError).
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -125,13 +117,10 @@ def get_grads_finite(tree: Any) -> Array:
     """Return whether the last step was applied, without waiting for the device.
 
     Args:
-      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one.
+      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one (else a ValueError).
 
     Returns:
       bool[], True before the first step.
-
-    Raises:
-      ValueError: If the tree holds none or several.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -147,14 +136,11 @@ def metrics(tree: Any) -> dict[str, Array]:
     Building the dictionary is asynchronous. Only converting a value to a Python number waits for the device.
 
     Args:
-      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one.
+      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one (else a ValueError).
 
     Returns:
       Arrays on the device by name: `loss_scale` (f32[]), `grads_finite` (bool[]), the fields of `LossScaleStats` and
       `success_rate` (f32[]).
-
-    Raises:
-      ValueError: If the tree holds none or several.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp

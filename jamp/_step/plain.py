@@ -15,14 +15,7 @@ from jamp._step.state import contains
 
 
 class GradScalerStep(NamedTuple):
-    """Result of `GradScaler.step`.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, jamp
-      >>> tx, params = optax.sgd(1.0), jnp.ones(1)
-      >>> bool(jamp.GradScaler().step(tx, tx.init(params), params, grads=params * jnp.inf).stepped)
-      False
-    """
+    """Result of `GradScaler.step`."""
 
     params: Any
     opt_state: Any
@@ -35,15 +28,8 @@ def step_plain(
 ) -> tuple[Any, Any]:
     """Return the parameters and the optimizer state after a step, or unchanged if the gradients are not finite.
 
-    Args:
-      tx: The optimizer. It sees float32 gradients and parameters.
-      opt_state: Its state.
-      params: The parameters.
-      grads: The true gradients.
-      grads_finite: bool[]. None steps unconditionally.
-
-    Raises:
-      ValueError: If `opt_state` has a loss scale of its own.
+    `tx` sees float32 gradients and parameters. If `grads_finite` (bool[]) is None the step is unconditional. An
+    `opt_state` with a loss scale of its own is a ValueError.
     """
     if grads_finite is not None and contains(opt_state):
         raise ValueError(

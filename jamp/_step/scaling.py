@@ -52,9 +52,8 @@ def scale_by(loss: Any, scale: Array | None) -> Any:
         return to_float32(loss)
     if any(jnp.result_type(x) == jnp.float16 for x in leaves):
         warnings.warn(
-            "The loss is float16: its cotangent is the loss scale, which float16 holds only up to 65504, so at the "
-            "default scale of 2**16 every gradient overflows. Compute the loss in float32, as in "
-            "`loss.astype(jnp.float32)`.",
+            "The loss is float16. Its cotangent is the loss scale, and float16 ends at 65504, so every gradient "
+            "overflows at the default scale of 2**16. Compute the loss in float32: `loss.astype(jnp.float32)`.",
             stacklevel=_users_stacklevel(),
         )
     return _multiply_leaves(loss, scale)
@@ -169,21 +168,10 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """`jax.grad` with loss scaling inside: `value_and_grad` without the value.
-
-    Args:
-      fun: As for `value_and_grad`.
-      state: As for `value_and_grad`.
-      argnums: As for `jax.grad`.
-      has_aux: As for `jax.grad`.
-      holomorphic: As for `jax.grad`.
-      allow_int: As for `jax.grad`.
+    """`jax.grad` with loss scaling inside. Its arguments and errors are those of `value_and_grad`.
 
     Returns:
       A function of the arguments of `fun` that returns the true gradients, or `(grads, aux)` with `has_aux`.
-
-    Raises:
-      ValueError: If `state` holds no loss-scale state or several.
 
     Examples:
       >>> import jax.numpy as jnp, jamp

@@ -6,10 +6,8 @@ selected value, so one buffer is enough. If the gradients are finite, that chang
 computed from a selected value is discarded at its own selection. docs/design.md has the measurements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +15,7 @@ from jax import Array, lax
 from jax.tree_util import keystr
 
 from jamp import _jaxpr
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
 # Primitives that are safe to evaluate on NaN. If an update has any other (a loop that may never end, a callback, a
 # factorisation), a skipped update gets gradients of zero. Otherwise the gradients are read without a selection, and a
@@ -34,17 +30,10 @@ _SAFE_ON_NAN = frozenset({
 def update_or_skip(
     grads_finite: Array, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Return `update(grads, state, params)` if the gradients are finite, else updates of -0.0 and `state`.
+    """Return `update(grads, state, params)` if the gradients are finite (bool[]), else updates of -0.0 and `state`.
 
-    Args:
-      grads_finite: bool[], whether to run the update.
-      update: A traceable function of pytrees of arrays that returns updates and a new state.
-      grads: The gradients, a pytree of arrays.
-      state: The state, a pytree of arrays.
-      params: The parameters, a pytree of arrays.
-
-    Raises:
-      ValueError: If the new state has another structure, shape or dtype than `state`. The message names the leaf.
+    `update` is a traceable function of pytrees of arrays that returns updates and a new state. If the new state has
+    another structure, shape or dtype than `state`, a ValueError names the leaf.
     """
     closed, (updates, new_state) = _jaxpr.trace(update, grads, state, params)
     _check_types(
@@ -61,16 +50,10 @@ def update_or_skip(
 
 
 def new_or_old(grads_finite: Array, new: Any, old: Any, name: str) -> Any:
-    """Return the tree `new` if the gradients are finite, else `old`.
+    """Return the tree `new` if the gradients are finite (bool[]), else `old`.
 
-    Args:
-      grads_finite: bool[].
-      new: A pytree of arrays that were computed elsewhere, such as BatchNorm's statistics.
-      old: A pytree of arrays.
-      name: What the trees are called in an error.
-
-    Raises:
-      ValueError: If the structure, a shape or a dtype changed. The message names the leaf.
+    It is for arrays that were computed elsewhere, such as BatchNorm's statistics. If the structure, a shape or a dtype
+    changed, a ValueError names the leaf under `name`.
     """
     _check_types(
         old, new, name,

@@ -66,29 +66,17 @@ def is_scaler_state(x: Any) -> bool:
 
 
 def find_scaler_state(tree: Any) -> Any:
-    """The one `ScalerState` or `LossScaledState` in a tree.
-
-    Raises:
-      ValueError: If there is none, or more than one.
-    """
+    """The one `ScalerState` or `LossScaledState` in a tree. None or several is a ValueError."""
     return _find_one(tree, is_scaler_state, "loss-scaled optimizer state")
 
 
 def find_loss_scale_state(tree: Any) -> Any:
-    """The one loss-scale state in a tree: a NamedTuple with a field `loss_scale`.
-
-    Raises:
-      ValueError: If there is none, or more than one.
-    """
+    """The one NamedTuple with a field `loss_scale` in a tree. None or several is a ValueError."""
     return _find_one(tree, _is_loss_scale_state, "loss-scale state")
 
 
 def find_loss_scale(tree: Any) -> Array | None:
-    """The loss scale in a tree, f32[]. None under `NoOpLossScale`, where nothing is scaled.
-
-    Raises:
-      ValueError: If the tree holds no loss-scale state or several.
-    """
+    """The loss scale in a tree, f32[], or None under `NoOpLossScale`. No state or several is a ValueError."""
     found = find_loss_scale_state(tree)
     return None if isinstance(found, NoOpLossScaleState) else jnp.asarray(found.loss_scale)
 

@@ -1,4 +1,4 @@
-"""Where did it overflow? Tools that look for inf, nan and underflow: which operation, which line, which parameter."""
+"""Tools that find inf, NaN and underflow: which operation, on which line, in which parameter."""
 
 from ._find import find_nonfinite as find_nonfinite
 from ._finding import Finding as Finding, NonfiniteSearch as NonfiniteSearch, Values as Values

@@ -1,9 +1,7 @@
 """Explain why an operation returned inf or NaN, from its operands and from a repetition in a wider dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +10,15 @@ from jax import lax
 
 from jamp import _jaxpr
 from jamp._cast import is_floating, is_inexact
+from jamp._jaxpr import JaxprEqn
 from jamp.debug._finding import number, to_host
-
-if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
 
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """One line on the first inf or nan among the outputs of an equation."""
+    """One line on the first inf or NaN in the outputs of an equation."""
     name = eqn.primitive.name
-    values = next(to_host(x) for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
     output = next(x for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
+    values = to_host(output)
     clean = all(np.isfinite(to_host(x)).all() for x in inputs if is_inexact(x))
     index = tuple(np.argwhere(~np.isfinite(values) if clean else np.isnan(values))[0])
     is_nan = bool(np.isnan(values[index]))
@@ -62,50 +58,33 @@ def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":
         y = _jaxpr.exponent(eqn)
-    for condition, text in _DOMAINS.get(name, ()):
-        if condition(x, y):
-            return text.format(x=number(x), y=number(y), name=name)
-    return None
+    found = (text for names, condition, text in _DOMAINS if name in names and condition(x, y))
+    return next((text.format(x=number(x), y=number(y), name=name) for text in found), None)
 
 
-_Rule = tuple[Callable[[float, float], bool], str]
-_OPPOSITE: _Rule = (lambda x, y: np.isinf(x) and np.isinf(y), "nan from inf - inf")
-_BELOW_0 = lambda x, y: x < 0
-_DOMAINS: dict[str, tuple[_Rule, ...]] = {
-    "log": ((_BELOW_0, "log of a negative number: log({x})"), (lambda x, y: x == 0, "log of 0")),
-    "log1p": (
-        (lambda x, y: x < -1, "log of a negative number: log1p({x})"),
-        (lambda x, y: x == -1, "log of 0: log1p(-1)"),
-    ),
-    "sqrt": ((_BELOW_0, "sqrt of a negative number: sqrt({x})"),),
-    "rsqrt": (
-        (_BELOW_0, "sqrt of a negative number: 1/sqrt({x})"),
-        (lambda x, y: x == 0, "division by zero: 1/sqrt(0)"),
-    ),
-    "div": (
-        (lambda x, y: x == 0 and y == 0, "nan from 0/0"),
-        (lambda x, y: y == 0, "division by zero: {x}/0"),
-        (lambda x, y: np.isinf(x) and np.isinf(y), "nan from inf/inf"),
-    ),
-    "rem": ((lambda x, y: y == 0, "division by zero: the remainder of {x}/0"),),
-    "integer_pow": ((lambda x, y: x == 0 and y < 0, "division by zero: 0**{y}"),),
-    "pow": (
-        (lambda x, y: x < 0 and y != round(y), "a negative number to a fractional power: ({x})**{y}"),
-        (lambda x, y: x == 0 and y < 0, "division by zero: 0**{y}"),
-    ),
-    "add": (_OPPOSITE,),
-    "add_any": (_OPPOSITE,),
-    "sub": (_OPPOSITE,),
-    "mul": ((lambda x, y: np.isinf(x) or np.isinf(y), "nan from 0 * inf"),),
-    **dict.fromkeys(("sin", "cos", "tan"), ((lambda x, y: np.isinf(x), "{name} of inf"),)),
-    **dict.fromkeys(("asin", "acos"), ((lambda x, y: abs(x) > 1, "{name} of a number outside [-1, 1]: {x}"),)),
-    **dict.fromkeys(
-        ("atanh", "erf_inv"), ((lambda x, y: abs(x) >= 1, "{name} of a number that is not between -1 and 1: {x}"),)
-    ),
-    "acosh": ((lambda x, y: x < 1, "acosh of a number below 1: {x}"),),
-    **dict.fromkeys(("lgamma", "digamma"), ((lambda x, y: x <= 0, "{name} has a pole at {x}"),)),
-}
-_DOMAINS["log2"] = _DOMAINS["log"]
+# The primitives, a condition on their operands x and y, and what it means. The first that holds is reported.
+_DOMAINS: list[tuple[set[str], Callable[[float, float], bool], str]] = [
+    ({"log", "log2"}, lambda x, y: x < 0, "log of a negative number: log({x})"),
+    ({"log", "log2"}, lambda x, y: x == 0, "log of 0"),
+    ({"log1p"}, lambda x, y: x < -1, "log of a negative number: log1p({x})"),
+    ({"log1p"}, lambda x, y: x == -1, "log of 0: log1p(-1)"),
+    ({"sqrt"}, lambda x, y: x < 0, "sqrt of a negative number: sqrt({x})"),
+    ({"rsqrt"}, lambda x, y: x < 0, "sqrt of a negative number: 1/sqrt({x})"),
+    ({"rsqrt"}, lambda x, y: x == 0, "division by zero: 1/sqrt(0)"),
+    ({"div"}, lambda x, y: x == 0 and y == 0, "nan from 0/0"),
+    ({"div"}, lambda x, y: y == 0, "division by zero: {x}/0"),
+    ({"div"}, lambda x, y: np.isinf(x) and np.isinf(y), "nan from inf/inf"),
+    ({"rem"}, lambda x, y: y == 0, "division by zero: the remainder of {x}/0"),
+    ({"pow"}, lambda x, y: x < 0 and y != round(y), "a negative number to a fractional power: ({x})**{y}"),
+    ({"pow", "integer_pow"}, lambda x, y: x == 0 and y < 0, "division by zero: 0**{y}"),
+    ({"add", "add_any", "sub"}, lambda x, y: np.isinf(x) and np.isinf(y), "nan from inf - inf"),
+    ({"mul"}, lambda x, y: np.isinf(x) or np.isinf(y), "nan from 0 * inf"),
+    ({"sin", "cos", "tan"}, lambda x, y: np.isinf(x), "{name} of inf"),
+    ({"asin", "acos"}, lambda x, y: abs(x) > 1, "{name} of a number outside [-1, 1]: {x}"),
+    ({"atanh", "erf_inv"}, lambda x, y: abs(x) >= 1, "{name} of a number that is not between -1 and 1: {x}"),
+    ({"acosh"}, lambda x, y: x < 1, "acosh of a number below 1: {x}"),
+    ({"lgamma", "digamma"}, lambda x, y: x <= 0, "{name} has a pole at {x}"),
+]
 _WHOLE = {
     "gather": "an index is out of bounds, for which gather gives nan",
     "cholesky": "cholesky of a matrix that is not positive definite",

@@ -1,6 +1,4 @@
-"""Find the operation that made inf or nan."""
-
-from __future__ import annotations
+"""`find_nonfinite`, which names the operation that made inf or NaN."""
 
 import dataclasses
 import inspect
@@ -15,27 +13,25 @@ from jamp import _jaxpr
 from jamp._autocast.arguments import Call
 from jamp._cast import is_inexact
 from jamp.debug._finding import Finding, NonfiniteSearch, Values
-from jamp.debug._value import Value, known, worst
-from jamp.debug._walk import Walker
+from jamp.debug._walk import Value, Walker, known, worst
 
 
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
-    """Run a function operation by operation, and name the first one that gave inf or nan from finite inputs.
+    """Run a function operation by operation, and name the first that returned inf or NaN for finite inputs.
 
-    The first is the first whose inf or nan is seen in a result; only if none is, the first of all. A constant in the
-    code, such as a mask of -inf, is no finding, what makes nan of it is one. It enters jit, scan, while, cond, remat
-    and functions with custom derivatives, evaluates each operation at its own dtype, and waits for it: for
-    diagnosis, not for training. `fun` may be anything that JAX can trace, under `jamp.autocast` or not. To see what
-    the loss scale does, hand in `jamp.value_and_grad(loss_fn, opt_state)`.
+    If results hold inf or NaN, it is the first operation that put one there. A deliberate -inf mask in the code is not
+    reported. An operation that turns it into NaN is. It enters jit, scan, while, cond, remat and functions with custom
+    derivatives, evaluates each operation at its own dtype, and waits for each, so use it for diagnosis and not for
+    training. `fun` may be anything that JAX can trace, with or without `jamp.autocast`. To include the loss scale, pass
+    `jamp.value_and_grad(loss_fn, opt_state)`.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
-      grad: Whether to go through the backward pass too, if the results are finite. The gradient is taken with respect
-        to all floating arguments, of the first result if that is a scalar (a loss, with or without more), else of the
-        sum of all results.
+      grad: Whether to run the backward pass too if the results are finite. The gradient is taken with respect to all
+        floating arguments. It is that of the first result if that is a scalar (a loss), else of the sum of all results.
 
     Returns:
-      A function of the arguments of `fun` that returns a `NonfiniteSearch`, which is false where all is finite.
+      A function of the arguments of `fun` that returns a `NonfiniteSearch`. It is false if everything is finite.
 
     Examples:
       >>> import jax.numpy as jnp, jamp.debug
@@ -66,23 +62,23 @@ def _walk(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> tuple[Walker
 
 
 def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
-    moving = [i for i, x in enumerate(leaves) if is_inexact(x)]
+    differentiable = [i for i, x in enumerate(leaves) if is_inexact(x)]
 
-    def of_moving(*xs: Any) -> list[Any]:
-        given = dict(zip(moving, xs, strict=True))
+    def of_differentiable(*xs: Any) -> list[Any]:
+        given = dict(zip(differentiable, xs, strict=True))
         results = [jnp.asarray(x) for x in flat(*[given.get(i, x) for i, x in enumerate(leaves)])]
         inexact = [x for x in results if is_inexact(x)]
         is_loss = bool(inexact) and inexact[0] is results[0] and not inexact[0].shape
         return inexact[:1] if is_loss else inexact
 
-    results, pull_back = jax.vjp(of_moving, *[leaves[i] for i in moving])
+    results, pull_back = jax.vjp(of_differentiable, *[leaves[i] for i in differentiable])
     return list(pull_back([jnp.ones_like(x) for x in results]))
 
 
 def _report(
     walker: Walker, results: Sequence[Value], held: tuple[str, ...], forward: set[tuple[str, str]] | None = None
 ) -> NonfiniteSearch:
-    """What to say; `forward` is what the forward pass alone found, if there is more to the evaluation."""
+    """The result of a search. `forward` is what the forward pass found, if the backward pass was run after it."""
     origins = [x.origin for x in results if x.origin is not None]
     seen = [origin for origin in origins if isinstance(origin, Finding)]
     first = min(seen, key=lambda finding: finding.order) if seen else next(iter(walker.found), None)
@@ -92,7 +88,7 @@ def _report(
 
 
 def _nonfinite_inputs(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """What the inputs hold that is not finite, each with the name of its parameter and its path."""
+    """The inputs that are not finite, each with the name of its parameter and its path."""
     try:
         names = list(inspect.signature(fun).parameters)
     except (TypeError, ValueError):  # a builtin has no signature

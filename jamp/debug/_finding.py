@@ -1,6 +1,4 @@
-"""What `find_nonfinite` found."""
-
-from __future__ import annotations
+"""The result of `find_nonfinite`."""
 
 import dataclasses
 import re
@@ -13,19 +11,19 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What an array held: its finite range, and how much of it was not finite."""
+    """The finite range of an array, and how many of its numbers were not finite."""
 
     dtype: str
     shape: tuple[int, ...]
-    low: float  # the smallest finite number, by magnitude if complex; nan if there is none
+    low: float  # the smallest finite number, by magnitude if complex. NaN if there is none
     high: float
     inf: int  # how many were inf or -inf
     nan: int
-    first: tuple[int, ...] | None  # where the first inf or nan was
+    first: tuple[int, ...] | None  # the index of the first inf or NaN
 
     @classmethod
-    def of(cls, x: Any) -> Values:
-        """Look at an array on the host."""
+    def of(cls, x: Any) -> "Values":
+        """Describe an array, on the host."""
         wide = to_host(x)
         finite = np.isfinite(wide)
         some = wide[finite] if wide.dtype.kind == "f" else np.abs(wide[finite])
@@ -59,12 +57,12 @@ def number(x: float, exact_to: float = 1e5) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """An operation that gave inf or nan from finite inputs."""
+    """An operation that returned inf or NaN for finite inputs."""
 
     primitive: str
     cause: str
-    source: str  # file:line (function) of the code that called it
-    path: tuple[str, ...]  # the constructs that it is inside of
+    source: str  # file:line (function) of the user's code
+    path: tuple[str, ...]  # the constructs around it
     backward: bool  # whether it is part of a backward pass
     inputs: tuple[Values, ...]
     outputs: tuple[Values, ...]
@@ -73,20 +71,13 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class NonfiniteSearch:
-    """What `find_nonfinite` returns. `bool()` says whether it found anything, `str()` what.
-
-    Examples:
-      >>> import jax.numpy as jnp, jamp.debug
-      >>> search = jamp.debug.find_nonfinite(lambda x: jnp.log(x))(jnp.float32([1.0, -1.0]))
-      >>> bool(search), search.finding.primitive, search.finding.cause
-      (True, 'log', 'log of a negative number: log(-1)')
-    """
+    """The result of `find_nonfinite`. `bool()` is whether it found anything, `str()` is a report."""
 
     finding: Finding | None  # the operation to blame
-    reaches_results: bool  # whether its inf or nan is seen in a result
-    inputs: tuple[str, ...]  # the inputs of the function that hold inf or nan
-    constants: bool  # whether a result holds an inf or nan that is written in the code
-    operations: int  # how many ran
+    reaches_results: bool  # whether a result holds its inf or NaN
+    inputs: tuple[str, ...]  # the inputs of the function that hold inf or NaN
+    constants: bool  # whether a result holds an inf or NaN that is a constant in the code
+    operations: int  # the number of operations that ran
 
     def __bool__(self) -> bool:
         return self.finding is not None or bool(self.inputs)

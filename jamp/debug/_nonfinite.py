@@ -1,4 +1,4 @@
-"""Which leaf of a tree holds inf or nan: arrays on device, words on the host."""
+"""`nonfinite_report`, which counts inf and NaN in each leaf of a tree."""
 
 import dataclasses
 import functools
@@ -19,16 +19,10 @@ _STATIC: Any = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NonfiniteReport:
-    """How many inf, -inf and nan each floating or complex leaf of a tree holds, from `nonfinite_report`.
+    """The numbers of inf, -inf and NaN in each floating or complex leaf of a tree, from `nonfinite_report`.
 
-    A pytree: it may leave `jit`, be scanned and be kept. `bool()` says whether there is any, `str()` where; both wait
-    for the device.
-
-    Examples:
-      >>> import jax.numpy as jnp, jamp.debug
-      >>> report = jamp.debug.nonfinite_report({"w": jnp.array([1.0, jnp.nan]), "b": jnp.zeros(2)})
-      >>> report.paths, report.nan.tolist()
-      (("['b']", "['w']"), [0, 1])
+    It is a pytree, so `jit` and `scan` can return it. `bool()` is whether there is any and `str()` is a report. Both
+    wait for the device.
     """
 
     paths: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
@@ -36,7 +30,7 @@ class NonfiniteReport:
     inf: Array  # i32[leaves]
     neg_inf: Array  # i32[leaves]
     nan: Array  # i32[leaves]
-    first: Array  # i32[leaves], position of the first in the flattened leaf; -1 where all is finite
+    first: Array  # i32[leaves], position of the first in the flattened leaf, or -1 if all are finite
 
     def __bool__(self) -> bool:
         return bool(np.any(np.asarray(self.first) >= 0))
@@ -57,13 +51,13 @@ class NonfiniteReport:
 
 
 def nonfinite_report(tree: Any) -> NonfiniteReport:
-    """Count inf, -inf and nan in each leaf of a tree: which parameter, which gradient?
+    """Count inf, -inf and NaN in each leaf of a tree, to find the parameter or gradient that holds them.
 
-    For use inside `jit` or outside; nothing waits for the device before the report is printed.
+    It works inside and outside `jit`. Nothing waits for the device before the report is printed.
 
     Args:
-      tree: A pytree. Leaves that are not floating or complex are left out. A complex number is nan if a part of it
-        is, else inf if a part of it is.
+      tree: A pytree. Leaves that are not floating or complex are left out. A complex number is NaN if one of its parts
+        is, else inf if one of its parts is.
 
     Returns:
       A `NonfiniteReport`.

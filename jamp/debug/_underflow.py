@@ -1,4 +1,4 @@
-"""What a 16-bit dtype loses of gradients, without the loss scale and with it."""
+"""`underflow_report`: the gradients that a 16-bit dtype loses, with and without the loss scale."""
 
 import dataclasses
 import functools
@@ -17,22 +17,15 @@ from jamp._step.finite import is_gradient
 from jamp._step.lookup import get_loss_scale
 
 _STATIC: Any = {"static": True}
-_HEADROOM = 4  # powers of two that the recommended scale leaves: activations' gradients are often above parameters'
+_HEADROOM = 4  # powers of two below overflow. Gradients of activations often exceed those of parameters.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UnderflowReport:
-    """What the loss scale does for each leaf of the gradients, from `underflow_report`.
+    """The effect of the loss scale on each leaf of the gradients, from `underflow_report`.
 
-    A pytree: it may leave `jit`. Shares are of the nonzero gradients of a leaf, 0 where there are none.
-
-    Examples:
-      >>> import jax.numpy as jnp, jamp, jamp.debug
-      >>> state = jamp.StaticLossScale(2.0**10).init()
-      >>> report = jamp.debug.underflow_report({"w": jnp.array([1e-8, 1e-3])}, state)
-      >>> report.zero_unscaled.tolist(), report.zero_scaled.tolist(), float(report.recommended_loss_scale)
-      ([0.5], [0.0], 2097152.0)
+    It is a pytree, so `jit` can return it. Shares are of the nonzero gradients of a leaf, and 0 if there are none.
     """
 
     paths: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
@@ -42,9 +35,9 @@ class UnderflowReport:
     subnormal_unscaled: Array  # f32[leaves], share that would be subnormal, with few digits left
     zero_scaled: Array  # f32[leaves], the same with the loss scale
     subnormal_scaled: Array  # f32[leaves]
-    smallest: Array  # f32[leaves], the smallest true gradient that is not 0, by magnitude; inf where all are 0
-    largest: Array  # f32[leaves], the largest true gradient, by magnitude; inf where one is inf or nan
-    headroom: Array  # f32[leaves], powers of two from the largest scaled gradient to overflow; inf where all are 0
+    smallest: Array  # f32[leaves], the smallest magnitude of a true gradient that is not 0, or inf
+    largest: Array  # f32[leaves], the largest magnitude of a true gradient. inf if one is inf or NaN
+    headroom: Array  # f32[leaves], powers of two from the largest scaled gradient to overflow, or inf
     recommended_loss_scale: Array  # f32[], a power of two
 
     def __str__(self) -> str:
@@ -69,11 +62,11 @@ def _room(room: float) -> str:
 
 
 def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> UnderflowReport:
-    """What becomes of the gradients in a 16-bit dtype, without the loss scale and with it.
+    """Measure what becomes of the gradients in a 16-bit dtype, with and without the loss scale.
 
-    A gradient counts as lost where `dtype` rounds it to 0, and as subnormal where `dtype` has fewer digits for it.
-    What had underflowed before these gradients were made is 0 here already, and not among the nonzero ones: to see
-    all, take them from a float32 model. Cheap enough for each hundredth step, inside `jit` or outside.
+    A gradient counts as lost if `dtype` rounds it to 0, and as subnormal if `dtype` has fewer digits for it. Gradients
+    that underflowed in the backward pass are 0 already and do not count. To see those too, pass the gradients of a
+    float32 model. It is cheap enough for every hundredth step, inside `jit` or outside.
 
     Args:
       grads: The true gradients, as `jamp.value_and_grad` gives them.
@@ -82,7 +75,7 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
 
     Returns:
       An `UnderflowReport`. The recommended loss scale is the largest power of two that leaves the largest gradient 4
-      powers of two below overflow; half the present one, or less, if a gradient is inf or nan.
+      powers of two below overflow. If a gradient is inf or NaN it is at most half the present one.
 
     Raises:
       ValueError: If `state` holds no loss-scale state or several, or `dtype` is not floating.
@@ -111,7 +104,7 @@ def _measure(grads: list[Array], scale: Array, dtype: Any) -> list[Array]:
 
 
 def _recommend(largest: Array, scale: Array, end: float) -> Array:
-    """The recommended loss scale, f32[], given the largest gradient of each leaf."""
+    """The recommended loss scale, f32[], from the largest gradient of each leaf."""
     (end_digits, end_exponent), (_, exponent) = np.frexp(end), jnp.frexp(scale)
     digits, finite_exponent = jnp.frexp(jnp.max(largest, initial=0.0, where=jnp.isfinite(largest)))
     best = end_exponent - finite_exponent - (digits > end_digits).astype(jnp.int32) - _HEADROOM
@@ -124,10 +117,10 @@ def _measure_leaf(size: Array, scale: Array, least: float, normal: float, end: f
     some = (size > 0) & jnp.isfinite(size)
     kinds = [some]
     for x in (size, size * scale):
-        # Half the smallest subnormal is rounded to even, which is 0.
+        # Half the smallest subnormal rounds to even, which is 0.
         zero = some & (x <= least / 2)
         kinds += [zero, some & ~zero & (x < normal)]
-    # One pass over the leaf: on CPU five times as fast as seven reductions.
+    # One pass over the leaf. On CPU it is five times as fast as seven reductions.
     operands = [kind.astype(jnp.int32) for kind in kinds]
     operands += [jnp.where(some, size, jnp.inf), jnp.where(jnp.isfinite(size), size, jnp.inf)]
     start = [*[jnp.int32(0)] * len(kinds), jnp.float32(jnp.inf), jnp.float32(0)]

@@ -11,42 +11,31 @@ import sys
 from pathlib import Path
 
 import pytest
-
-import jamp
+from processes import environment
 
 INSIDE = "JAMP_TESTS_WITH_EIGHT_DEVICES"
+OPTIONS = [
+    "-s",
+    "-p",
+    "no:terminal",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "addopts=--import-mode=importlib",
+]
 failures = []
 
 
 @functools.cache
 def second_pytest():
-    # The jamp that the tests import, be it a checkout or an installed wheel.
-    paths = [str(Path(jamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {
-        INSIDE: "1",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        # XLA:CPU's threads. With one a device, as on two cores, all may wait in a collective for a step that has none.
-        "NPROC": "32",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-        "--xla_cpu_collective_call_terminate_timeout_seconds=300",
-    }
+    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=300"
+    # XLA:CPU's threads. With one per device, as on two cores, all may wait in a collective for a step that has none.
+    env = environment(**{INSIDE: "1", "JAX_PLATFORMS": "cpu", "NPROC": "32", "XLA_FLAGS": flags})
     code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    options = [
-        "-s",
-        "-p",
-        "no:terminal",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=--import-mode=importlib",
-    ]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, str(Path(__file__).parent), *options],
-        env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-P", "-c", code, str(Path(__file__).parent), *OPTIONS]
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def pytest_pyfunc_call(pyfuncitem):

@@ -3,18 +3,18 @@
 import re
 from collections import Counter
 
-ONE_SCALAR = Counter({("all-reduce", "f32[]"): 1})
+SCALAR = ("all-reduce", "f32[]")
 
 
 def collectives(text):
-    """(opcode, type of an operand) of each collective in a program: an all-reduce of many arrays counts them all."""
+    """(opcode, type of an operand) of each collective in a program. One of many arrays counts them all."""
     opcodes = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
     found = re.findall(rf"= (.*?) ({opcodes})(?:-start)?\(", text)
     return Counter((opcode, operand) for types, opcode in found for operand in re.findall(r"\w+\[[\d,]*\]", types))
 
 
 def loops(text):
-    """The text of all that runs inside the loops of a program."""
+    """The text of everything that runs inside the loops of a program."""
     blocks = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
     names = set(re.findall(r"body=%?([\w.-]+)", text))
     assert names <= blocks.keys()

@@ -1,13 +1,12 @@
 """Starting the processes of worker.py."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import jamp
+from processes import environment
 
 STEPS = 10
 
@@ -18,14 +17,12 @@ def start(processes, *, devices, checkpoints=None):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={devices // processes}"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jamp.__file__).parents[1])}
     args = ["--processes", processes, "--port", port, "--steps", STEPS]
     args += ["--checkpoints", checkpoints] if checkpoints else []
     command = [sys.executable, str(Path(__file__).with_name("worker.py")), *map(str, args), "--process"]
-    return [
-        subprocess.Popen([*command, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(processes)
-    ]
+    options = {"env": environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"), "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return [subprocess.Popen([*command, str(i)], **options, **pipes) for i in range(processes)]
 
 
 def finish(workers):

