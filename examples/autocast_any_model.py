@@ -1,10 +1,10 @@
-"""The same change makes a plain-JAX, a linen, an nnx and an equinox model run their products in 16 bit.
+"""Run the matrix products of a plain-JAX, a Linen, an NNX and an Equinox model in 16 bit, with the same change.
 
     pip install "jax-amp[flax,equinox]"
     python examples/autocast_any_model.py
 
-Each model is written for float32 and is not touched. Each trains for a few steps on the same toy problem in float32
-and under autocast; then the report of what autocast decides about the plain-JAX one is printed.
+Each model is written for float32 and stays unchanged. Each trains for a few steps on the same toy problem in float32
+and under autocast. At the end the program prints the autocast report of the plain-JAX model.
 """
 
 import equinox as eqx

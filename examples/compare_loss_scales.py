@@ -1,11 +1,11 @@
-"""Train one network in float16 under four loss scales, and see what each choice costs.
+"""Train one network in float16 with four loss scales, and compare the cost of each choice.
 
     python examples/compare_loss_scales.py [--steps 6000] [--out compare_loss_scales.png]
 
 The network classifies handwritten digits. The scales that adapt start at 2**32, far too high, and have no ceiling.
-Halfway, 16 batches hold images that are 60000 times too bright: they overflow in the forward pass, whatever the scale.
-Each step also measures the largest safe scale: the largest power of two at which none of the latest 20 batches
-overflows. Numbers are means over four random seeds; the picture shows the first.
+Halfway, 16 batches hold images that are 60000 times too bright. They overflow in the forward pass at any scale. Each
+step also measures the largest safe scale: the largest power of two at which none of the latest 20 batches overflows.
+Numbers are means over four random seeds. The figure shows the first seed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def loss_fn(params, x, y):
 
 
 def largest_safe(params, x, y, guess):
-    """The largest exponent at which the gradients are finite; `guess` is where to look first. -20: there is none."""
+    """The largest exponent at which the gradients are finite, searched from `guess`. -20 if there is none."""
 
     def safe(exponent):
         scale = jamp.StaticLossScaleState(jnp.exp2(exponent.astype(jnp.float32)))
@@ -58,7 +58,7 @@ def largest_safe(params, x, y, guess):
 
 
 def train(loss_scale, steps, progress):
-    """By seed and step: the scale, the largest safe one, whether the step was applied; by seed the final loss."""
+    """Return the scale, the largest safe one and whether the step was applied [seed, step]; the final loss [seed]."""
     tx = jamp.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), loss_scale)
 
     def step(carry, i):
@@ -89,7 +89,7 @@ def train(loss_scale, steps, progress):
 
 
 def latest_minimum(safe):
-    """The minimum over the latest batches; nan where one of them is safe at no scale."""
+    """The minimum over the latest batches. NaN if one of them overflows at any scale."""
     padded = np.pad(safe.astype(float), ((0, 0), (LATEST - 1, 0)), mode="edge")
     lowest = np.lib.stride_tricks.sliding_window_view(padded, LATEST, axis=1).min(axis=-1)
     return np.where(lowest <= -20, np.nan, lowest)

@@ -1,17 +1,19 @@
-"""Where did it overflow, and is my loss scale any good? Two models with a fault each, and the tools that find it.
+"""Find the cause of an overflow and of underflowing gradients, in two models with a planted fault each.
 
-1. An attention whose scores are not divided by the square root of the width: they overflow in float16, in the second
-   layer. `jamp.debug.find_nonfinite` names the operation, the line and the layer, and `nonfinite_report` the gradients.
-2. A regression to small targets: most of its gradients underflow in float16. `jamp.debug.underflow_report` says how
-   many, what the loss scale saves of them, and which scale would be good. A training with an adaptive loss scale is
-   recorded with `History`, checked with `check_health` and drawn.
+1. An attention whose scores are not divided by the square root of the width. They overflow in float16, in the second
+   layer. `jamp.debug.find_nonfinite` names the operation, the line and the layer. `nonfinite_report` names the
+   gradients.
+2. A regression to small targets. Most of its gradients underflow in float16. `jamp.debug.underflow_report` tells how
+   many, how many of them the loss scale saves, and which scale fits. A training run with an adaptive loss scale is
+   recorded with `jamp.History`, checked with `check_health` and plotted.
 
 Run it with `python examples/diagnose.py [--steps 400] [--out build/diagnose]`. It prints the reports and writes
-`history.csv` and three pictures: the loss scale over the steps, the range of the gradients, and a bar for each layer.
-It takes about twenty seconds on a CPU, and needs matplotlib: `pip install '.[examples]'`.
+`history.csv` and three figures: the loss scale over the steps, the range of the gradients, and a bar for each layer. It
+takes about twenty seconds on a CPU and needs Matplotlib: `pip install '.[examples]'`.
 """
 
 import argparse
+import csv
 import functools
 from pathlib import Path
 
@@ -23,7 +25,6 @@ import optax
 import jamp
 import jamp.debug
 import jamp.plot
-from jamp.history import CsvWriter, History
 
 WIDTH, LAYERS, LENGTH = 256, 4, 32
 
@@ -33,11 +34,11 @@ def dense(key, rows, columns):
 
 
 def attention(params, x, divisor):
-    """Every layer is the same code, so it is a scan over the stacked parameters."""
+    """A scan over the stacked parameters of the layers."""
 
     def layer(x, w):
         q, k, v = x @ w["q"], x @ w["k"], x @ w["v"]
-        scores = q @ k.T  # the planted fault: the caller should have divided
+        scores = q @ k.T  # the planted fault: the scores are not divided yet
         return x + jax.nn.softmax(scores / divisor) @ v, None
 
     return jax.lax.scan(layer, x, params)[0]
@@ -58,7 +59,7 @@ def overflow():
     grads = jax.grad(loss_fn)(params, x)
     print("The gradients of an attention with unscaled scores, in float16:")
     print(jamp.debug.nonfinite_report(grads), end="\n\n")
-    print("Why? Operation by operation:")
+    print("The first operation that gave inf or NaN:")
     print(jamp.debug.find_nonfinite(loss_fn, grad=True)(params, x), end="\n\n")
 
     small = jax.tree.map(lambda w: w / 16, params)
@@ -73,7 +74,7 @@ def regression():
     sizes = [32, 128, 128, 128, 1]
     layers = zip(keys[2:], sizes[:-1], sizes[1:], strict=True)
     params = {f"layer{i}": dense(key, rows, columns) for i, (key, rows, columns) in enumerate(layers)}
-    params["layer3"] *= 1e-3  # so that it begins near the targets
+    params["layer3"] *= 1e-3  # so that the predictions start near the targets
 
     def loss_fn(params, x, y):
         for name in ("layer0", "layer1", "layer2"):
@@ -88,8 +89,8 @@ def share_of_zeros(grads):
 
 
 def train(params, loss_fn, data, init_scale, steps, out):
-    """Train in float16 with an adaptive loss scale, and record it without waiting for a step."""
-    # With windows so short, it goes up to the first overflow and there oscillates: something to see.
+    """Train in float16 with an adaptive loss scale, and record every step."""
+    # With such short windows the scale rises to the first overflow and then oscillates, which makes a clear figure.
     config = jamp.AdaptiveLossScale(init_scale, windows=(2, 4, 8, 16))
     tx = jamp.loss_scaled(optax.adam(1e-3), config)
     opt_state = tx.init(params)
@@ -101,11 +102,14 @@ def train(params, loss_fn, data, init_scale, steps, out):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
 
-    history = History(every=50, write=CsvWriter(out / "history.csv"))
+    history = jamp.History(every=50)
     for _ in range(steps):
         params, opt_state, loss, norm = step(params, opt_state)
         history.append(opt_state, loss=loss, grad_norm=norm)
-    history.flush()
+    with open(out / "history.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *history.names])
+        writer.writerows(zip(range(steps), *(history[name].tolist() for name in history.names), strict=True))
     print(f"After {steps} steps: {jamp.get_stats(opt_state)}")
     jamp.check_health(opt_state, loss_scale=config, history=history, policy=lambda text: print(f"Health: {text}"))
     return history
@@ -114,7 +118,7 @@ def train(params, loss_fn, data, init_scale, steps, out):
 def underflow(steps, out):
     params, loss_fn, data = regression()
     state = jamp.DynamicLossScale().init()
-    grads = jax.grad(loss_fn)(params, *data)  # of the float32 model, in which nothing is lost
+    grads = jax.grad(loss_fn)(params, *data)  # of the float32 model, in which nothing underflows
     print("The gradients of a regression to small targets:")
     report = jamp.debug.underflow_report(grads, state)
     print(report)
@@ -122,7 +126,7 @@ def underflow(steps, out):
     plain = share_of_zeros(jax.grad(loss_16_bit)(params, *data))
     best = jamp.set_loss_scale(state, report.recommended_loss_scale)
     scaled, recommended = (share_of_zeros(jamp.grad(loss_16_bit, s)(params, *data)) for s in (state, best))
-    print(f"In float16 {plain:.1%} of them are 0, {scaled:.1%} at the default loss scale, {recommended:.1%} at that.\n")
+    print(f"In float16 {plain:.1%} are 0, {scaled:.1%} when scaled, {recommended:.1%} at the recommended scale.\n")
 
     history = train(params, loss_fn, data, float(report.recommended_loss_scale), steps, out)
     pictures = {

@@ -1,18 +1,18 @@
-"""Train a classifier of handwritten digits three times from the same seed, and see what loss scaling is for.
+"""Train a classifier of handwritten digits three times from the same seed, with and without loss scaling.
 
     python examples/digits.py
 
 The runs are float32, float16 without loss scaling, and float16 with jamp. They share one train step, in which the three
-changes that jamp asks for are marked. The data, 1797 images of 8 x 8 pixels, come with scikit-learn.
+changes for jamp are marked. The data, 1797 images of 8 x 8 pixels, are part of scikit-learn.
 
 The loss is a mean over 898 training images, and the network is trained until it fits them. Late in training many
-gradients are therefore smaller than the smallest float16, 6e-8, and become zero. The table says how many: the share of
-the parameters' gradient entries that are zero in float16 and not in float32, at the same parameters and on the same
-images (units that are dead in both do not count), after each quarter of training.
+gradients are therefore smaller than the smallest float16, 6e-8, and become zero. The table shows how many after each
+quarter of training. It counts the gradient entries that are zero in float16 but not in float32, at the same parameters
+and on the same images.
 
-What to expect: without loss scaling most gradients vanish in the end, and the training loss stalls several times
-higher than in float32. The test accuracy hardly notices: on these images it is reached long before. With jamp nearly
-no gradient vanishes, and the training loss is float32's.
+What to expect: without loss scaling most gradients vanish in the end, and the training loss stalls several times higher
+than in float32. The test accuracy is about the same, because on these images it is reached long before. With jamp
+almost no gradient vanishes, and the training loss is that of float32.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def make_loss_fn(dtype):
     def loss_fn(params, images, labels):
         # 1. Compute in float16. The optimizer keeps float32 parameters: its updates may be too small for float16.
         params, images = jamp.cast_floating((params, images), dtype)
-        # The loss is float32 in every run: a float16 ends at 65504, where the loss scale begins.
+        # The loss is float32 in every run, because the scaled loss would exceed 65504, the largest float16.
         logits = predict(params, images).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -43,12 +43,12 @@ def make_loss_fn(dtype):
 
 
 def make_train_step(optimizer, loss_scale, loss_fn):
-    # 2. Wrap the optimizer: steps that overflow are skipped, and the loss scale adapts.
+    # 2. Wrap the optimizer. It skips steps that overflow and adapts the loss scale.
     tx = jamp.loss_scaled(optimizer, loss_scale)
 
     @jax.jit
     def train_step(params, opt_state, images, labels):
-        # 3. jamp's value_and_grad in place of JAX's: scaled inside, the true loss and float32 gradients outside.
+        # 3. Replace jax.value_and_grad. This one scales inside, and returns the true loss and float32 gradients.
         loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
@@ -60,7 +60,7 @@ RUNS = {
     "float32": (jnp.float32, jamp.NoOpLossScale()),
     "float16, unscaled": (jnp.float16, jamp.NoOpLossScale()),
     # The defaults, a growth every 2000 steps up to 2**24, are for long runs. Here the scale may grow every 50 steps
-    # and without end: it follows the shrinking gradients until they overflow.
+    # and has no ceiling, so it follows the shrinking gradients until they overflow.
     "float16 with jamp": (jnp.float16, jamp.DynamicLossScale(growth_interval=50, max_scale=math.inf)),
 }
 
@@ -95,7 +95,7 @@ def train(name, dtype, loss_scale, steps, *batch):
     for step in (bar := trange(1, steps + 1, desc=name)):
         scale = jamp.get_loss_scale(opt_state)
         params, opt_state, loss = train_step(params, opt_state, *batch)
-        history.append((loss, scale, jamp.get_grads_finite(opt_state)))  # on the device: reading them would wait
+        history.append((loss, scale, jamp.get_grads_finite(opt_state)))  # on the device, to avoid waiting
         if step in quarters:
             zeros.append(jax.jit(zero_fraction, static_argnums=0)(loss_fn, params, opt_state, *batch))
         if step % 100 == 0 or step == steps:
@@ -111,7 +111,7 @@ def draw(histories, path):
         losses, scales, finite = history
         top.semilogy(losses, color=color, linewidth=width, label=name)
     top.set(ylabel="training loss (nats)", title="Digits: float16 with and without loss scaling")
-    overflows = np.flatnonzero(~finite)  # below: the last run, the one with jamp
+    overflows = np.flatnonzero(~finite)  # of the last run, with jamp
     bottom.semilogy(scales, base=2, color=color, label=name)
     bottom.plot(overflows, scales[overflows], "rx", label=f"overflow, step skipped ({len(overflows)} times)")
     bottom.set(xlabel="step", ylabel="loss scale")
@@ -122,8 +122,8 @@ def draw(histories, path):
 
 def main():
     parser = argparse.ArgumentParser(description="Digits in float32, in float16, and in float16 with jamp.")
-    parser.add_argument("--epochs", type=int, default=2000, help="passes over the training images, one step each")
-    parser.add_argument("--steps", type=int, default=None, help="the most steps a run may take")
+    parser.add_argument("--epochs", type=int, default=2000, help="passes over the training images, of one step each")
+    parser.add_argument("--steps", type=int, default=None, help="the largest number of steps of a run")
     parser.add_argument("--out", type=Path, default=Path("out"), help="the folder for digits.png")
     args = parser.parse_args()
     steps = args.epochs if args.steps is None else min(args.epochs, args.steps)

@@ -3,12 +3,12 @@
     pip install '.[examples,equinox]'
     python examples/equinox_mlp.py
 
-An Equinox model is a pytree of arrays and of other things: here an activation function, a name and a count. jamp's
-`filter_value_and_grad` and `apply_gradients` scale the loss, step the floating arrays and leave the rest alone. In the
-second run `jamp.autocast` computes the matrix products in float16; the model does not know.
+An Equinox model is a pytree of arrays and other leaves: here an activation function, a name and a count. jamp's
+`filter_value_and_grad` and `apply_gradients` scale the loss, update the floating arrays and leave the other leaves
+unchanged. In the second run `jamp.autocast` computes the matrix products in float16, without a change to the model.
 
-What to expect: both runs end at the same loss and the same accuracy, and the second skips a few steps, until the loss
-scale has found its place. It takes about 10 seconds on two cores. The data come with scikit-learn.
+What to expect: both runs end at the same loss and the same accuracy. The second run skips a few steps until the loss
+scale has found its place. It takes about 10 seconds on two cores. The data are part of scikit-learn.
 """
 
 import argparse
@@ -29,9 +29,9 @@ import jamp.equinox
 
 class Classifier(eqx.Module):
     layers: list[eqx.nn.Linear]
-    activation: Callable  # neither this
-    name: str  # nor this
-    classes: int = eqx.field(static=True)  # nor this is a parameter
+    activation: Callable  # not a parameter
+    name: str  # not a parameter
+    classes: int = eqx.field(static=True)  # not a parameter
 
     def __init__(self, sizes, key):
         keys = jax.random.split(key, len(sizes) - 1)
@@ -54,9 +54,9 @@ def loss_fn(model, images, labels):
 def make_train_step(tx, loss_fn):
     @eqx.filter_jit(donate="all-except-first")
     def train_step(batch, model, opt_state):
-        # 1. In place of eqx.filter_value_and_grad: the true loss and the true float32 gradients.
+        # 1. Replaces eqx.filter_value_and_grad. It returns the true loss and the true float32 gradients.
         (loss, _), grads = jamp.equinox.filter_value_and_grad(loss_fn, opt_state, has_aux=True)(model, *batch)
-        # 2. In place of tx.update and eqx.apply_updates: on an overflow nothing moves.
+        # 2. Replaces tx.update and eqx.apply_updates. On an overflow it changes nothing.
         model, opt_state = jamp.equinox.apply_gradients(tx, grads, opt_state, model)
         return loss, model, opt_state
 
@@ -65,13 +65,13 @@ def make_train_step(tx, loss_fn):
 
 def train(name, loss_fn, loss_scale, steps, batch):
     model = Classifier((64, 256, 256, 10), jax.random.key(0))
-    tx = jamp.loss_scaled(optax.adamw(1e-3), loss_scale)  # 3. around the whole optimizer
+    tx = jamp.loss_scaled(optax.adamw(1e-3), loss_scale)  # 3. wraps the whole optimizer
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
     train_step = make_train_step(tx, loss_fn)
     for step in (bar := trange(1, steps + 1, desc=name)):
         loss, model, opt_state = train_step(batch, model, opt_state)
         if step % 20 == 0 or step == steps:
-            seen = jax.device_get(jamp.metrics(opt_state))  # reading waits for the device, so not at every step
+            seen = jax.device_get(jamp.metrics(opt_state))  # waits for the device, so not at every step
             scale, skipped = f"2**{math.log2(seen['loss_scale']):g}", int(seen["overflow_steps"])
             bar.set_postfix(loss=f"{loss:.1e}", scale=scale, skipped=skipped)
     return model, float(loss), skipped

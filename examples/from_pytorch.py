@@ -1,4 +1,4 @@
-"""A training loop of PyTorch's, with GradScaler, in JAX: the same lines in the same order.
+"""A PyTorch training loop with GradScaler, translated to JAX line by line.
 
     python examples/from_pytorch.py
 
@@ -33,10 +33,10 @@ def loss_fn(params, input, target):  # nn.MSELoss()
 
 @jax.jit
 def train_step(params, opt_state, scaler, input, target):
-    # scaler.scale(loss).backward(): scaled inside, so that the loss and the gradients come out true. There is no
-    # zero_grad, because gradients are values.
+    # scaler.scale(loss).backward(): it scales inside and returns the true loss and gradients. There is no zero_grad,
+    # because gradients are values.
     loss, grads = scaler.value_and_grad(loss_fn)(params, input, target)
-    # scaler.step(optimizer); scaler.update(): checked, skipped on an overflow, and the scale adapts.
+    # scaler.step(optimizer); scaler.update(): it checks the gradients, skips on an overflow and adapts the scale.
     params, opt_state, scaler, _ = scaler.step(optimizer, opt_state, params, grads=grads)
     return params, opt_state, scaler, loss
 

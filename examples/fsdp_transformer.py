@@ -1,17 +1,17 @@
-"""A small language model on a mesh of any size: sharded parameters and optimizer, one decision about every step.
+"""Train a small language model on a mesh of any size, with sharded parameters and optimizer state.
 
-A decoder-only transformer learns to predict the next byte of Python's own standard library, in plain JAX. Parameters
-and optimizer state are sharded over all devices (FSDP), and so is the batch; the loss scale and its counts are on all
-of them. Nothing in the train step says so: it is the README's, and the shardings come with the arrays.
+A decoder-only transformer learns to predict the next byte of Python's own standard library, in plain JAX. Parameters,
+optimizer state and batch are sharded over all devices (FSDP). The loss scale and its counts are replicated. The train
+step is that of the README, without sharding annotations. The shardings come from the arrays.
 
     pip install '.[examples]'
-    python examples/fsdp_transformer.py                # the devices that there are
-    python examples/fsdp_transformer.py --devices 8    # eight, faked on a CPU
-    python examples/fsdp_transformer.py --devices 4 --processes 2    # in two processes, which speak over loopback
+    python examples/fsdp_transformer.py                # on all devices of this machine
+    python examples/fsdp_transformer.py --devices 8    # on eight simulated CPU devices
+    python examples/fsdp_transformer.py --devices 4 --processes 2    # in two processes, connected over loopback
 
-The loss scale may grow every 10 steps here, and without end: it rises until a gradient overflows somewhere,
-and then all devices skip that step. In a long run, keep the defaults. On a cluster, start the program once on each
-host, call `jax.distributed.initialize()` without arguments, and delete `launch`.
+Here the loss scale may grow every 10 steps and has no ceiling. It rises until a gradient overflows on some device, and
+then all devices skip that step. In a long run, keep the defaults. On a cluster, start the program once on each host,
+call `jax.distributed.initialize()` without arguments, and delete `launch`.
 """
 
 import argparse
@@ -73,20 +73,20 @@ def train_step(params, opt_state, tokens):
 
 
 def create(mesh):
-    """Parameters and state on the mesh: each device makes its own shards."""
+    """Make the parameters and the optimizer state on the mesh. Each device makes its own shards."""
     init = lambda: init_params(jax.random.key(0))
     shapes = jax.eval_shape(init)
     on = lambda spec: NamedSharding(mesh, spec)
     shardings = jax.tree.map(lambda x: on(P("data") if x.shape[0] % mesh.size == 0 else P()), shapes)
     params = jax.jit(init, out_shardings=shardings)()
-    # What belongs to a parameter lies as it does; the loss scale and all counts are everywhere.
+    # Moments are sharded like their parameters. The loss scale and all counts are replicated.
     state = jax.eval_shape(TX.init, shapes)
     states = optax.tree.map_params(TX, lambda _, s: s, state, shardings, transform_non_params=lambda _: on(P()))
     return params, jax.jit(TX.init, out_shardings=states)(params)
 
 
 def get_batch(text, index, mesh):
-    """Batch number `index`, i32[batch, CONTEXT + 1]; each process makes the rows of its own devices."""
+    """Make batch number `index`, i32[batch, CONTEXT + 1]. Each process makes the rows of its own devices."""
     size = math.ceil(BATCH / mesh.size) * mesh.size
     starts = np.random.default_rng(index).integers(len(text) - CONTEXT, size=size)
     rows = text[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)
@@ -94,7 +94,7 @@ def get_batch(text, index, mesh):
 
 
 def launch(processes):
-    """Start this program `processes` times, and wait. The first one's output is shown, and all errors."""
+    """Start this program `processes` times and wait. Show the output of the first process, and all errors."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -106,7 +106,7 @@ def launch(processes):
 def main():
     parser = argparse.ArgumentParser(description="A language model in float16 on a mesh of any size.")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--devices", type=int, help="fake so many on the CPU, in all processes together")
+    parser.add_argument("--devices", type=int, help="the number of simulated CPU devices, in all processes together")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", help=argparse.SUPPRESS)
@@ -124,7 +124,7 @@ def main():
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = np.frombuffer(b"\n".join(file.read_bytes() for file in files)[:2_000_000], np.uint8)
     params, opt_state = create(mesh)
-    losses, decisions = [], []  # on the device: reading them would wait
+    losses, decisions = [], []  # on the device, to avoid waiting
     for step in (bar := trange(args.steps, disable=jax.process_index() > 0)):
         if step == 1:  # the first step compiles
             start = time.perf_counter()
@@ -136,7 +136,7 @@ def main():
             bar.set_postfix(loss=f"{loss:.3f}", scale=f"2**{math.log2(jamp.get_loss_scale(opt_state)):g}")
     speed = (args.steps - 1) * tokens.shape[0] * CONTEXT / (time.perf_counter() - start) if args.steps > 1 else math.nan
 
-    # What each device decided, from its own copy of the flags: bool[devices, steps].
+    # The decision of each device, from its own copy of the flags: bool[devices, steps].
     mine = np.array([[shard.data.item() for shard in flag.addressable_shards] for flag in decisions]).T
     everywhere = multihost_utils.process_allgather(mine).reshape(-1, args.steps)
     if jax.process_index() == 0:

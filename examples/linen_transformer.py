@@ -1,17 +1,17 @@
-"""A small language model in float16, that goes on after a crash: Flax Linen, jamp.linen.TrainState, Orbax checkpoints.
+"""Train a small language model in float16 that resumes after a crash, with Flax Linen and Orbax checkpoints.
 
 A decoder-only transformer learns to predict the next byte of Python's own standard library. Its modules compute in
-float16 (`dtype=`) and keep float32 parameters. Every 50 steps the whole train state is saved: parameters, optimizer,
-loss scale and counts. Kill the program and start it again with `--resume`: it ends with the same parameters, bit for
-bit, as if nothing had happened.
+float16 (`dtype=`) and keep float32 parameters. Every 50 steps the program saves the whole `jamp.linen.TrainState`:
+parameters, optimizer state, loss scale and counts. If you kill it and start it again with `--resume`, it ends with the
+same parameters as an undisturbed run, bit for bit.
 
     pip install '.[examples,flax]'
     python examples/linen_transformer.py                        # about a minute on two cores
-    python examples/linen_transformer.py --resume --steps 2000  # go on
+    python examples/linen_transformer.py --resume --steps 2000  # continue
     python examples/linen_transformer.py --out out/logged --logdir out/tensorboard
 
-It draws out/linen_transformer.png. The loss scale may grow every 40 steps here, without end, so that a short run shows
-what it does: it rises until a gradient overflows, skips that step and goes back. In a long run, keep the defaults.
+It draws out/linen_transformer.png. For a short run, the loss scale here may grow every 40 steps and has no ceiling. It
+rises until a gradient overflows. That step is skipped and the scale is halved. In a long run, keep the defaults.
 """
 
 import argparse
@@ -48,18 +48,18 @@ class Transformer(nn.Module):
             attend = nn.MultiHeadDotProductAttention(num_heads=4, force_fp32_for_softmax=True, **half)
             x = x + attend(nn.LayerNorm(**half)(x), mask=nn.make_causal_mask(tokens))
             x = x + nn.Dense(width, **half)(nn.gelu(nn.Dense(4 * width, **half)(nn.LayerNorm(**half)(x))))
-        # The loss is float32: a float16 ends at 65504, where the loss scale begins.
+        # The loss is float32, because the scaled loss would exceed 65504, the largest float16.
         return nn.Dense(256, **half)(nn.LayerNorm(**half)(x)).astype(jnp.float32)
 
 
 def read_text():
-    """Some 2 MB of Python's standard library as bytes, uint8[n]: real text that every machine has."""
+    """About 2 MB of Python's standard library, uint8[n]. Every machine has this text."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     return np.frombuffer(b"\n".join(file.read_bytes() for file in files)[:2_000_000], np.uint8)
 
 
 def get_batch(text, index):
-    """Batch number `index`, i32[BATCH, CONTEXT + 1]: a pure function, so that a resumed run sees the same ones."""
+    """Make batch number `index`, i32[BATCH, CONTEXT + 1]. A resumed run gets the same batches."""
     starts = np.random.default_rng(index).integers(len(text) - CONTEXT, size=BATCH)
     return text[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)
 
@@ -79,12 +79,12 @@ def train_step(state, tokens):
 
     scale = jamp.get_loss_scale(state)
     loss, grads = state.value_and_grad(loss_fn)(state.params)  # the true loss, true float32 gradients
-    state = state.apply_gradients(grads=grads)  # or not, on an overflow: then nothing moves but the loss scale
+    state = state.apply_gradients(grads=grads)  # on an overflow only the loss scale changes
     return state, {**state.metrics(), "loss": loss, "loss_scale": scale}
 
 
 def restore(manager, state):
-    """The last checkpoint's state, and the history of its run."""
+    """Return the state of the last checkpoint and the history of its run."""
     about = manager.restore(manager.latest_step(), args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
     jamp.interop.check_checkpoint_config(about["config"], state, LOSS_SCALE)  # Orbax would cast other dtypes silently
     restored = manager.restore(manager.latest_step(), args=ocp.args.Composite(state=ocp.args.StandardRestore(state)))
@@ -93,7 +93,7 @@ def restore(manager, state):
 
 def save(manager, step, state, history):
     about = {"config": jamp.interop.checkpoint_config(state, LOSS_SCALE), "history": history}
-    # In the background: a checkpoint that is not complete has no name yet.
+    # Orbax writes in the background. An incomplete checkpoint has a temporary name.
     manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about)))
 
 
@@ -112,9 +112,9 @@ def draw(history, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="A float16 language model that goes on after a crash.")
+    parser = argparse.ArgumentParser(description="A float16 language model that resumes after a crash.")
     parser.add_argument("--steps", type=int, default=1000, help="the number of the last step")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out, if any")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --out, if any")
     parser.add_argument("--out", type=Path, default=Path("out"), help="the folder for checkpoints and the picture")
     parser.add_argument("--logdir", help="a folder for TensorBoard scalars")
     args = parser.parse_args()
@@ -126,7 +126,7 @@ def main():
         state, history, text = create_state(), [], read_text()
         if manager.latest_step() is not None:
             state, history = restore(manager, state)
-        pending = []  # what was measured since the last checkpoint, on the device: reading it would wait
+        pending = []  # the metrics since the last checkpoint, on the device to avoid waiting
         for step in (bar := trange(len(history) + 1, args.steps + 1, initial=len(history), total=args.steps)):
             state, measured = train_step(state, get_batch(text, step))
             pending.append(measured)

@@ -3,15 +3,15 @@
     pip install '.[examples,flax]'
     python examples/nnx_resnet.py
 
-What jamp asks for is marked: an optimizer, a `value_and_grad`, and the modules' own `dtype`. The parameters, their
+The changes for jamp are marked: an optimizer, a `value_and_grad`, and the modules' own `dtype`. The parameters, their
 updates and BatchNorm's statistics stay float32.
 
-In the middle of the training one batch is spoiled by an infinite pixel. A forward pass of it leaves nan in BatchNorm's
-running statistics, from which no network recovers. jamp skips the step and gives the statistics their old values back,
-and the training goes on as if nothing had happened. The same happens when the growing loss scale overflows.
+Halfway through training, one batch contains an infinite pixel. Its forward pass writes NaN into BatchNorm's running
+statistics, from which no network recovers. jamp skips the step and restores the statistics, and training continues. The
+same happens when the loss scale has grown too high.
 
 What to expect: a few steps are skipped, the statistics stay finite, and more than 95 percent of the test digits are
-recognised. It takes about 20 seconds on two cores. The data come with scikit-learn.
+recognised. It takes about 20 seconds on two cores. The data are part of scikit-learn.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def loss_fn(model, images, labels):
 
 @nnx.jit
 def train_step(model, optimizer, images, labels):
-    # 2. In place of nnx.value_and_grad: scaled inside, and what the model remembers is undone on an overflow.
+    # 2. Replaces nnx.value_and_grad. It scales the loss, and restores the model's state on an overflow.
     loss, grads = jamp.nnx.value_and_grad(loss_fn, optimizer)(model, images, labels)
     optimizer.update(model, grads)
     return loss
@@ -75,7 +75,7 @@ def accuracy(model, images, labels):
 
 
 def batches(images, labels, size, steps, spoiled):
-    """Shuffled batches for some steps; in that of the step `spoiled` one pixel is infinite."""
+    """Yield shuffled batches. In the batch of the step `spoiled` one pixel is infinite."""
     rng, order = np.random.default_rng(0), np.array([], int)
     for step in range(steps):
         if len(order) < size:
@@ -91,7 +91,7 @@ def main():
     parser = argparse.ArgumentParser(description="A small residual network in Flax NNX and float16.")
     parser.add_argument("--steps", type=int, default=300, help="steps to train")
     parser.add_argument("--batch", type=int, default=64, help="images per step")
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="computed in")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="compute dtype")
     args = parser.parse_args()
 
     images, labels = load_digits(return_X_y=True)
@@ -99,7 +99,7 @@ def main():
     images, test_images, labels, test_labels = train_test_split(images, labels, stratify=labels, random_state=0)
 
     model = ResNet(width=16, blocks=2, dtype=args.dtype, rngs=nnx.Rngs(0))
-    # 3. In place of nnx.Optimizer. The scale may grow every 50 steps: the default of 2000 is for long runs.
+    # 3. Replaces nnx.Optimizer. The scale may grow every 50 steps. The default of 2000 is for long runs.
     optimizer = jamp.nnx.Optimizer(
         model, optax.adamw(3e-3), wrt=nnx.Param, loss_scale=jamp.DynamicLossScale(growth_interval=50)
     )
@@ -107,7 +107,7 @@ def main():
     for step, batch in enumerate(bar, start=1):
         loss = train_step(model, optimizer, *batch)
         if step % 10 == 0 or step == args.steps:
-            seen = jax.device_get(jamp.metrics(optimizer))  # reading waits for the device, so not at every step
+            seen = jax.device_get(jamp.metrics(optimizer))  # waits for the device, so not at every step
             scale, skipped = f"2**{math.log2(seen['loss_scale']):g}", int(seen["overflow_steps"])
             bar.set_postfix(loss=f"{loss:.3f}", scale=scale, skipped=skipped)
 

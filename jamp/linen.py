@@ -134,7 +134,7 @@ class TrainState(train_state.TrainState):
         """
         for name in collections:
             if name not in vars(self):
-                raise TypeError(f"{name!r} is no field and no collection of this state: give it to `create` first.")
+                raise TypeError(f"{name!r} is not a field of this state. Give it to `create` first.")
         params = _with_optimizer(self.params)
         updates, opt_state = self.tx.update(_with_optimizer(grads), self.opt_state, params, **(extra_args or {}))
         new_params = optax.apply_updates(params, updates)
