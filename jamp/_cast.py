@@ -88,7 +88,7 @@ def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
 
 
 def check_floating(name: str, dtype: DTypeLike) -> np.dtype[Any]:
-    """The NumPy dtype of a floating dtype or its name. Anything else is a ValueError that calls it `name`."""
+    """Return the NumPy dtype of a floating dtype or its name. Otherwise raise a ValueError about argument `name`."""
     checked = jnp.dtype(dtype)
     if not jnp.issubdtype(checked, jnp.floating):
         raise ValueError(f"{name} must be floating, such as jnp.float16, got {name}={checked.name!r}.")
@@ -142,7 +142,7 @@ class Policy:
 
 
 def get_policy(name: str) -> Policy:
-    """Parse a policy from a string, in the grammar of jmp.
+    """Parse a policy from a string, in the syntax of jmp.
 
     Args:
       name: One dtype for everything, or a list such as "params=float32,compute=float16,output=float32" or

@@ -1,4 +1,4 @@
-"""A description of the state in a checkpoint, to save with it and compare before it is restored."""
+"""A description of the state in a checkpoint, to save with it and to compare before restoring it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,16 +12,16 @@ from jamp._scale.static import LossScale
 def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
     """Describe a state: the configuration of the loss scale, and the shape and dtype of every array.
 
-    Save it with the checkpoint, which holds only numbers. Some formats cast them to the dtype of the state into which
-    they are restored, and different kinds of loss scale may have the same fields. `check_checkpoint_config` finds both.
+    Save it with the checkpoint, which holds only arrays. Restoring may cast them to other dtypes silently, and two
+    kinds of loss scale may have the same fields. `check_checkpoint_config` detects both.
 
     Args:
       tree: The state that is saved, or its `jax.ShapeDtypeStruct`s. Leaves that are not arrays or numbers are left out.
       loss_scale: The configuration of its loss scale.
 
     Returns:
-      A mapping of strings and numbers, for JSON. `loss_scale` is its `to_config()`, or the name of its class as the
-      type. `arrays` has an entry such as "float32[3,4]" for each path.
+      A mapping of strings and numbers, for JSON. `loss_scale` is the result of `to_config()`, or has the class name as
+      the type if there is no such method. `arrays` has an entry such as "float32[3,4]" for each path.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -47,7 +47,7 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
 
     Raises:
       ValueError: If the kinds of loss scale differ, the shape or dtype of an array differs, or an array is in only one
-        of them. The message names both. Also if `saved` is something else.
+        of them. The message names both sides. Also if `saved` does not come from `checkpoint_config`.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -66,8 +66,8 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
     if kind != wanted:
         raise ValueError(
             f"The checkpoint was saved under a loss scale of type {kind!r}, this run has {wanted!r}: {loss_scale!r}. "
-            "Restore it into a state made with jamp.loss_scale_from_config(saved['loss_scale']), then go on with "
-            "jamp.convert_loss_scale(restored, loss_scale)."
+            "Restore it into a state made with jamp.loss_scale_from_config(saved['loss_scale']), then convert it "
+            "with jamp.convert_loss_scale(restored, loss_scale)."
         )
     arrays, own = saved["arrays"], checkpoint_config(tree, loss_scale)["arrays"]
     wrong = [_difference(path, arrays.get(path), x) for path, x in own.items() if arrays.get(path) != x]

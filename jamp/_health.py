@@ -1,4 +1,4 @@
-"""`check_health`, which tells on the host whether training still makes progress."""
+"""`check_health`, which checks on the host that training still makes progress."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +17,8 @@ from jamp._step.lookup import get_loss_scale, get_stats
 from jamp._step.state import find_scaler_state, is_scaler_state
 from jamp.history import History
 
-_RECENT = 200  # steps of the history that are looked at
-# Optax's names for moments of the gradients. If they are zero, all gradients were.
+_RECENT = 200  # the last steps of the history, which are examined
+# Optax's names for moments of the gradients. If the moments are zero, all gradients were zero.
 _MOMENTS = ("mu", "nu", "trace", "sum_of_squares", "ema")
 
 
@@ -45,17 +45,17 @@ def check_health(
     It waits for the device, so call it every few hundred steps, outside `jit`. It finds
 
     - in `tree`: more than `max_consecutive_overflows` steps skipped in a row. Moments of the optimizer that are all
-      zero, because the gradients were. inf or NaN beside the wrapper, such as in a stateful transform before it, which
-      one overflow poisons forever.
-    - with `loss_scale`: a skip with the scale at its floor. A scale that has reached its ceiling, which alone does no
-      harm: if you want the ceiling, use policy "warn" or do not pass `loss_scale`.
-    - with `history`: a scale that goes up and down while steps are lost. A column `grad_norm` of zeros.
+      zero, because the gradients were. inf or NaN outside the wrapper, such as in a stateful transform before it, which
+      keeps the inf of one overflow forever.
+    - with `loss_scale`: a skip with the scale at its floor. A scale that has reached its ceiling. That alone is
+      harmless, so if the ceiling is intended, use policy "warn" or do not pass `loss_scale`.
+    - with `history`: a scale that oscillates while steps are lost. A column `grad_norm` of zeros.
 
     Args:
       tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one. Pass the whole state of a
         chain to have the transforms before the wrapper checked too.
       max_consecutive_overflows: The largest number of skipped steps in a row that is accepted.
-      loss_scale: The configuration.
+      loss_scale: The configuration of the loss scale.
       history: A `jamp.History` of the run.
       policy: "raise", "warn", or a function that is called with the message.
 
@@ -69,7 +69,7 @@ def check_health(
       >>> opt_state = jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
       >>> jamp.check_health(opt_state)
 
-      Inside `jit` it takes two lines. The moments are left out, so they need not leave the device:
+      Inside `jit`, use a callback. The moments are left out, so that they stay on the device:
 
       >>> @jax.jit
       ... def train_step(opt_state):
@@ -109,7 +109,7 @@ def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
         yield (
             f"{stats.consecutive_overflows} steps in a row were skipped (the limit is {limit}); the loss scale is "
             f"{scale:g}. The scale is seldom the cause of so many. Look for NaN in the data, in the loss (a log or a "
-            "division of 0) and in the parameters, and for a learning rate that diverges. After `import jamp.debug`, "
+            "division of 0) and in the parameters, and for too high a learning rate. After `import jamp.debug`, "
             "`jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names the operation."
         )
 

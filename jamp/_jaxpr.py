@@ -26,7 +26,7 @@ Env = dict[Any, Any]  # of Var
 def core() -> Any:
     """`jax.extend.core`, imported when first needed, because it imports Pallas, which takes longer than all of jamp.
 
-    Call it before a trace begins. On jax 0.12 the import changes the configuration that keys every traced function.
+    Call it before a trace begins. On jax 0.12 the import changes a configuration that is in the key of JAX's caches.
     """
     import jax.extend.core
     import jax.extend.core.primitives
@@ -72,7 +72,7 @@ def evaluate(eqns: Sequence[JaxprEqn], env: Env, needed: Callable[[Var], bool]) 
 
 
 def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The body of a jit call that means the same without the call (it pins no sharding), else None."""
+    """The body of a jit call that can be inlined because it pins no sharding, else None."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
@@ -80,8 +80,8 @@ def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None if any(isinstance(s, Sharding) for s in shardings) else body
 
 
-# The parameters of each construct that autocast enters, as the releases of JAX name them. A construct that has others
-# is run as it was traced, because the meaning of a new parameter is not guessed.
+# The parameters of each construct that autocast enters, as the releases of JAX name them. A construct with others runs
+# as it was traced, because jamp does not guess what a new parameter means.
 _JIT = {"jaxpr", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "donated_invars", "ctx_mesh", "name"}
 _SCAN, _SHARD_MAP = {"jaxpr", "length", "reverse", "unroll"}, {"jaxpr", "mesh", "in_specs", "out_specs", "check_vma"}
 _LAYOUTS = {
@@ -149,7 +149,7 @@ def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def iterations(eqn: JaxprEqn) -> int:
-    """How often the body of a construct runs, as far as the jaxpr says: the length of a scan, else 1."""
+    """How often the body of a construct runs, if the jaxpr says so: the length of a scan, else 1."""
     return int(eqn.params.get("length", 1))
 
 
@@ -162,13 +162,13 @@ def shard_map_options(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def has_body(eqn: JaxprEqn) -> bool:
-    """Whether an equation holds a jaxpr, known construct or not."""
+    """Whether an equation holds a jaxpr, even if it is not in `CONSTRUCTS`."""
     has_eqns = lambda x: hasattr(x, "eqns")
     return any(map(has_eqns, jax.tree.leaves(eqn.params, is_leaf=has_eqns)))
 
 
 def function_name(eqn: JaxprEqn) -> str | None:
-    """The name of the function that a jit call was made of."""
+    """The name of the function that a jit call runs."""
     return eqn.params.get("name")
 
 
@@ -205,7 +205,7 @@ def exponent(eqn: JaxprEqn) -> int:
 
 
 def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
-    """An equation whose parameters (preferred_element_type, new_dtype) name another dtype."""
+    """An equation with another dtype in its parameters (preferred_element_type, new_dtype)."""
     is_old = lambda param: isinstance(param, (np.dtype, type)) and param == old
     return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
 
@@ -222,7 +222,7 @@ def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> tuple[JaxprEqn, Sequence[Any]
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The results of one equation on values of any dtypes that it accepts. `results` are their types."""
+    """Evaluate one equation on values of any dtypes that it accepts. `results` are the types of its results."""
     inputs = [core().Var(jax.typeof(x)) for x in args]
     outputs = [core().Var(aval) for aval in results]
     env: Env = dict(zip(inputs, args, strict=True))

@@ -14,10 +14,10 @@ def get_learning_rate(tree: Any) -> Array:
     """Return the learning rate in an optimizer state.
 
     Args:
-      tree: The state of one of these optimizers or of any under `optax.inject_hyperparams`, or a pytree with one.
+      tree: The state of one of `jamp.optimizers` or of `optax.inject_hyperparams`, or a pytree with one.
 
     Returns:
-      f32[], the learning rate. With a schedule it is that of the last step applied.
+      f32[], the learning rate. With a schedule, it is that of the last applied step.
 
     Raises:
       ValueError: If the tree holds no `learning_rate` or several.

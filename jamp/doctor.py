@@ -18,7 +18,7 @@ def report(seconds: float = 1.0) -> str:
     """Report versions, devices, which 16-bit dtypes are native, the speed of matrix products and a recommendation.
 
     Args:
-      seconds: The time to measure, without compilation.
+      seconds: The time to measure, in seconds, without compilation.
 
     Returns:
       A text of about fifteen lines.
@@ -63,7 +63,7 @@ def _size() -> int:
 
 def _is_native(dtype: str) -> bool:
     """Whether the compiler leaves the operands of a product in their dtype."""
-    if jax.default_backend() == "tpu":  # Its compiled text does not tell. Its matrix unit has no float16.
+    if jax.default_backend() == "tpu":  # The compiled text does not show it. The matrix unit has no float16.
         return dtype != "float16"
     x = jax.ShapeDtypeStruct((_size(), _size()), dtype)
     text = jax.jit(jnp.matmul).lower(x, x).compile().as_text() or ""
@@ -71,7 +71,7 @@ def _is_native(dtype: str) -> bool:
 
 
 def _speeds(seconds: float) -> dict[str, float]:
-    """The most FLOPs per second of each dtype, measured in turn for the given time."""
+    """The highest FLOP/s of each dtype, measured in turn for the given time."""
     n = _size()
     product = jax.jit(jnp.matmul)
     operands = {dtype: jnp.full((n, n), 0.5, dtype) for dtype in _DTYPES}

@@ -1,4 +1,4 @@
-"""Equinox: gradients and steps for models with leaves that are not parameters."""
+"""Equinox: gradients and optimizer steps for models with leaves that are not parameters."""
 
 import functools
 from collections.abc import Callable
@@ -18,13 +18,13 @@ def filter_value_and_grad(fun: Callable[..., Any], state: Any, *, has_aux: bool 
     """`eqx.filter_value_and_grad` with loss scaling inside.
 
     Args:
-      fun: A function of a model and more that returns a scalar loss, or `(loss, aux)` with `has_aux`.
+      fun: A function of a model and other arguments. It returns a scalar loss, or `(loss, aux)` with `has_aux`.
       state: The optimizer state, or any pytree that holds exactly one loss-scale state.
       has_aux: As for `eqx.filter_value_and_grad`.
 
     Returns:
-      A function of the arguments of `fun` that returns `(value, grads)`: the true loss, and the true gradients for the
-      floating arrays of the first argument, in float32, with None in place of every other leaf.
+      A function of the arguments of `fun` that returns `(value, grads)`: the true loss, and the true float32 gradients
+      of the floating arrays in the first argument. Every other leaf of `grads` is None.
 
     Raises:
       ValueError: If `state` holds no loss-scale state or several.

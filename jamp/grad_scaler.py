@@ -27,19 +27,19 @@ _KEYWORDS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval",
 
 @dataclass(frozen=True, init=False, eq=False)
 class GradScaler:
-    """Loss scaling with the methods of `torch.amp.GradScaler`, for people who come from PyTorch.
+    """Loss scaling with the methods of `torch.amp.GradScaler`, for PyTorch users.
 
     An immutable pytree: the configuration is static, the state is in the leaves, and every method returns new values.
-    `jamp.value_and_grad`, `jamp.metrics` and similar functions accept it. `jamp.loss_scaled(tx)` does the same and
-    carries less. Use one or the other, not both.
+    `jamp.value_and_grad`, `jamp.metrics` and similar functions accept it. `jamp.loss_scaled(tx)` does the same without
+    a second object to carry. Use one or the other, not both.
 
     Args:
-      loss_scale: Any loss scale. None means a `DynamicLossScale` of the keywords, with its defaults.
+      loss_scale: Any loss scale. None means `DynamicLossScale` with the given keywords, such as `init_scale`.
       enabled: If False, nothing is scaled, checked, skipped or counted.
 
     Raises:
       TypeError: If `loss_scale` is not a loss scale.
-      ValueError: If it is given together with keywords, or a number is out of range.
+      ValueError: If both `loss_scale` and keywords are given, or a number is out of range.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -57,7 +57,7 @@ class GradScaler:
     """
 
     loss_scale: LossScale  # the configuration
-    _state: ScalerState  # while disabled, with a NoOpLossScaleState, so that every function scales by nothing
+    _state: ScalerState  # while disabled, with a NoOpLossScaleState, so that no function scales
     _paused: tuple[Any, ...]  # while disabled: the leaves of the loss-scale state that `enable` restores
 
     def __init__(
@@ -69,7 +69,7 @@ class GradScaler:
         numbers = init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
         keywords: dict[str, Any] = {k: v for k, v in zip(_KEYWORDS, numbers, strict=True) if v is not None}
         if loss_scale is not None and keywords:
-            raise ValueError(f"Give {', '.join(keywords)} to the loss scale itself, got them beside {loss_scale=}.")
+            raise ValueError(f"Give {', '.join(keywords)} to the loss scale itself, not together with {loss_scale=}.")
         loss_scale = DynamicLossScale(**keywords) if loss_scale is None else loss_scale
         check_loss_scale(loss_scale, constant="jamp.GradScaler.static(scale)")
         new = _new(loss_scale, ScalerState.init(loss_scale))
@@ -77,7 +77,7 @@ class GradScaler:
 
     @classmethod
     def default(cls) -> Self:
-        """A dynamic scaler with torch's defaults."""
+        """A dynamic scaler with torch's defaults, and bounds of 1 and 2**24."""
         return cls()
 
     @classmethod
@@ -107,7 +107,7 @@ class GradScaler:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The scaler of a mapping as `jamp.loss_scale_from_config` accepts it. The type defaults to "dynamic"."""
+        """Make a scaler from a mapping for `jamp.loss_scale_from_config`. The type defaults to "dynamic"."""
         has_type = {"type", "runner_wrapper", "scale_sense"} & set(config)
         return cls(loss_scale_from_config(config if has_type else {"type": "dynamic", **config}))
 
@@ -122,7 +122,7 @@ class GradScaler:
         return self._state.stats
 
     def scale(self, loss: Any) -> Any:
-        """Multiply a loss, or a pytree of them, by the scale. A loss that is not floating is a TypeError."""
+        """Multiply a loss, or a pytree of them, by the scale. A loss that is not floating raises a TypeError."""
         return scale_loss(loss, self) if self.is_enabled() else loss
 
     def value_and_grad(self, fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Any:
@@ -158,7 +158,7 @@ class GradScaler:
     ) -> GradScalerStep:  # fmt: skip
         """Unscale, check, step the optimizer unless there was an overflow, and update the scale.
 
-        On an overflow `params` and `opt_state` are returned unchanged. float16 parameters without masters warn.
+        On an overflow it returns `params` and `opt_state` unchanged. It warns of float16 parameters without masters.
 
         Args:
           tx: The optimizer, not wrapped in `jamp.loss_scaled`.
@@ -167,8 +167,8 @@ class GradScaler:
           grads: True gradients, from `value_and_grad` or `unscale`, clipped or not.
           scaled_grads: Gradients of a scaled loss, from `jax.grad`. Give exactly one of the two.
           optimizer_step: If False, only check and update.
-          check_overflow: If False, step without a check. The scale is not updated, because nothing is known.
-          update_scale: If False, leave the scale. Call `update` once all optimizers have stepped.
+          check_overflow: If False, step without a check. The scale is then not updated.
+          update_scale: If False, leave the scale unchanged. Call `update` after all optimizers have stepped.
 
         Returns:
           The new `params`, `opt_state` and `scaler`, and `stepped` (bool[]): False if an overflow was found.
@@ -206,21 +206,21 @@ class GradScaler:
         return not isinstance(self.state, NoOpLossScaleState)
 
     def enable(self) -> "GradScaler":
-        """Return the scaler switched on, with the scale that it had when it was disabled."""
+        """Return the scaler enabled, with the scale that it had when it was disabled."""
         if not self._paused:
             return self
         kept = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self.loss_scale.init)), self._paused)
         return _new(self.loss_scale, self._state._replace(loss_scale_state=kept))
 
     def disable(self) -> "GradScaler":
-        """Return the scaler switched off. It keeps its state for `enable`."""
+        """Return the scaler disabled. It keeps its state for `enable`."""
         if not self.is_enabled():
             return self
         off = self._state._replace(loss_scale_state=NoOpLossScale().init())
         return _new(self.loss_scale, off, tuple(jax.tree.leaves(self.state)))
 
     def reset(self) -> "GradScaler":
-        """Return the scaler as it was constructed."""
+        """Return a scaler with the initial state."""
         return GradScaler(self.loss_scale, enabled=self.is_enabled())
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class GradScaler:
 
 
 def _new(loss_scale: LossScale, state: Any, paused: Any = ()) -> GradScaler:
-    """A scaler of these fields, unchecked, because a pytree may be made of anything."""
+    """A scaler with these fields, unchecked, because JAX may unflatten a pytree with any leaves."""
     scaler = object.__new__(GradScaler)
     vars(scaler).update(loss_scale=loss_scale, _state=state, _paused=paused)
     return scaler

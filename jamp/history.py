@@ -25,7 +25,7 @@ class History:
       first_step: The number of the first step, for a run that is resumed.
 
     Raises:
-      ValueError: If `every` is not a positive int, or `first_step` a negative one.
+      ValueError: If `every` is not a positive int, or `first_step` is not an int of at least 0.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -82,14 +82,14 @@ class History:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of `jamp.metrics`, `window_index` if the loss scale is adaptive, and yours."""
+        """The names of `jamp.metrics`, `window_index` if the loss scale is adaptive, and those you added."""
         return tuple(self._buffer)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """The values of a name at all steps so far, [steps]. It waits for them."""
+        """The values recorded under a name at all steps so far, [steps]. It waits for them."""
         if name not in self._buffer:
             raise KeyError(f"Nothing called {name!r} was recorded, only: {', '.join(self._buffer) or 'no steps yet'}.")
         self._receive()

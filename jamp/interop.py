@@ -84,7 +84,7 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
 def from_flax(dynamic_scale: Any) -> GradScaler:
     """Make the scaler that continues where a `flax.training.dynamic_scale.DynamicScale` stopped.
 
-    Its attributes are read. Flax grows one finite step after `growth_interval` of them, so the interval is one longer.
+    Flax grows one finite step after its `growth_interval`, so the interval of the returned scaler is one longer.
 
     Examples:
       >>> import types, jamp  # in place of flax's DynamicScale(), its attributes
@@ -107,7 +107,7 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
 def from_jmp(loss_scale: Any) -> GradScaler:
     """Make the scaler that continues where a `jmp.DynamicLossScale` stopped.
 
-    Its attributes are read. jmp loses `min_loss_scale` in every pytree round trip, and the present value is used.
+    jmp loses `min_loss_scale` in every pytree round trip. The value that the object has now is used.
 
     Examples:
       >>> import types, jamp  # in place of jmp's DynamicLossScale, its attributes
@@ -155,9 +155,9 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
 
 
 def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale()) -> dict[str, Any]:
-    """Return MindFormers' six parameters and `scale_sense`, the inverse of `from_mindformers`.
+    """Return MindFormers' six parameters and `scale_sense`. It is the inverse of `from_mindformers`.
 
-    MindFormers counts steps from the start and uses only the difference of its two counts. The second is returned as 0.
+    MindFormers uses only the difference of its two step counts, so the second is returned as 0.
 
     Args:
       tree: A state of an `AdaptiveLossScale`, or any pytree that holds exactly one. It waits for the device.
@@ -200,7 +200,7 @@ def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale()) -> Lo
 
 
 def unwrap_state(tree: Any) -> Any:
-    """Return the plain optimizer's state in that of `jamp.loss_scaled`.
+    """Return the state of the plain optimizer from that of `jamp.loss_scaled`.
 
     Args:
       tree: A state of `jamp.loss_scaled`, or a pytree with one.
@@ -225,7 +225,7 @@ def unwrap_state(tree: Any) -> Any:
 
 def _dynamic(scale: Any, growth_count: Any, **config: Any) -> GradScaler:
     scale = float(scale)
-    # With a scale of 0 training had ended. It starts again from the floor.
+    # At a scale of 0, training had stopped. It starts again from the floor.
     scaler = GradScaler(DynamicLossScale(init_scale=config["min_scale"] if scale == 0 else scale, **config))
     return scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(growth_count)})
 

@@ -1,4 +1,4 @@
-"""Flax Linen: a train state that stays unchanged on an overflow."""
+"""Flax Linen: a train state that skips steps whose gradients overflowed."""
 
 import dataclasses
 import functools
@@ -25,21 +25,21 @@ except ImportError as error:
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with a loss scale. On an overflow it stays unchanged.
+    """Flax's `TrainState` with a loss scale. It skips steps whose gradients overflowed.
 
     Compute the gradients with `state.value_and_grad(loss_fn)(state.params, ...)` and step with `apply_gradients`. If
-    the gradients are finite, that is Flax's step. If not, `params`, `opt_state.inner_state`, `step` and your own fields
-    keep their values, bit for bit, and the loss scale backs off.
+    the gradients are finite, this is Flax's step. If not, `params`, `opt_state.inner_state`, `step` and your own fields
+    stay unchanged, bit for bit, and the loss scale backs off.
 
     Add fields of your own, such as BatchNorm's statistics, with a subclass as in Flax, or pass them to `create` by
     name. `create` then returns a subclass that has them, so they are fields in both cases: attributes that
     `apply_gradients` and `replace` accept by name.
 
     Parameters in Flax's collection `_overwrite_with_gradient` (the scales and histories of fp8 layers) are replaced by
-    their gradients, neither unscaled nor checked.
+    their gradients, which are neither unscaled nor checked.
 
     Attributes:
-      step: i32[], the number of steps applied. Flax's own counts the skipped steps too.
+      step: i32[], the number of steps applied. Flax's own `step` also counts skipped steps.
       apply_fn: Usually `model.apply`.
       params: The parameters.
       tx: The optimizer, wrapped in `jamp.loss_scaled`.
@@ -84,10 +84,10 @@ class TrainState(train_state.TrainState):
           apply_fn: Usually `model.apply`.
           params: The parameters.
           tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for 16-bit parameters.
-          loss_scale: A loss scale. `jamp.NoOpLossScale()` switches everything off.
+          loss_scale: A loss scale. `jamp.NoOpLossScale()` switches scaling, checks and skips off.
           axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
-          **collections: Pytrees of arrays that become fields of the state. They are copied, so that one that starts as
-            the parameters (an EMA) can be donated with them.
+          **collections: Pytrees of arrays that become fields of the state. They are copied, so that an EMA that starts
+            as the parameters can be donated with them.
 
         Raises:
           ValueError: If `tx` is already loss-scaled, or a collection has the name of a method.
@@ -119,14 +119,14 @@ class TrainState(train_state.TrainState):
         return scaling.value_and_grad(fun, self.opt_state, argnums, has_aux, **kwargs)
 
     def apply_gradients(self, *, grads: Any, extra_args: Mapping[str, Any] | None = None, **collections: Any) -> Self:
-        """Return the state after a step, or after a skip if the gradients are not finite.
+        """Return the state after a step, which is skipped if the gradients are not finite.
 
         Args:
           grads: The true gradients, of the structure of `params`.
           extra_args: Extra arguments for the optimizer's `update`, such as `{"value": loss}`. `grads_finite` (bool[])
             replaces the check.
-          **collections: New values of your fields, such as `batch_stats=updates["batch_stats"]`. On a skip they keep
-            their old values.
+          **collections: New values of your fields, such as `batch_stats=updates["batch_stats"]`. On a skip the fields
+            keep their old values.
 
         Raises:
           TypeError: If a name is not a field.
@@ -151,13 +151,13 @@ class TrainState(train_state.TrainState):
         )
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What to log, as `jamp.metrics`: arrays on the device by name."""
+        """The same as `jamp.metrics(self)`: what to log, as arrays on the device by name."""
         return metrics(self.opt_state)
 
 
 @functools.cache
 def _with_fields(cls: Any, names: tuple[str, ...]) -> Any:
-    """A subclass with these fields, as a user would write it. The cache keeps one type, so `jit` compiles once."""
+    """A subclass with these fields, as a user would write it. The cache makes it one type, so `jit` compiles once."""
     namespace = {"__annotations__": dict.fromkeys(names, Any), "__doc__": cls.__doc__, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), namespace, kw_only=True) if names else cls
 
@@ -167,5 +167,5 @@ def _overwrites(params: Any) -> bool:
 
 
 def _with_optimizer(params: Any) -> Any:
-    """The parameters or gradients that the optimizer steps. As in Flax, the fp8 state is not among them."""
+    """The parameters or gradients for the optimizer. As in Flax, these exclude the fp8 state."""
     return params["params"] if _overwrites(params) else params

@@ -27,13 +27,13 @@ class Optimizer(nnx.Optimizer[Any]):
 
     Compute the gradients with `jamp.nnx.value_and_grad(loss_fn, optimizer)(model, ...)`. If they are finite, `update`
     is NNX's. If not, the model's parameters and the optimizer stay unchanged, bit for bit, and the loss scale backs
-    off. `step` (u32[]) counts the steps applied. NNX's own counts the skipped steps too.
+    off. `step` (u32[]) counts the steps applied. NNX's own `step` also counts skipped steps.
 
     Args:
       model: The module to optimize.
       tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for 16-bit parameters.
       wrt: The filter of the variables to optimize, such as `nnx.Param`.
-      loss_scale: A loss scale. `jamp.NoOpLossScale()` switches everything off.
+      loss_scale: A loss scale. `jamp.NoOpLossScale()` switches scaling, checks and skips off.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Raises:
@@ -72,8 +72,8 @@ class Optimizer(nnx.Optimizer[Any]):
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Step the model and the optimizer in place, or skip the step if the true gradients are not finite.
 
-        Other keywords, such as `value=loss`, are for the optimizer's `update`. `grads_finite` (bool[]) replaces the
-        check. It returns the updates that were added to the parameters.
+        Other keywords, such as `value=loss`, are passed to the optimizer's `update`. `grads_finite` (bool[]) replaces
+        the check. The method returns the updates that it added to the parameters.
         """
         step = self.step[...]
         updates = super().update(model, grads, **kwargs)
@@ -84,12 +84,12 @@ class Optimizer(nnx.Optimizer[Any]):
 def value_and_grad(
     fun: Callable[..., Any], optimizer: Any, argnums: Any = None, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` with loss scaling inside, which on an overflow also restores what `fun` changed.
+    """`nnx.value_and_grad` with loss scaling inside. On an overflow it also restores the state that `fun` changed.
 
     If the gradients are finite, BatchNorm statistics, RNG counts and any other state that `fun` changes in its
-    arguments keep their new values. If not, they get their old values back, bit for bit. The check is that of
-    `Optimizer.update`; compiled together, the two are one. A variable that `fun` creates, or whose structure it changes
-    (what `sow` collects), is not restored.
+    arguments keep their new values. If not, it restores their old values, bit for bit. It uses the same check as
+    `Optimizer.update`, and XLA merges the two if they are compiled together. A variable that `fun` creates, or whose
+    structure it changes (such as those of `sow`), is not restored.
 
     Args:
       fun: A function of NNX objects and arrays that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -132,7 +132,7 @@ def value_and_grad(
         )
         grads = unscale(scaled_grads, scale)
         if scale is not None:
-            # The check reads the same arrays as that of `Optimizer.update`, so compiled together the two are one.
+            # The check reads the same arrays as that of `Optimizer.update`, so that XLA can merge the two.
             grads_finite = all_finite(nnx.as_pure(grads), axis_name=getattr(optimizer, "axis_name", None))
             _restore_unless(grads_finite, (args, kwargs), before)
         return ((loss, aux) if has_aux else loss), grads
@@ -141,12 +141,12 @@ def value_and_grad(
 
 
 def _values(nodes: Any) -> dict[Any, Any]:
-    """The value of each variable and array in some NNX objects, by path."""
+    """The value of each variable and array in NNX objects, by path."""
     return {path: nnx.as_pure(value) for path, value in nnx.to_flat_state(nnx.state(nodes))}
 
 
 def _restore_unless(grads_finite: jax.Array, nodes: Any, before: dict[Any, Any]) -> None:
-    """Give the variables and arrays of some NNX objects their earlier values unless `grads_finite`."""
+    """Restore the earlier values of the variables and arrays in NNX objects unless `grads_finite`."""
     changed = {}
     for path, new in _values(nodes).items():
         old = before.get(path)

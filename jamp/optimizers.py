@@ -3,7 +3,7 @@
 Each takes `learning_rate` as a number or as a schedule (a function of the number of steps applied), and keeps it in its
 state. `get_learning_rate` reads it and `set_learning_rate` sets it. Wrap them like any optimizer:
 `jamp.loss_scaled(jamp.optimizers.adamw(1e-3))`. With `weight_decay`, `update` needs `params`. A number out of its range
-is a ValueError.
+raises a ValueError.
 """
 
 import math
@@ -31,7 +31,7 @@ def sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent as `torch.optim.SGD`.
 
-    The momentum starts at the first gradient, undampened. The weight decay is added to the gradient.
+    The momentum starts as the first gradient, without dampening. The weight decay is added to the gradient.
 
     Args:
       learning_rate: A number or a schedule.
@@ -73,8 +73,8 @@ def adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam as `torch.optim.Adam`.
 
-    The weight decay is added to the gradient. AMSGrad takes the maximum before the bias correction, where Optax's takes
-    it afterwards.
+    The weight decay is added to the gradient. AMSGrad takes the maximum before the bias correction. Optax takes it
+    afterwards.
 
     Args:
       learning_rate: A number or a schedule.
@@ -138,7 +138,7 @@ def rmsprop(
     """RMSprop as `torch.optim.RMSprop`.
 
     Args:
-      learning_rate: A number or a schedule. The momentum is taken before it is applied.
+      learning_rate: A number or a schedule. It is applied after the momentum.
       alpha: The decay rate of the average of the squared gradient.
       eps: Added to the denominator, outside the square root.
       weight_decay: The multiple of the parameters that is added to the gradient.

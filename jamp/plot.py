@@ -29,11 +29,11 @@ _LOWEST = -60.0  # the power of two below which all magnitudes share a bin
 def loss_scale_history(history: "History") -> "Figure":
     """Plot the loss scale over the steps, in powers of two, with each skipped step marked.
 
-    The growth windows of an adaptive loss scale are shaded, the longer the darker, and numbered by their position in
-    the window list. The hidden window of one step is number -1.
+    The growth windows of an adaptive loss scale are shaded, longer ones darker, and numbered by their position in the
+    window list. The hidden window of one step is number -1.
 
     Args:
-      history: A `jamp.History`. The figure waits for its steps.
+      history: A `jamp.History`. Drawing waits for its steps.
 
     Raises:
       ValueError: If no step was recorded.
@@ -132,7 +132,7 @@ def layer_ranges(report: "UnderflowReport") -> "Figure":
     """
     names = [_short(path) for path in report.paths]
     if not names:
-        raise ValueError("The report has no leaves: hand `underflow_report` the gradients of a model.")
+        raise ValueError("The report has no leaves: pass the gradients of a model to `underflow_report`.")
     figure, axes = _new((8, 1.6 + 0.26 * len(names)))
     scale = np.log2(float(report.loss_scale))
     with np.errstate(divide="ignore"):
@@ -164,7 +164,7 @@ def _new(size: tuple[float, float]) -> tuple["Figure", "Axes"]:
 
 
 def _limits(axes: "Axes", low: float, high: float, dtype: DTypeLike = "float16") -> None:
-    """Shade what a dtype cannot hold, with names above the axes."""
+    """Shade the ranges that a dtype cannot hold, and name them above the axes."""
     info = jnp.finfo(dtype)
     least, normal, end = (math.log2(float(x)) for x in (info.smallest_subnormal, info.smallest_normal, info.max))
     zero = least - 1  # half the smallest number rounds to 0

@@ -1,1 +1,1 @@
-"""What a loss scale is: frozen configurations, their states of arrays, and statistics."""
+"""Loss scales: frozen configurations, their states of arrays, and statistics."""

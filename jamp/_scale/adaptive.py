@@ -48,20 +48,20 @@ class AdaptiveLossScale:
     """A loss scale whose growth interval adapts.
 
     The growth interval, here called the window, comes from a list such as 20, 30, 40, 50, 100, 200, 500, 1000. A
-    finite step grows the scale if at least as many steps as the window have passed since the last growth or overflow.
+    finite step grows the scale if at least `window` steps have passed since the last growth or overflow.
     An overflow divides the scale. Three growths move to the next longer window. Three overflows with no growth between
     them move to a hidden window of one step, in which every finite step grows. Three growths lead from there back to
     the first window. The hidden window is never entered from the first window.
 
-    Every step gives the loss scale of MindFormers' `AdaptiveLossScaleUpdateCell`, with two exceptions. A growth to
+    At every step the scale equals that of MindFormers' `AdaptiveLossScaleUpdateCell`, with two exceptions. A growth to
     infinity is refused. The window list contains no 0, no value below `min_window` and no duplicates.
 
     Args:
       init_scale: The initial scale.
       scale_factor: The factor by which a growth multiplies and an overflow divides, above 1.
       min_window: The first window, at least 1.
-      max_window: The last window, above `min_window`. If it is not, a warning is given and 1000 is used.
-      initial_window: The window to start with. None, or a number that is not in the window list, means the first.
+      max_window: The last window. If it is not above `min_window`, jamp warns and uses 1000.
+      initial_window: The initial window. None, or a number that is not in the window list, means the first window.
       windows: A window list, ints of at least 0, to use instead of the one made from `min_window` and `max_window`.
       min_scale: The smallest scale, a normal float32 above 0. It may be below 1.
       max_scale: The largest scale. It may be inf.
@@ -122,11 +122,11 @@ class AdaptiveLossScale:
         """Make the initial state."""
         windows = self.window_list
         index = windows.index(self.initial_window) if self.initial_window in windows else 0
-        counts = [jnp.array(x, jnp.int32) for x in (index, 0, 0, 1)]  # each its own buffer
+        counts = [jnp.array(x, jnp.int32) for x in (index, 0, 0, 1)]  # one buffer each
         return AdaptiveLossScaleState(jnp.array(self.init_scale, jnp.float32), *counts)
 
     def update(self, state: AdaptiveLossScaleState, grads_finite: ArrayLike) -> AdaptiveLossScaleState:
-        """Return the state after a step whose loss `state` scaled and whose gradients were finite or not (bool[])."""
+        """Return the next state, given the state that scaled the loss and whether its gradients were finite, bool[]."""
         windows = jnp.array((1, *self.window_list), jnp.int32)  # the hidden window comes before the first
         last = len(self.window_list) - 1
         index = jnp.clip(state.window_index, _HIDDEN, last)  # the state may come from a longer list

@@ -28,7 +28,7 @@ def check_range(init_scale: float, min_scale: float, max_scale: float) -> None:
 def check_number(name: str, value: Any, *, above: float, below: float = math.inf, hint: str) -> None:
     """Raise ValueError unless `value` is a Python number that is a normal float32 between `above` and `below`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Compared as float32: there 1 - 1e-9 is 1, and a scale times 1 never backs off.
+    # Compared in float32, where 1 - 1e-9 is 1. A backoff by that factor would change nothing.
     if not (is_number and TINY <= value <= HUGE and above < np.float32(value) < below):
         bounds = f"above {above}" if math.isinf(below) else f"between {above} and {below}"
         raise ValueError(

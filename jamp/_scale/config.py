@@ -23,8 +23,8 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
       dtype: A floating dtype or its name.
 
     Returns:
-      For float16, `DynamicLossScale()`. For bfloat16, `StaticLossScale(1.0)`: its range is that of float32, and steps
-      that are not finite are still skipped. For float32 and float64, `NoOpLossScale()`. For float8 and narrower,
+      For float16, `DynamicLossScale()`. For bfloat16, which has the range of float32, `StaticLossScale(1.0)`. It still
+      skips steps that are not finite. For float32 and float64, `NoOpLossScale()`. For float8 and narrower,
       `AdaptiveLossScale()`.
 
     Raises:
@@ -53,8 +53,8 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
     - MindSpore's "AdaptiveLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell": the other
       keys are the arguments of these classes.
 
-    In a whole MindFormers document, or in its `runner_wrapper`, `scale_sense` is read. A plain number there is a static
-    scale. Clipping (`use_clip_grad`) belongs in the optimizer chain.
+    `config` may also be a whole MindFormers document or its `runner_wrapper`. Only `scale_sense` is read from it. If
+    that is a number, it is a static scale. Clipping (`use_clip_grad`) belongs in the optimizer chain.
 
     A number may be given as a string, because YAML 1.1 reads `1e9` as a string and JSON has no other way to say "inf".
 

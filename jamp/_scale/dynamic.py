@@ -28,7 +28,7 @@ class DynamicLossScaleState(NamedTuple):
 
     def with_loss_scale(self, loss_scale: Array) -> Self:
         """This state with another scale, no finite steps counted and a full hysteresis."""
-        # Only the configuration knows what full is. Its `update` treats a larger count as full.
+        # Only the configuration knows the full count. Its `update` reduces a larger count to it.
         full = jnp.full_like(self.hysteresis_count, INT32_MAX)
         return self._replace(
             loss_scale=loss_scale, growth_count=jnp.zeros_like(self.growth_count), hysteresis_count=full
@@ -48,7 +48,7 @@ class DynamicLossScale:
       backoff_factor: The factor of a backoff, between 0 and 1.
       growth_interval: The number of finite steps in a row before a growth.
       min_scale: The smallest scale, a normal float32 above 0. It may be below 1.
-      max_scale: The largest scale. It may be inf. Then a growth that would be infinite is refused.
+      max_scale: The largest scale. It may be inf. Then a growth to infinity is refused.
       hysteresis: The first `hysteresis - 1` overflows since the last refill leave the scale unchanged.
       hysteresis_refill: When the hysteresis is refilled: when the scale grows ("growth", as in Megatron-LM) or at
         every finite step ("finite", as in apex).
@@ -104,7 +104,7 @@ class DynamicLossScale:
         return DynamicLossScaleState(jnp.array(self.init_scale, jnp.float32), *counts)
 
     def update(self, state: DynamicLossScaleState, grads_finite: ArrayLike) -> DynamicLossScaleState:
-        """Return the state after a step whose loss `state` scaled and whose gradients were finite or not (bool[])."""
+        """Return the next state, given the state that scaled the loss and whether its gradients were finite, bool[]."""
         finite = jnp.asarray(grads_finite, bool)
         overflow = ~finite
         growth_count = jnp.where(finite, increment(state.growth_count), 0)
@@ -128,7 +128,7 @@ class DynamicLossScale:
 def change_scale(
     scale: Array, grow: Array, growth_factor: float, back_off: Array, backoff_factor: float, max_scale: float
 ) -> Array:
-    """Grow or back off the scale in float32. Without a ceiling a growth to infinity is refused."""
+    """Grow or back off the scale in float32. Without a ceiling, a growth to infinity leaves it unchanged."""
     grown = scale * np.float32(growth_factor)
     if math.isinf(max_scale):
         grown = jnp.where(jnp.isinf(grown), scale, grown)
@@ -136,7 +136,7 @@ def change_scale(
 
 
 def heal(scale: Array, init_scale: float, min_scale: float, max_scale: float) -> Array:
-    """Clip the scale to its bounds. NaN becomes init_scale, and so does inf where there is no ceiling."""
+    """Clip the scale to its bounds. NaN becomes init_scale, and so does inf if there is no ceiling."""
     lost = jnp.isnan(scale) | (scale == jnp.inf) if math.isinf(max_scale) else jnp.isnan(scale)
     return jnp.where(lost, np.float32(init_scale), jnp.clip(scale, np.float32(min_scale), np.float32(max_scale)))
 

@@ -39,7 +39,7 @@ class LossScale(Protocol):
 
 
 def check_loss_scale(loss_scale: Any, constant: str = "jamp.StaticLossScale(scale)") -> None:
-    """Raise TypeError unless `loss_scale` is a loss scale. `constant` is what the message offers for a number."""
+    """Raise TypeError unless `loss_scale` is a loss scale. The message suggests `constant` for a constant scale."""
     if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
         raise TypeError(
             f"loss_scale must be a loss scale, got {loss_scale=}. Use jamp.DynamicLossScale(), or {constant} for a "
@@ -68,7 +68,7 @@ class NoOpLossScaleState(NamedTuple):
 class NoOpLossScale:
     """No loss scaling: nothing is scaled, checked or skipped, and the step compiles to the plain optimizer's.
 
-    It takes the place of `enabled=False`. Use it for float32, float64 and most bfloat16 training.
+    It replaces a flag such as `enabled=False`. Use it for float32, float64 and most bfloat16 training.
 
     Examples:
       >>> import optax, jamp

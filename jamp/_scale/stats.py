@@ -1,4 +1,4 @@
-"""`LossScaleStats`: counts and extremes for reporting. No update reads them."""
+"""`LossScaleStats`: counts and extremes for reporting. No loss scale reads them."""
 
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class LossScaleStats(NamedTuple):
         return cls(zero(), zero(), zero(), zero(), zero(), scale(), scale())
 
     def update(self, grads_finite: Array, old_scale: Array, new_scale: Array) -> "LossScaleStats":
-        """Return the statistics after a step, given the scale that scaled it and that of the next step, f32[]."""
+        """Return the statistics after a step, given the loss scale of that step and of the next, f32[]."""
         finite = jnp.asarray(grads_finite, bool)
 
         def count_if(happened: Array, count: Array) -> Array:

@@ -1,1 +1,1 @@
-"""What happens to one training step: scale the loss, unscale and check the gradients, step or skip, adapt."""
+"""The stages of one training step: scale the loss, unscale and check the gradients, step or skip, adapt."""

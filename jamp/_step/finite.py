@@ -1,4 +1,4 @@
-"""Which leaves of a tree are gradients, and whether they are all finite."""
+"""The gradients in a tree, and the check that all of them are finite."""
 
 import functools
 from collections import defaultdict
@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 
 from jamp._cast import cast_leaf, is_inexact
 
-# Flax's name for the collection of fp8 scales and histories, which the optimizer overwrites instead of descending.
+# Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients".
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 _MOST = 32  # arrays that are added before they are reduced
@@ -23,13 +23,13 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
     """Return whether no floating or complex leaf of a tree holds inf or NaN.
 
-    The check is exact: a finite value of any size is finite, behind any producer, on any backend. It is one dispatch
-    outside `jit`, and is inlined into the caller's computation inside `jit`.
+    The check is exact for values of any size, from any computation, on any backend. It is one dispatch outside `jit`,
+    and is inlined into the caller's computation inside `jit`.
 
     Args:
-      tree: A pytree of arrays. Integers, bools, PRNG keys, float0 and leaves that are not arrays are finite, and so
-        is an empty tree.
-      axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes that must agree: finite on all or on none.
+      tree: A pytree of arrays. Integers, bools, PRNG keys, float0 and leaves that are not arrays count as finite, and
+        so does an empty tree.
+      axis_name: Name(s) of `shard_map`, `pmap` or `vmap` axes. The result is True only if all replicas are finite.
 
     Returns:
       bool[].
@@ -44,7 +44,7 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
 
 
 def is_gradient(path: tuple[Any, ...], x: Any) -> bool:
-    """Whether a leaf is a gradient to unscale and check. The path decides before the dtype."""
+    """Whether a leaf is a gradient to unscale and check. Leaves of Flax's fp8 collection are not."""
     return is_inexact(x) and all(getattr(key, "key", None) != OVERWRITE_WITH_GRADIENT for key in path)
 
 
@@ -53,7 +53,7 @@ def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[li
 
     Returns:
       The gradients, a label for each, and a function that puts other leaves in their places. A label is the last key
-      of the path without its digits: equal for the same parameter of each layer.
+      of the path without its digits, so the same parameter of each layer has the same label.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
@@ -75,7 +75,7 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
         return jnp.bool_(True)
     totals: dict[Any, Array] = {}
     for residue in map(_residue, _groups(arrays, labels)):
-        # Sums, because XLA moves the sum over devices behind them, so that one scalar crosses between devices.
+        # Added here, because XLA then sums over devices after these additions, with one scalar per device.
         totals[residue.dtype] = totals[residue.dtype] + residue if residue.dtype in totals else residue
     found = functools.reduce(jnp.logical_or, [~jnp.isfinite(total) for total in totals.values()])
     count = _materialize(found.astype(jnp.float32))
@@ -96,8 +96,8 @@ def _sum_over(count: Array, axis_name: Any) -> Array:
 def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:
     """Divide arrays into groups of one type that can be added without moving data.
 
-    Arrays of one type but different labels may lie transposed to each other in memory (a tied embedding beside the
-    matrices of the layers). Arrays whose sharding only the compiler knows are not grouped.
+    Arrays of one type but different labels may have transposed layouts in memory, such as a tied embedding and a matrix
+    of a layer. Arrays whose sharding only the compiler knows are not grouped.
     """
     groups = defaultdict(list)
     for i, (label, x) in enumerate(zip(labels, arrays, strict=True)):
@@ -112,12 +112,12 @@ def _type_tells_sharding(x: Array) -> bool:
 
 
 def _residue(group: list[Array]) -> Array:
-    """A number that is finite exactly if some arrays of one type are, f32[] (f64[] of float64 or complex128).
+    """A number that is finite if and only if some arrays of one type are, f32[] (f64[] of float64 or complex128).
 
-    x - x is 0 where x is finite. Behind a product the compiler may contract it into a rounding error of the product or
-    an infinity, so what counts is whether the sum is finite, not whether it is 0. The factor keeps a sum of many
-    rounding errors finite. Unlike a sum of `isfinite`, XLA:CPU computes this sum in vectors. Adding arrays before they
-    are reduced makes one kernel instead of many on GPU.
+    x - x is 0 where x is finite. If x is a product, the compiler may contract x - x into the rounding error of that
+    product or an infinity, so the test is whether the sum is finite, not whether it is 0. The factor keeps a sum of
+    many rounding errors finite. XLA:CPU vectorises this sum, but not a sum of `isfinite`. Adding arrays before they are
+    reduced makes one kernel instead of many on GPU.
     """
     total = jnp.sum(functools.reduce(jnp.add, [x - x for x in group]) * 2.0**-32)
     return total.real + total.imag if jnp.iscomplexobj(total) else total
@@ -126,8 +126,8 @@ def _residue(group: list[Array]) -> Array:
 def _materialize(count: Array) -> Array:
     """A scalar that is 0 if and only if `count` is, and that XLA keeps in memory.
 
-    XLA:CPU copies any plainer reduction into every fusion that reads the predicate, which makes the compile time
-    quadratic in the number of leaves. It does not fuse a product of vectors.
+    XLA:CPU copies a plain reduction into every fusion that reads the predicate, which makes the compile time quadratic
+    in the number of leaves. It does not fuse a dot product.
     """
     pair = jnp.stack([count, count])
     return jnp.dot(pair, pair, precision=lax.Precision.DEFAULT)

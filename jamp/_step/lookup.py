@@ -57,7 +57,7 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
       1024.0
     """
     found = find_loss_scale_state(tree)
-    # A copy: the caller may go on using the value, or it may be a buffer of this very tree, which donation forbids.
+    # A copy, because the caller may still use the value, and a donated tree must not hold the same buffer twice.
     scale = jnp.array(jnp.broadcast_to(jnp.asarray(value, jnp.float32), jnp.shape(found.loss_scale)))
     new = found.with_loss_scale(scale) if hasattr(found, "with_loss_scale") else found._replace(loss_scale=scale)
     new = jax.tree.unflatten(
@@ -67,9 +67,9 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
 
 
 def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
-    """Continue with another loss scale: convert a tree saved under one for an optimizer wrapped with another.
+    """Convert a state of one loss scale for an optimizer that is wrapped with another.
 
-    The new loss scale starts from the present scale, clipped to its bounds. `StaticLossScale` and `NoOpLossScale` keep
+    The new loss scale starts from the current scale, clipped to its bounds. `StaticLossScale` and `NoOpLossScale` keep
     their own scale. The inner optimizer's state, the statistics and everything else stay as they are.
 
     Args:

@@ -26,14 +26,14 @@ def loss_scaled(
     `jamp.value_and_grad(loss_fn, opt_state)`.
 
     `update(grads, state, params=None, *, grads_finite=None, **extra_args)` takes the true gradients. If they are
-    finite, it is the inner update. If not, the updates are -0.0, which leaves every parameter unchanged bit for bit,
-    and nothing in the inner state changes: no count, no schedule, no moment. In both cases the loss scale adapts.
+    finite, it returns the inner update. If not, it returns updates of -0.0, which leave every parameter unchanged bit
+    for bit, and nothing in the inner state changes: no count, no schedule, no moment. The loss scale always adapts.
 
     float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32.
 
     Args:
       inner: The optimizer.
-      loss_scale: A loss scale. `NoOpLossScale()` switches everything off.
+      loss_scale: A loss scale. `NoOpLossScale()` switches scaling, checks and skips off.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Returns:

@@ -31,10 +31,10 @@ def master_params(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep float32 masters of float16 or bfloat16 parameters in the optimizer state.
 
-    A step of 1e-4 on a bfloat16 parameter of 1.0 is lost in rounding every time. Here `inner` steps the masters, and
-    the updates bring the parameters to the rounded masters: `optax.apply_updates(params, updates)` gives
-    `masters.astype(params.dtype)`. If one step is more than twice its result, the sum may round differently. The next
-    step corrects it.
+    A step of 1e-4 on a bfloat16 parameter of 1.0 is always lost in rounding. Here `inner` steps the masters, and the
+    updates bring the parameters to the rounded masters: `optax.apply_updates(params, updates)` gives
+    `masters.astype(params.dtype)`. If an update is more than twice as large as the new parameter, that may round
+    differently, and the next step corrects it.
 
     The masters start as the parameters that `init` is given. If you have float32 parameters, pass those to `init` and
     cast them with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again, because the next
@@ -75,15 +75,15 @@ def mixed_precision(
     grad_dtype: DTypeLike = jnp.float32,
     axis_name: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`loss_scaled` and `master_params` in one: everything that training with 16-bit parameters needs.
+    """Train 16-bit parameters: `loss_scaled` and `master_params` in one.
 
     On an overflow the masters and the parameters stay unchanged, bit for bit.
 
     Args:
       inner: The optimizer, which sees float32 parameters: the masters.
-      loss_scale: As for `loss_scaled`. With `jamp.NoOpLossScale()` only the masters are left.
-      param_dtype: The dtype to which the parameters' values are rounded, whatever dtype holds them. None means the
-        dtype they come in.
+      loss_scale: As for `loss_scaled`. With `jamp.NoOpLossScale()` only the masters remain.
+      param_dtype: The dtype to which the values of the parameters are rounded. The arrays keep their own dtype, which
+        is also the default.
       grad_dtype: The dtype of the gradients that `inner` sees.
       axis_name: As for `loss_scaled`.
 
@@ -114,7 +114,7 @@ def _with_masters(
     inner = optax.with_extra_args_support(inner)
 
     def master(p: Any) -> Any:
-        # A copy also of a float32 parameter: if both are donated, they must not share a buffer.
+        # Float32 parameters are copied too, because a donated parameter and its master must not share a buffer.
         return jnp.array(cast_leaf(p, dtype), copy=True)
 
     def init(params: optax.Params) -> MasterParamsState:

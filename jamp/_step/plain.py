@@ -28,25 +28,25 @@ def step_plain(
 ) -> tuple[Any, Any]:
     """Return the parameters and the optimizer state after a step, or unchanged if the gradients are not finite.
 
-    `tx` sees float32 gradients and parameters. If `grads_finite` (bool[]) is None the step is unconditional. An
-    `opt_state` with a loss scale of its own is a ValueError.
+    `tx` sees float32 gradients and parameters. If `grads_finite` (bool[]) is None, the step is unconditional. An
+    `opt_state` with a loss scale of its own raises a ValueError.
     """
     if grads_finite is not None and contains(opt_state):
         raise ValueError(
             "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
-            "GradScaler, or do without the GradScaler: jamp.value_and_grad(fun, opt_state) and tx.update."
+            "GradScaler, or use jamp.value_and_grad(fun, opt_state) and tx.update without a GradScaler."
         )
     has_float16 = any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(params))
     if has_float16 and not contains(opt_state, lambda x: isinstance(x, MasterParamsState)):
         warnings.warn(
-            "float16 parameters without a master copy lose every step smaller than about a 2000th of them. Use "
+            "float16 parameters without a master copy lose updates smaller than about a 2000th of their value. Use "
             "tx = jamp.master_params(tx), or keep the parameters in float32 and compute in float16.",
             stacklevel=3,
         )
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, new = tx.update(grads, state, params)
-        # What `init` made float16 for float16 parameters stays float16.
+        # State that `init` made float16 for float16 parameters stays float16.
         return updates, optax.tree.cast_like(new, state)
 
     args = to_float32(grads), opt_state, to_float32(params)

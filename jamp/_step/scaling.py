@@ -43,7 +43,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
 
 
 def scale_by(loss: Any, scale: Array | None) -> Any:
-    """Multiply a loss by a loss scale, f32[]. If it is None the loss is only cast to float32."""
+    """Multiply a loss by a loss scale, f32[]. If the scale is None, only cast the loss to float32."""
     leaves = jax.tree.leaves(loss)
     for x in leaves:
         if not is_inexact(x):
@@ -70,13 +70,13 @@ def unscale_and_check(
       grads: The scaled gradients: a pytree of arrays. Integers, bools, PRNG keys, float0, None, `optax.MaskedNode`
         and leaves of Flax's `_overwrite_with_gradient` collection are neither unscaled nor checked.
       state: The state that scaled the loss, before any update: a loss-scale state, or a pytree with exactly one.
-      dtype: The dtype in which floating gradients of at most 32 bits are returned. float64 and complex gradients keep
-        their dtype. The arithmetic is done in float32 at least.
+      dtype: The dtype of the returned gradients, if they are floating and at most 32 bits wide. float64 and complex
+        gradients keep their dtype. The arithmetic is done in float32 or wider.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes that must agree on the check.
 
     Returns:
-      The true gradients, and bool[]: whether they are all finite. The check is exact. It looks at the unscaled
-      gradients, and a finite gradient of any size is finite. Under `NoOpLossScale` it is constantly True.
+      The true gradients, and bool[]: whether they are all finite. The check is exact for gradients of any size, and
+      reads the unscaled ones. Under `NoOpLossScale` the result is always True.
 
     Raises:
       ValueError: If `state` holds no loss-scale state or several.
@@ -96,7 +96,7 @@ def unscale_and_check(
 
 
 def unscale(grads: Any, scale: Array | None, dtype: DTypeLike = jnp.float32) -> Any:
-    """Divide gradients by a loss scale, f32[]. If it is None they are only cast to `dtype`."""
+    """Divide gradients by a loss scale, f32[]. If the scale is None, only cast them to `dtype`."""
     leaves, _, merge = split_gradients(grads)
     if scale is None:
         return merge([cast_leaf(x, dtype) for x in leaves])
@@ -114,9 +114,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with loss scaling inside.
 
-    The loss is scaled before the backward pass and the gradients are unscaled after it, so that float16 cotangents do
-    not underflow. It returns the true loss and the true gradients in float32. On an overflow the gradients hold inf or
-    NaN, which `loss_scaled` refuses.
+    It scales the loss before the backward pass and unscales the gradients after it, so that float16 cotangents do not
+    underflow. It returns the true (unscaled) loss, and the true gradients in float32. On an overflow the gradients hold
+    inf or NaN, and `loss_scaled` skips the step.
 
     Args:
       fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -189,7 +189,7 @@ def grad(
 
 
 def _users_stacklevel() -> int:
-    """The stacklevel with which a warning of the calling function points at the line outside jamp and jax."""
+    """The stacklevel at which a warning of the calling function points at a line outside jamp and jax."""
     frames = traceback.walk_stack(sys._getframe(1))
     modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
     return next((i for i, name in enumerate(modules, start=1) if name not in ("jamp", "jax")), 2)
@@ -202,9 +202,9 @@ def _multiply_leaves(loss: Any, scale: Array) -> Any:
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _unscale(grads: list[Any], scale: Array, dtype: Any) -> list[Any]:
-    # Above 2**126 the reciprocal is subnormal, which XLA flushes to 0: there a quarter of the scale is taken first.
-    # Everywhere else this is g * float32(1 / scale) * 1, to the bit. Without the barrier XLA would multiply the two
-    # factors of a constant scale into that subnormal.
+    # Above 2**126 the reciprocal is subnormal, which XLA flushes to 0. There, g is multiplied by 4 / scale and by 1/4.
+    # Elsewhere this is g * float32(1 / scale), bit for bit. The barrier keeps XLA from folding the two factors of a
+    # constant scale into that subnormal.
     scale = lax.optimization_barrier(scale)
     quarter = jnp.where(scale > 2.0**126, jnp.float32(0.25), jnp.float32(1.0))
     reciprocal = 1.0 / (scale * quarter)

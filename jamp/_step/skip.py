@@ -1,9 +1,9 @@
 """Apply or skip an optimizer step without extra memory traffic.
 
 `jnp.where(grads_finite, new, old)` over finished outputs makes XLA keep two versions of every buffer, and `lax.cond`
-around the step copies its operands on GPU. Here each output is selected where it is defined. Whatever follows reads the
-selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If not, everything that is
-computed from a selected value is discarded at its own selection. docs/design.md has the measurements.
+around the step copies its operands on GPU. Here each output is selected where it is defined. Later equations read the
+selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If not, outputs computed
+from a selected value are themselves replaced by their old values. docs/design.md has the measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from jamp import _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
 # Primitives that are safe to evaluate on NaN. If an update has any other (a loop that may never end, a callback, a
-# factorisation), a skipped update gets gradients of zero. Otherwise the gradients are read without a selection, and a
-# norm of them can be computed beside the check instead of after it.
+# factorisation), a skipped update gets gradients of zero. Otherwise the gradients are read without a selection, and
+# their norm can be computed at the same time as the check instead of after it.
 _SAFE_ON_NAN = frozenset({
     "abs", "add", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq", "exp", "ge", "gt",
     "integer_pow", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_max", "reduce_sum",
@@ -41,7 +41,7 @@ def update_or_skip(
         "Make `update` return the structure, shapes and dtypes that `init` made.",
     )  # fmt: skip
     skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
-    # Outside jit each operation runs by itself, under jax_debug_nans too.
+    # Outside jit each operation runs by itself, and jax_debug_nans would raise on the gradients.
     if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
         grads = jax.tree.map(lambda g: lax.select(grads_finite, g, jnp.zeros_like(g)), grads)
     outputs = _evaluate(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
@@ -53,12 +53,12 @@ def new_or_old(grads_finite: Array, new: Any, old: Any, name: str) -> Any:
     """Return the tree `new` if the gradients are finite (bool[]), else `old`.
 
     It is for arrays that were computed elsewhere, such as BatchNorm's statistics. If the structure, a shape or a dtype
-    changed, a ValueError names the leaf under `name`.
+    changed, a ValueError names the leaf, preceded by `name`.
     """
     _check_types(
         old, new, name,
-        "Pass the structure, shapes and dtypes that it was made with (of `model.apply(..., mutable=['batch_stats'])`, "
-        "that is `updates['batch_stats']`).",
+        "Pass a value with the structure, shapes and dtypes that it was made with. From "
+        "`model.apply(..., mutable=['batch_stats'])`, which returns `(out, updates)`, pass `updates['batch_stats']`.",
     )  # fmt: skip
     return jax.tree.map(lambda x, y: _select(grads_finite, jnp.asarray(x), jnp.asarray(y)), new, old)
 
@@ -79,8 +79,8 @@ def _evaluate(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], ski
     """Evaluate `closed` and select its i-th output against `skipped[i]`, unless that is None."""
     jaxpr = closed.jaxpr
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    # A variable may be an input, a literal, or returned twice (a momentum that is also the update). Where it is
-    # defined it is selected for one position only. Its other positions are selected at the end.
+    # An output may be an input, a literal, or returned twice (a momentum that is also the update). A variable is
+    # selected for one output position where it is defined. Its other positions are selected at the end.
     position = {
         v: i
         for i, v in enumerate(jaxpr.outvars)
@@ -103,7 +103,7 @@ def _evaluate(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], ski
             evaluate([*pending, eqn], index + 1)
             env.update({v: _select(grads_finite, env[v], skipped[position[v]]) for v in selected})
         else:
-            # A call would hide the definitions inside it: a jitted update costs three times an inlined one.
+            # Inlined, because a call hides the definitions inside it: a jitted update costs three times as much.
             evaluate(pending, index)
             inner = [skipped[position[v]] if v in position else None for v in eqn.outvars]
             outputs = _evaluate(grads_finite, body, [_jaxpr.read(env, v) for v in eqn.invars], inner)
@@ -123,7 +123,7 @@ def _select(grads_finite: Array, new: Any, old: Any) -> Any:
     if isinstance(old, (int, float, complex)):
         old = lax.full_like(new, old)
     elif not (sharding := jax.typeof(new).sharding).mesh.empty and jax.typeof(old).sharding != sharding:
-        # On Explicit axes, `init` made a state without looking at the parameters' sharding.
+        # On Explicit axes, `init` may have made a state that is not sharded like the parameters.
         old = jax.sharding.reshard(old, sharding)
     return lax.select(grads_finite, new, old)
 
@@ -131,7 +131,7 @@ def _select(grads_finite: Array, new: Any, old: Any) -> Any:
 def _check_types(before: Any, after: Any, name: str, cure: str) -> None:
     """Raise ValueError if a tree changed its structure, a shape or a dtype."""
     old, new = ({keystr(path): _type(x) for path, x in jax.tree.leaves_with_path(tree)} for tree in (before, after))
-    # The structure, which also differs between containers of the same leaves such as a dict and a FrozenDict, is last.
+    # The structure is compared last. It also differs between a dict and a FrozenDict of the same leaves.
     paths = [*(old | new), ".structure"]
     old[".structure"], new[".structure"] = (str(jax.tree.structure(tree)) for tree in (before, after))
     for path in paths:

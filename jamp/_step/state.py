@@ -30,7 +30,7 @@ class ScalerState(NamedTuple):
         return cls(state, LossScaleStats.init(state.loss_scale), jnp.array(True))
 
     def advance(self, loss_scale: LossScale, grads_finite: Array) -> "ScalerState":
-        """Return the state after a step whose gradients were finite or not (bool[])."""
+        """Return the state after a step, given whether its gradients were finite (bool[])."""
         old = self.loss_scale_state
         new = loss_scale.update(old, grads_finite)
         return ScalerState(new, self.stats.update(grads_finite, old.loss_scale, new.loss_scale), grads_finite)
@@ -66,17 +66,17 @@ def is_scaler_state(x: Any) -> bool:
 
 
 def find_scaler_state(tree: Any) -> Any:
-    """The one `ScalerState` or `LossScaledState` in a tree. None or several is a ValueError."""
+    """The one `ScalerState` or `LossScaledState` in a tree. None or several raise a ValueError."""
     return _find_one(tree, is_scaler_state, "loss-scaled optimizer state")
 
 
 def find_loss_scale_state(tree: Any) -> Any:
-    """The one NamedTuple with a field `loss_scale` in a tree. None or several is a ValueError."""
+    """The one NamedTuple with a field `loss_scale` in a tree. None or several raise a ValueError."""
     return _find_one(tree, _is_loss_scale_state, "loss-scale state")
 
 
 def find_loss_scale(tree: Any) -> Array | None:
-    """The loss scale in a tree, f32[], or None under `NoOpLossScale`. No state or several is a ValueError."""
+    """The loss scale in a tree, f32[], or None under `NoOpLossScale`. No state or several raise a ValueError."""
     found = find_loss_scale_state(tree)
     return None if isinstance(found, NoOpLossScaleState) else jnp.asarray(found.loss_scale)
 
@@ -101,7 +101,7 @@ def replace_node(tree: Any, node: Any, new: Any) -> Any:
 
 
 def _is_loss_scale_state(x: Any) -> bool:
-    # A NamedTuple that merely keeps a state under this name (a user's train state) is not a loss-scale state. Flax NNX
+    # A NamedTuple whose field of this name holds a state (a user's train state) is not a loss-scale state. Flax NNX
     # keeps each array in a Variable, a pytree of one leaf.
     return "loss_scale" in _fields(x) and not _fields(x.loss_scale) and len(jax.tree.leaves(x.loss_scale)) == 1
 

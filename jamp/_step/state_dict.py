@@ -27,7 +27,7 @@ def to_state_dict(loss_scale: LossScale, state: ScalerState) -> dict[str, Any]:
 def from_state_dict(
     loss_scale: LossScale, state: ScalerState, saved: Mapping[str, Any]
 ) -> tuple[LossScale, ScalerState]:
-    """Invert `to_state_dict`, for a configuration and a state of the same kind. Missing keys are a ValueError."""
+    """Invert `to_state_dict`, for a configuration and a state of the same kind. Missing keys raise a ValueError."""
     if not saved:
         raise ValueError(
             "The state dict is empty, as that of a disabled scaler is. Use GradScaler(enabled=False), or a new scaler."

@@ -1,4 +1,4 @@
-"""Explain why an operation returned inf or NaN, from its operands and from a repetition in a wider dtype."""
+"""Explain why an operation returned inf or NaN, from its operands and by running it again in a wider dtype."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,7 +96,7 @@ _WHOLE = {
 def _overflow(
     eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], position: int, index: tuple[Any, ...]
 ) -> str | None:
-    """The number that a wider dtype gives where a result is inf or nan, if that is finite."""
+    """Describe an overflow by the number that a wider dtype gives in its place, or return None."""
     dtype = jnp.result_type(outputs[position])
     end = float(jnp.finfo(dtype).max)
     # bfloat16 has the range of float32.

@@ -19,16 +19,16 @@ from jamp.debug._walk import Value, Walker, known, worst
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
     """Run a function operation by operation, and name the first that returned inf or NaN for finite inputs.
 
-    If results hold inf or NaN, it is the first operation that put one there. A deliberate -inf mask in the code is not
-    reported. An operation that turns it into NaN is. It enters jit, scan, while, cond, remat and functions with custom
-    derivatives, evaluates each operation at its own dtype, and waits for each, so use it for diagnosis and not for
-    training. `fun` may be anything that JAX can trace, with or without `jamp.autocast`. To include the loss scale, pass
-    `jamp.value_and_grad(loss_fn, opt_state)`.
+    If the results hold inf or NaN, it names the first operation whose inf or NaN reached them. A deliberate -inf mask
+    is not reported. An operation that turns it into NaN is. It enters jit, scan, while, cond, remat and functions with
+    custom derivatives, evaluates each operation at its own dtype, and waits for each, so use it for diagnosis and not
+    for training. `fun` may be any function that JAX can trace, with or without `jamp.autocast`. To include the loss
+    scale, pass `jamp.value_and_grad(loss_fn, opt_state)`.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
-      grad: Whether to run the backward pass too if the results are finite. The gradient is taken with respect to all
-        floating arguments. It is that of the first result if that is a scalar (a loss), else of the sum of all results.
+      grad: Whether to run the backward pass too if the results are finite. It differentiates the first result if that
+        is a scalar (a loss), else the sum of all results, with respect to all floating arguments.
 
     Returns:
       A function of the arguments of `fun` that returns a `NonfiniteSearch`. It is false if everything is finite.

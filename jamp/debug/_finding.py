@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """The finite range of an array, and how many of its numbers were not finite."""
+    """The range of the finite numbers in an array, and how many are inf or NaN."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Finding:
 class NonfiniteSearch:
     """The result of `find_nonfinite`. `bool()` is whether it found anything, `str()` is a report."""
 
-    finding: Finding | None  # the operation to blame
+    finding: Finding | None  # the operation that caused the inf or NaN
     reaches_results: bool  # whether a result holds its inf or NaN
     inputs: tuple[str, ...]  # the inputs of the function that hold inf or NaN
     constants: bool  # whether a result holds an inf or NaN that is a constant in the code

@@ -21,7 +21,7 @@ _STATIC: Any = {"static": True}
 class NonfiniteReport:
     """The numbers of inf, -inf and NaN in each floating or complex leaf of a tree, from `nonfinite_report`.
 
-    It is a pytree, so `jit` and `scan` can return it. `bool()` is whether there is any and `str()` is a report. Both
+    It is a pytree, so `jit` and `scan` can return it. `bool()` is True if there is any, and `str()` is a report. Both
     wait for the device.
     """
 

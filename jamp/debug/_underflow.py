@@ -25,7 +25,7 @@ _HEADROOM = 4  # powers of two below overflow. Gradients of activations often ex
 class UnderflowReport:
     """The effect of the loss scale on each leaf of the gradients, from `underflow_report`.
 
-    It is a pytree, so `jit` can return it. Shares are of the nonzero gradients of a leaf, and 0 if there are none.
+    It is a pytree, so `jit` can return it. Shares are fractions of the nonzero gradients of a leaf, or 0 if all are 0.
     """
 
     paths: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
@@ -62,11 +62,11 @@ def _room(room: float) -> str:
 
 
 def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> UnderflowReport:
-    """Measure what becomes of the gradients in a 16-bit dtype, with and without the loss scale.
+    """Measure how many gradients a 16-bit dtype loses, with and without the loss scale.
 
     A gradient counts as lost if `dtype` rounds it to 0, and as subnormal if `dtype` has fewer digits for it. Gradients
     that underflowed in the backward pass are 0 already and do not count. To see those too, pass the gradients of a
-    float32 model. It is cheap enough for every hundredth step, inside `jit` or outside.
+    float32 model. It is cheap enough to call every hundred steps, inside `jit` or outside.
 
     Args:
       grads: The true gradients, as `jamp.value_and_grad` gives them.
@@ -75,7 +75,7 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
 
     Returns:
       An `UnderflowReport`. The recommended loss scale is the largest power of two that leaves the largest gradient 4
-      powers of two below overflow. If a gradient is inf or NaN it is at most half the present one.
+      powers of two below overflow. If a gradient is inf or NaN, it is at most half the current one.
 
     Raises:
       ValueError: If `state` holds no loss-scale state or several, or `dtype` is not floating.

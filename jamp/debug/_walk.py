@@ -109,7 +109,7 @@ class Walker:
         results = _jaxpr.bind(eqn, arrays, _jaxpr.avals(eqn.outvars))
         bits = worst(results)
         origin = earliest(values)
-        # If no operation made the inf (a mask of -inf), the operation that turns it into NaN is to blame.
+        # If no operation made the inf (a mask of -inf), the operation that turns it into NaN is reported.
         is_new = origin is None or (not isinstance(origin, Finding) and max(x.bits for x in values) < NAN == max(bits))
         if any(bits) and is_new:
             origin = Finding(
@@ -127,7 +127,7 @@ class Walker:
 
 
 def _line(eqns: Sequence[JaxprEqn], index: int) -> str | None:
-    """The user's line of an operation. A cast that autocast inserted has that of the operation that reads it."""
+    """The user's line of an operation. For a cast that autocast inserted, the line of the operation that reads it."""
     eqn = eqns[index]
     if eqn.primitive.name == "convert_element_type" and made_by_jamp(eqn):
         eqn = next((later for later in eqns[index + 1 :] if eqn.outvars[0] in later.invars), eqn)
@@ -138,9 +138,9 @@ def _read(env: dict[Any, Value], atom: Any) -> Value:
     return known(_jaxpr.read({}, atom), "constant") if _jaxpr.is_literal(atom) else env[atom]
 
 
-# The constructs, on real values: a loop is a Python loop, and of a cond only one branch runs.
+# The constructs, on real values. A loop becomes a Python loop, and only one branch of a cond runs.
 
-# Evaluates a body on its arguments. The string says where it is.
+# Evaluates a body on its arguments. The string is the body's entry in the path, such as "cond, branch 1".
 Inside = Callable[[str, "ClosedJaxpr", Sequence[Value]], list[Value]]
 Bodies = Sequence["ClosedJaxpr"]
 
