@@ -18,7 +18,6 @@ import jamp
 
 N = 8
 WAYS = ["shard_map", "shard_map without vma", "pmap", "vmap"]
-in_two_ways = pytest.mark.parametrize("way", [WAYS[0], "vmap"])
 SGD = optax.sgd(0.5, momentum=0.5)
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
 
@@ -31,9 +30,7 @@ def mesh(**axes):
 def mapped(way, f):
     """`f` on each replica. Every argument and every result has a leading axis of replicas."""
     if way in ("pmap", "vmap"):
-        return {"pmap": jax.pmap, "vmap": lambda f, axis_name: jax.jit(jax.vmap(f, axis_name=axis_name))}[way](
-            f, "data"
-        )
+        return jax.pmap(f, "data") if way == "pmap" else jax.jit(jax.vmap(f, axis_name="data"))
     stacked = lambda *args: jax.tree.map(lambda x: x[None], f(*jax.tree.map(lambda x: x[0], args)))
     return jax.jit(
         jax.shard_map(stacked, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=way == WAYS[0])
@@ -61,11 +58,8 @@ def equal(x, y):
 )
 def test_replicas_with_local_gradients_agree_and_nobody_averages_them(way, wrapper):
     tx, params = wrapper(SGD, axis_name="data"), everywhere({"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
-    checks = lambda g, state: (
-        jamp.all_finite(g, axis_name="data"),
-        *jamp.unscale_and_check(g, state, axis_name="data"),
-    )
-    f = mapped(way, lambda g, state, p: (*tx.update(g, state, p), *checks(g, state)))
+    check = lambda g, state: (jamp.all_finite(g, axis_name="data"), *jamp.unscale_and_check(g, state, axis_name="data"))
+    f = mapped(way, lambda g, state, p: (*tx.update(g, state, p), *check(g, state)))
     state, plain = jax.vmap(tx.init)(params), jax.vmap(SGD.init)(params)
     for bad in (False, True):
         grads = gradients(bad)
@@ -81,7 +75,7 @@ def test_replicas_with_local_gradients_agree_and_nobody_averages_them(way, wrapp
         state = new_state
 
 
-@in_two_ways
+@pytest.mark.parametrize("way", ["shard_map", "vmap"])
 @pytest.mark.parametrize("axis_name", [None, "data"])
 def test_replicas_with_averaged_gradients_agree(way, axis_name):
     tx = jamp.loss_scaled(SGD, axis_name=axis_name)
@@ -93,20 +87,13 @@ def test_replicas_with_averaged_gradients_agree(way, axis_name):
         equal(state.grads_finite, np.full(N, not bad))
 
 
-@in_two_ways
-def test_gradients_are_what_jax_gives_and_never_averaged(way):
+def test_gradients_under_shard_map_are_jaxs_and_of_a_mean_the_batchs_unlike_flaxs():
     x, w, state = np.arange(N * 3, dtype=np.float32).reshape(N, 3), jnp.ones(3), jamp.StaticLossScale(2.0**12).init()
-    loss = lambda w, x: jnp.sum((w * x) ** 2)
-    f = mapped(way, lambda x: (jamp.value_and_grad(loss, state)(w, x), jax.value_and_grad(loss)(w, x)))
-    equal(*f(x))
-
-
-def test_gradients_under_shard_map_are_the_batchs_unlike_flaxs():
-    x, w, state = np.arange(N * 3, dtype=np.float32).reshape(N, 3), jnp.ones(3), jamp.StaticLossScale(2.0**12).init()
-    mean = lambda w, x: lax.pmean(jnp.mean((w * x) ** 2), "data")
-    f = lambda w, x: jamp.value_and_grad(mean, state)(w, x)
+    loss = lambda w, x: jnp.mean((w * x) ** 2)
+    equal(*mapped("shard_map", lambda x: (jamp.value_and_grad(loss, state)(w, x), jax.value_and_grad(loss)(w, x)))(x))
+    f = jamp.value_and_grad(lambda w, x: lax.pmean(loss(w, x), "data"), state)
     found = jax.shard_map(f, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())(w, x)
-    equal(found, jax.value_and_grad(lambda w: jnp.mean((w * x) ** 2))(w))
+    equal(found, jax.value_and_grad(loss)(w, x))
 
 
 USES = {
@@ -145,20 +132,11 @@ def local_steps(axis_name, check_vma):
 
 
 @pytest.mark.promotes("optax.adamw in the page")
-def test_the_programs_of_the_page_run():
-    assert documented_check()
-
-
-@pytest.mark.promotes("optax.adamw in the page")
-def test_forgetting_axis_name_under_check_vma_cannot_silently_diverge():
+def test_a_forgotten_axis_name_is_found_by_check_vma_or_by_the_documented_assertion():
     with pytest.raises(ValueError, match="out_specs"):
         local_steps(None, check_vma=True)
-    documented_check()(local_steps("data", check_vma=True))
-
-
-@pytest.mark.promotes("optax.adamw in the page")
-def test_the_documented_assertion_finds_a_forgotten_axis_name():
-    documented_check()(local_steps("data", check_vma=False))
+    for check_vma in (True, False):
+        documented_check()(local_steps("data", check_vma))
     with pytest.raises(AssertionError, match=r"\.loss_scale_state\.loss_scale differs between .* 65536.* and .* 32768"):
         documented_check()(local_steps(None, check_vma=False))
 
