@@ -1,41 +1,50 @@
-"""The documentation: its programs run, it names every public name, and what it says of the project holds."""
+"""The documentation: its programs run and print what it says, it names every public name, and what it says holds."""
 
 import ast
+import pkgutil
 import re
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 import yaml
 
+from jamp._autocast.rules import CATEGORIES, RULES
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 # Their programs are run, and more is asserted of them, by tests of their own.
-ELSEWHERE = {
-    "from-mindspore.md": "test_mindspore.py",
-    "distributed.md": "distributed/test_mapped.py",
-    "diagnosis.md": "integrations/test_diagnose.py",
-    "checkpoints.md": "integrations/test_checkpoints.py",
-}
+ELSEWHERE = {"from-mindspore.md": "test_mindspore.py", "distributed.md": "distributed/test_mapped.py"}
 
 
 def programs(page):
-    """Its `python` blocks, without those that include a file: those are run as examples and tests."""
-    blocks = re.findall(r"^```python.*?\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    return [block for block in blocks if "--8<--" not in block]
+    """Its `python` blocks, each with the `text` that follows it, which is what it prints.
+
+    Those that include a file are run as examples and tests.
+    """
+    blocks = re.findall(r"^```python.*?\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", PAGES[page], re.MULTILINE | re.DOTALL)
+    return [(block, printed) for block, printed in blocks if "--8<--" not in block]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and programs(page)])
-def test_the_programs_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
+def test_the_programs_of_a_page_run_in_their_order_and_print_what_it_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    mpl.use("Agg")
     namespace = {"__name__": page}
-    for block in programs(page):
-        exec(compile(block, page, "exec"), namespace)
+    for block, expected in programs(page):
+        exec(compile(block, "model.py", "exec"), namespace)
+        printed = capsys.readouterr().out
+        assert printed == expected or not expected
+        # A comment beside a `print` is how the line that it prints begins.
+        for comment in re.findall(r"^ *print\(.*\)  # (.*?)(?: \.\.\.)?$", block, re.MULTILINE):
+            assert comment in printed
 
 
-def test_the_programs_of_the_other_pages_are_run_by_the_tests_that_are_named():
+def test_every_page_with_programs_is_run_and_some_say_what_they_print():
     for page, test in ELSEWHERE.items():
         assert page in (ROOT / "tests" / test).read_text()
+    assert sum(bool(printed) for page in PAGES for _, printed in programs(page)) >= 5
 
 
 def public_names(module):
@@ -55,8 +64,11 @@ def test_every_public_name_is_on_one_api_page_and_no_other_name_is():
     modules = [f"jamp.{path.stem}" for path in sources if not path.stem.startswith("_")]
     top = dict(public_names("jamp"))
     below = {f"{module}.{name}" for module in modules for name, _ in public_names(module)} - set(top.values())
-    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
-    assert sorted(re.findall(r"^::: (\S+)$", pages, re.MULTILINE)) == sorted({f"jamp.{name}" for name in top} | below)
+    pages = "".join(text for page, text in PAGES.items() if page.startswith("api/"))
+    listed = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    returned = [name for name in listed if name.startswith("jamp._")]  # types that only functions make
+    assert all(map(pkgutil.resolve_name, returned))
+    assert sorted(listed) == sorted({*returned, *(f"jamp.{name}" for name in top), *below})
 
 
 def test_every_page_is_in_the_navigation():
@@ -64,25 +76,34 @@ def test_every_page_is_in_the_navigation():
         """mkdocs.yml may name Python objects."""
 
     pages = re.findall(r"[\w/-]+\.md", str(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]))
-    assert sorted(pages) == PAGES
+    assert sorted(pages) == sorted(PAGES)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "changelog.md"])
 def test_every_page_ends_by_naming_what_it_does_not_cover(page):
-    text = re.sub(r'--8<-- "(\w+\.md)"', lambda m: (ROOT / m[1]).read_text(), (DOCS / page).read_text())
-    *_, last = re.findall(r"^## (.*)", text, re.MULTILINE)
-    assert "not cover" in last.lower()
+    text = re.sub(r'--8<-- "(\w+\.md)"', lambda m: (ROOT / m[1]).read_text(), PAGES[page])
+    assert "not cover" in re.findall(r"^## (.*)", text, re.MULTILINE)[-1].lower()
 
 
 def test_every_test_that_the_comparison_names_exists():
-    named = set(re.findall(r"`(test_\w+)`", (DOCS / "comparison.md").read_text()))
-    defined = {
-        name
-        for path in (ROOT / "tests").rglob("*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
-    }
+    named = set(re.findall(r"`(test_\w+)`", PAGES["comparison.md"]))
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
     assert len(named) > 20
-    assert named - defined == set()
+    assert named - {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.M)} == set()
+
+
+def test_the_table_of_the_autocast_page_is_the_data():
+    text = PAGES["autocast.md"]
+    rows = re.findall(r"^\| (\w+) \| ((?:`[^`]+` ?)+) \| (.+) \|$", text, re.MULTILINE)
+    assert {key: (category, why) for category, keys, why in rows for key in re.findall(r"`([^`]+)`", keys)} == RULES
+    assert all(f"- **{category}**: " in text for category in CATEGORIES)
+
+
+def test_every_cause_of_the_diagnosis_page_is_one_that_is_reported():
+    causes = re.findall(r"^\| `(.+?)` \|", PAGES["diagnosis.md"], re.MULTILINE)
+    source = (ROOT / "jamp" / "debug" / "_cause.py").read_text()
+    assert len(causes) >= 8
+    assert not [cause for cause in causes if cause.split(" ")[0] not in source]
 
 
 def test_jamp_unpickles_nothing_and_evaluates_no_string():

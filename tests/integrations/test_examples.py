@@ -1,88 +1,212 @@
-"""examples/: each is run as a newcomer runs it, in a process of its own, and does what its docstring says."""
+"""examples/: each does what its docstring says. The slow tests run them as a newcomer does, in their own processes."""
 
-import os
+import functools
+import importlib.util
+import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import NamedTuple
 
+import jax
 import matplotlib.image
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
-
-import jamp
+from processes import environment, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-NAMES = ["float32", "float16, unscaled", "float16 with jamp"]
-ROW = re.compile(r"^(float\d+\S*(?: \S+)*?) {2,}([\d.]+)% +(\S+) +((?:[\d.]+% +)+)(\d+) +2\*\*(\d+)$", re.MULTILINE)
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+RUNS = ["float32", "float16, unscaled", "float16 with jamp"]
 
 
-class Row(NamedTuple):
-    accuracy: float  # percent
-    loss: float
-    zeros: list[float]  # percent, after each quarter of training
-    skipped: int
-    exponent: int  # of the final loss scale
+def table(output):
+    """That of digits.py: accuracy (%), loss, zero gradients by quarter (%), skipped steps, exponent of the scale."""
+    numbers = lambda line: map(float, re.findall(r"[\d.]+(?:e[-+]\d+)?", line.replace("2**", "")))
+    lines = [line.removeprefix(name) for name in RUNS for line in output.splitlines() if line.startswith(f"{name} ")]
+    rows = [(accuracy, loss, zeros, skips, scale) for accuracy, loss, *zeros, skips, scale in map(numbers, lines)]
+    assert len(rows) == len(RUNS), output
+    return rows
 
 
-def run_digits(out, *args):
-    """The rows of its table by name, and its progress bars."""
-    # The jamp that the tests import, be it a checkout or an installed wheel.
-    paths = [str(Path(jamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "examples/digits.py", *args, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    rows = {
-        name: Row(float(accuracy), float(loss), [float(z.rstrip("%")) for z in zeros.split()], int(skipped), int(scale))
-        for name, accuracy, loss, zeros, skipped, scale in ROW.findall(done.stdout)
-    }
-    assert list(rows) == NAMES, done.stdout
-    return rows, done.stderr
+def begin(name, *args):
+    """A process that runs an example, without a warning."""
+    command = [sys.executable, "-W", "error", f"examples/{name}", *map(str, args)]
+    # Gloo prints from threads of its own, in pieces. Buffered, the example's lines come out whole.
+    options = {"cwd": ROOT, "env": environment(PYTHONUNBUFFERED="", MPLBACKEND="Agg"), "text": True}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_has_at_most_150_lines(name):
-    assert len((ROOT / "examples" / name).read_text().splitlines()) <= 150
+def finish(name, *args):
+    """What an example prints, and its progress bars."""
+    with begin(name, *args) as process:
+        output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    return output, errors
 
 
-def test_digits_shows_progress_and_makes_a_table_and_a_picture(tmp_path):
-    rows, progress = run_digits(tmp_path / "new" / "folder", "--steps", "8")
-    for row in rows.values():
-        assert 10 < row.accuracy <= 100
-        assert 0 < row.loss < 2.5
-        assert len(row.zeros) == 4
-        assert all(0 <= zero <= 100 for zero in row.zeros)
-    for name in NAMES:
-        assert re.search(rf"{name}: 100%.* 8/8 .*loss=\S+, scale=2\*\*\d+, skipped=0]", progress)
-    assert matplotlib.image.imread(tmp_path / "new" / "folder" / "digits.png").shape[:2] == (600, 800)
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`finish` for an example in this process, made small."""
+
+    def run(name, *args, **smaller):
+        spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "examples" / name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for attribute, change in smaller.items():
+            setattr(module, attribute, functools.partial(getattr(module, attribute), **change))
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        module.main()
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_has_at_most_150_lines(path):
+    assert len(path.read_text().splitlines()) <= 150
+
+
+def test_digits_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
+    out = tmp_path / "new" / "folder"
+    output, progress = run("digits.py", "--epochs", 4, "--steps", 5, "--out", out, init_params={"sizes": (64, 16, 10)})
+    for name, (accuracy, loss, zeros, _, _) in zip(RUNS, table(output), strict=True):
+        assert 0 < accuracy <= 100
+        assert 0 < loss < 3
+        assert len(zeros) == 4
+        assert all(0 <= zero <= 100 for zero in zeros)
+        # The epochs, of which there are fewer than steps.
+        assert re.search(rf"{name}: 100%.* 4/4 .*loss=\S+, scale=2\*\*\d+, skipped=0]", progress)
+    assert matplotlib.image.imread(out / "digits.png").shape[:2] == (600, 800)
 
 
 @pytest.mark.slow
-def test_digits_stops_after_the_epochs_when_there_are_fewer_than_steps(tmp_path):
-    _, progress = run_digits(tmp_path, "--epochs", "2", "--steps", "3")
-    for name in NAMES:
-        assert re.search(rf"{name}: 100%.* 2/2 ", progress)
-
-
-@pytest.mark.slow
-def test_digits_in_float16_with_jamp_is_within_half_a_point_of_float32_and_without_it_most_gradients_vanish(tmp_path):
-    rows, progress = run_digits(tmp_path)
-    assert progress.count(" 2000/2000 ") >= len(NAMES)
-    float32, unscaled, scaled = (rows[name] for name in NAMES)
-    assert abs(scaled.accuracy - float32.accuracy) <= 0.5
+def test_digits_with_jamp_is_as_good_as_float32_and_without_it_gradients_vanish(tmp_path):
+    output, progress = finish("digits.py", "--out", tmp_path)
+    assert progress.count(" 2000/2000 ") >= len(RUNS)
+    accuracies, losses, zeros, skipped, exponents = zip(*table(output), strict=True)
     # "Without loss scaling most gradients vanish in the end, and the training loss stalls several times higher."
-    assert unscaled.zeros[0] < unscaled.zeros[-1]
-    assert unscaled.zeros[-1] > 60
-    assert unscaled.loss > 3 * float32.loss
+    assert zeros[1][0] < zeros[1][-1] > 60
+    assert losses[1] > 3 * losses[0]
     # "The test accuracy hardly notices."
-    assert abs(unscaled.accuracy - float32.accuracy) <= 1
+    assert abs(accuracies[1] - accuracies[0]) <= 1
     # "With jamp nearly no gradient vanishes, and the training loss is float32's."
-    assert max(scaled.zeros) < 2
-    assert scaled.loss < 1.5 * float32.loss
+    assert max(zeros[2]) < 2
+    assert losses[2] < 1.5 * losses[0]
+    assert abs(accuracies[2] - accuracies[0]) <= 0.5
     # The scale follows the shrinking gradients until they overflow.
-    assert scaled.exponent > 24
-    assert 1 <= scaled.skipped <= 100
-    assert (float32.skipped, unscaled.skipped) == (0, 0)
+    assert exponents[2] > 24
+    assert skipped[:2] == (0, 0)
+    assert 1 <= skipped[2] <= 100
+
+
+def test_linen_transformer_shows_progress_and_makes_a_picture_and_scalars(run, tmp_path):
+    args = "--steps", 2, "--out", tmp_path, "--logdir", tmp_path / "logs"
+    output, progress = run("linen_transformer.py", *args, Transformer={"layers": 1, "width": 16})
+    assert re.search(r"100%.* 2/2 .*loss=\S+, scale=2\*\*16, skipped=0]", progress)
+    assert re.match(r"2 steps, 0 skipped: \d\.\d\d bits per byte.", output)
+    assert matplotlib.image.imread(tmp_path / "linen_transformer.png").shape[:2] == (600, 800)
+    (events,) = (tmp_path / "logs").iterdir()
+    for name in (b"loss", b"loss_scale", b"overflow_steps", b"success_rate"):
+        assert events.read_bytes().count(b"\x0a" + bytes([len(name)]) + name + b"\x15") == 2  # a float by this name
+
+
+@pytest.mark.slow
+def test_linen_transformer_killed_and_resumed_ends_with_the_bits_of_one_undisturbed(tmp_path):
+    def last_checkpoint(out):
+        """The bits of the train state, and the history."""
+        with ocp.CheckpointManager(out / "checkpoints") as manager:
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(), about=ocp.args.JsonRestore())
+            restored = manager.restore(manager.latest_step(), args=args)
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(restored.state)], restored.about["history"]
+
+    start, delay = ("linen_transformer.py", "--steps", 130, "--out"), random.SystemRandom().uniform(0, 1.5)
+    with begin(*start, tmp_path / "killed") as child:
+        while not (tmp_path / "killed" / "checkpoints" / "50").exists():
+            assert child.poll() is None, child.communicate()[1]
+            time.sleep(0.05)
+        time.sleep(delay)
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    assert child.returncode == -signal.SIGKILL, f"{delay=}"
+    with begin(*start, tmp_path / "killed") as anew:  # which would mix two runs
+        assert "go on with --resume" in anew.communicate()[1]
+    assert anew.returncode == 2
+    finish(*start, tmp_path / "killed", "--resume")
+    finish(*start, tmp_path / "undisturbed")
+    resumed, undisturbed = last_checkpoint(tmp_path / "killed"), last_checkpoint(tmp_path / "undisturbed")
+    assert resumed == undisturbed, f"{delay=}"
+    losses, scales, _ = np.transpose(undisturbed[1])
+    assert len(losses) == 130
+    assert np.log(256) < losses[0] < 1.5 * np.log(256)
+    assert losses[-20:].mean() < 3
+    assert scales[[0, 40, 80]].tolist() == [2.0**16, 2.0**17, 2.0**18]  # a growth every 40 steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "processes"), [(8, 1), (4, 2)])
+def test_fsdp_transformer_learns_and_prints_speed_loss_scale_and_agreement(devices, processes):
+    output, _ = finish("fsdp_transformer.py", "--steps", 70, "--devices", devices, "--processes", processes)
+    found = re.search(
+        r"(\d+) devices in (\d+) processes, ([\d,]+) tokens per second\n"
+        r"loss ([\d.]+) -> ([\d.]+), loss scale 2\*\*(\d+)\n"
+        r"(\d+) devices agreed on all 70 steps: (\d+) were skipped",
+        output,
+    )
+    ours, jobs, _, first, last, exponent, agreed, skipped = found.groups()
+    assert (int(ours), int(jobs), int(agreed)) == (devices, processes, devices)
+    assert float(last) < 0.6 * float(first)
+    assert 0 < int(skipped) < 10
+    assert 16 < int(exponent) < 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "steps", "said"),
+    [
+        ("nnx_resnet.py", 12, r"1 of 12 steps skipped; BatchNorm's statistics are finite\.\n[\d.]+% of the"),
+        ("equinox_mlp.py", 3, r"training loss  skipped\nfloat32 .* 0\nautocast +[\d.]+% +\S+ +\d"),
+    ],
+)
+def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went(name, steps, said):
+    output, progress = finish(name, "--steps", steps)
+    assert re.search(said, output), output
+    assert re.search(r"100%.*loss=\S+, scale=2\*\*\d+, skipped=\d+]", progress)
+
+
+@pytest.mark.slow
+def test_diagnose_finds_both_faults_and_writes_the_pictures(tmp_path):
+    text, _ = finish("diagnose.py", "--steps", 60, "--out", tmp_path)
+    source = (ROOT / "examples" / "diagnose.py").read_text().splitlines()
+    line = next(i for i, x in enumerate(source, start=1) if "the planted fault" in x)
+    said = (
+        f"diagnose.py:{line} (layer)",
+        "overflow in float16: value would be",
+        "scan, iteration 1 of 4",
+        "Found nothing",
+    )
+    assert [x for x in said if x not in text] == []
+    plain, default, recommended = map(float, re.search(r"In float16 (\S+)% .* 0, (\S+)% .*, (\S+)% at", text).groups())
+    assert plain > 90 > 2 > default > recommended
+    written = ["gradient_range.png", "history.csv", "layer_ranges.png", "loss_scale.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == written
+    assert len((tmp_path / "history.csv").read_text().splitlines()) == 61
+
+
+def test_a_missing_package_is_an_error_that_names_the_extra():
+    run_python(
+        "-c",
+        """
+import sys
+sys.modules.update(flax=None, equinox=None)
+for name, extra in {"linen": "flax", "nnx": "flax", "equinox": "equinox"}.items():
+    try:
+        __import__(f"jamp.{name}")
+    except ImportError as error:
+        assert f"pip install 'jax-amp[{extra}]'" in str(error), error
+    else:
+        raise AssertionError(name)
+""",
+    )

@@ -1,4 +1,4 @@
-"""jamp.plot: what is drawn, that texts do not overlap, on white and on black; TensorBoard's own files."""
+"""jamp.plot: what is drawn, and that texts do not overlap, on white and on black."""
 
 import itertools
 
@@ -9,17 +9,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import pytest
+from jaxprs import normal
 
 import jamp
 import jamp.plot
 from jamp.debug import underflow_report
-from jamp.history import History, TensorBoardWriter
+from jamp.history import History
 
 STATE = jamp.StaticLossScale(2.0**16).init()
-KEYS = jax.random.split(jax.random.key(0), 9)
-GRADS = {
-    f"blocks_{i}_with_a_long_name": {"kernel": 1e-7 * jax.random.normal(key, (64, 8))} for i, key in enumerate(KEYS)
-}
+GRADS = {f"blocks_{i}_with_a_long_name": {"kernel": normal(64, 8, seed=i, scale=1e-7)} for i in range(9)}
 WILD = GRADS | {"a": jnp.zeros(3), "b": jnp.float32([1e-37, 1e30]), "c": jnp.float32([jnp.inf, 1.0])}
 
 
@@ -28,7 +26,7 @@ def history(config):
     state = tx.init(jnp.ones(2))
     update = jax.jit(lambda grads, state: tx.update(grads, state)[1])
     for i in range(60):
-        state = update(jnp.float32([1, jnp.inf if i % 25 in (20, 21, 22) else 1]), state)
+        state = update(np.float32([1, np.inf if i % 25 in (20, 21, 22) else 1]), state)
         recorded.append(state)
     return recorded
 
@@ -44,6 +42,9 @@ FIGURES = {
     "wild layers": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE)),
     "bfloat16": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE, jnp.bfloat16)),
 }
+STYLES = [("default", name) for name in FIGURES] + [
+    ("dark_background", name) for name in ("adaptive", "range", "layers")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,47 +54,38 @@ def without_a_window():
     plt.close("all")
 
 
-def texts(figure):
-    axes = figure.axes[0]
-    found = [*axes.texts, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()]
-    return [t for t in found + [t for legend in figure.legends for t in legend.get_texts()] if t.get_text()]
-
-
-@pytest.mark.parametrize("name", FIGURES)
-@pytest.mark.parametrize("style", ["default", "dark_background"])
-def test_a_figure_is_800_pixels_wide_with_axis_labels_and_no_overlapping_text(name, style, tmp_path):
+@pytest.mark.parametrize(("style", "name"), STYLES)
+def test_a_figure_is_800_pixels_wide_with_labels_and_no_overlapping_text(style, name, tmp_path):
     with plt.style.context(style):
         figure = FIGURES[name]()
         figure.savefig(tmp_path / "figure.png")
-    image = plt.imread(tmp_path / "figure.png")
-    assert image.shape[1] == 800
+    assert plt.imread(tmp_path / "figure.png").shape[1] == 800
     axes = figure.axes[0]
     assert "powers of 2" in axes.get_xlabel() + axes.get_ylabel()
-    view = axes.viewLim
-    shown = [t for t in texts(figure) if t not in axes.get_xticklabels() or view.x0 <= t.get_position()[0] <= view.x1]
-    boxes = [t.get_window_extent() for t in shown]
-    assert all(box.x0 >= 0 and box.x1 <= 800 for box in boxes)
-    for (a, x), (b, y) in itertools.combinations(zip(shown, boxes, strict=True), 2):
-        assert not x.overlaps(y), (a.get_text(), b.get_text())
+    ticks = [t for t in axes.get_xticklabels() if axes.viewLim.x0 <= t.get_position()[0] <= axes.viewLim.x1]
+    texts = [*axes.texts, axes.xaxis.label, axes.yaxis.label, *ticks, *axes.get_yticklabels()]
+    texts += [t for legend in figure.legends for t in legend.get_texts()]
+    boxes = {t: t.get_window_extent() for t in texts if t.get_text()}
+    assert all(box.x0 >= 0 and box.x1 <= 800 for box in boxes.values())
+    for a, b in itertools.combinations(boxes, 2):
+        assert not boxes[a].overlaps(boxes[b]), (a.get_text(), b.get_text())
     ink, paper = (np.array(mpl.colors.to_rgb(c)) for c in (axes.xaxis.label.get_color(), figure.get_facecolor()))
     assert abs(ink - paper).min() > 0.5
 
 
-def test_the_loss_scale_is_drawn_in_log2_with_skipped_steps_marked_and_windows_shaded():
-    axes = jamp.plot.loss_scale_history(DYNAMIC).axes[0]
+def test_the_loss_scale_is_drawn_with_skipped_steps_marked_and_windows_shaded():
+    axes = FIGURES["dynamic"]().axes[0]
     scale, skipped = axes.lines
     np.testing.assert_array_equal(scale.get_ydata(), np.log2(DYNAMIC["loss_scale"]))
     np.testing.assert_array_equal(scale.get_xdata(), np.arange(50, 110))
     np.testing.assert_array_equal(skipped.get_xdata(), [70, 71, 72, 95, 96, 97])
     assert not axes.patches
-    shaded = jamp.plot.loss_scale_history(ADAPTIVE).axes[0]
     changes = np.count_nonzero(np.diff(ADAPTIVE["window_index"]))
-    assert len(shaded.patches) == changes + 1 > 2
+    assert len(FIGURES["adaptive"]().axes[0].patches) == changes + 1 > 2
 
 
 def test_the_histogram_counts_every_gradient_before_and_after_scaling():
-    grads = jnp.float32([2**-20, 1.5 * 2**-20, 2**-3, 0])
-    axes = jamp.plot.gradient_range(grads, STATE).axes[0]
+    axes = jamp.plot.gradient_range(jnp.float32([2**-20, 1.5 * 2**-20, 2**-3, 0]), STATE).axes[0]
     bars = [(p.get_x(), p.get_height()) for p in axes.patches if p.get_width() == 1]
     assert bars == [(-20, 50), (-3, 25), (-4, 50), (13, 25)]
     assert "25 % of the gradients are 0" in axes.get_xlabel()
@@ -106,11 +98,8 @@ def test_there_is_a_bar_for_each_layer_and_what_is_lost_beside_it():
     bars = [(p.get_x(), p.get_x() + p.get_width()) for p in axes.patches if p.get_height() == pytest.approx(0.6)]
     assert bars == [(-29, -4), (8, 16)]
     assert [t.get_text() for t in axes.get_yticklabels()] == ["a", "b", "c"]
-    assert [t.get_text() for t in axes.texts if "%" in t.get_text() or "all" in t.get_text()] == [
-        "33.3 %",
-        "all 0",
-        "0.0 %",
-    ]
+    beside = [t.get_text() for t in axes.texts if "%" in t.get_text() or "all" in t.get_text()]
+    assert beside == ["33.3 %", "all 0", "0.0 %"]
 
 
 def test_nothing_to_draw_is_an_error_that_says_so():
@@ -120,13 +109,3 @@ def test_nothing_to_draw_is_an_error_that_says_so():
         jamp.plot.gradient_range(jnp.zeros(3), STATE)
     with pytest.raises(ValueError, match="no leaves"):
         jamp.plot.layer_ranges(underflow_report({}, STATE))
-
-
-def test_tensorboard_files_are_written_to_a_directory(tmp_path):
-    writer = TensorBoardWriter(tmp_path)
-    recorded = History(write=writer)
-    recorded.append(jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2)), loss=jnp.float32(1))
-    recorded.flush()
-    writer.close()
-    (file,) = tmp_path.iterdir()
-    assert all(name.encode() in file.read_bytes() for name in recorded.names)

@@ -1,0 +1,38 @@
+"""cast_floating and check_castable."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from steps import NO_GRADIENTS
+
+import jamp
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float64])
+def test_cast_floating_casts_floating_arrays_and_leaves_the_rest(dtype, x64):
+    floating = {
+        name: jnp.ones((0, 3) if name == "bfloat16" else 1, name) for name in ("float16", "float64", "bfloat16")
+    }
+    rest = NO_GRADIENTS | {"complex": jnp.complex64([1j]), "number": 2.0}
+    cast = jamp.cast_floating([floating, rest], dtype)
+    assert jax.tree.structure(cast) == jax.tree.structure([floating, rest])
+    assert {k: (x.shape, x.dtype) for k, x in cast[0].items()} == {k: (x.shape, dtype) for k, x in floating.items()}
+    assert all(x is y for x, y in zip(jax.tree.leaves(cast[1]), jax.tree.leaves(rest), strict=True))
+
+
+def test_check_castable_names_the_leaves_that_are_not_floating_or_would_become_inf():
+    params = {
+        "fits": jnp.array([1.0, -65504.0, 1e-30, jnp.inf, jnp.nan]),  # What is inf already does not become it.
+        "large": [jnp.zeros(5), jnp.array([0.0, -7e4, 0.0, 0.0, 0.0])],
+        "count": jnp.int32(3),
+        "none": None,
+    }
+    assert jamp.check_castable(params, jnp.float16) == ["['count']", "['large'][1]"]
+    assert jamp.check_castable(params, jnp.bfloat16) == ["['count']"]
+    assert jamp.check_castable({"w": jnp.array([1e3])}, jnp.float8_e4m3fn) == ["['w']"]  # NaN there: it has no inf
+    assert jamp.check_castable({}, jnp.float16) == []
+
+
+def test_check_castable_to_a_dtype_that_is_not_floating_is_an_error():
+    with pytest.raises(ValueError, match=r"dtype must be floating, such as jnp\.float16, got dtype='int8'"):
+        jamp.check_castable(jnp.ones(2), jnp.int8)

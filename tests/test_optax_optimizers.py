@@ -1,0 +1,186 @@
+"""Every optimizer of optax.* and optax.contrib.*: a skipped step changes nothing, and no dtype drifts."""
+
+import functools
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from trees import assert_close, bits
+
+import jamp
+
+pytestmark = pytest.mark.promotes("optax")
+SGD = optax.sgd(0.1, momentum=0.9)
+SCHEDULE = optax.linear_schedule(0.1, 0.01, 4)
+
+# What a required parameter of that name is given. The cases are found, not listed: see `factories`.
+BY_NAME = {
+    "learning_rate": 0.1, "decay": 0.9, "eta": 0.01, "gamma": 0.55, "clipping": 0.5, "max_delta": 0.5,
+    "threshold": 0.5, "max_norm": 0.5, "step_size": -0.1, "step_size_fn": optax.linear_schedule(-0.1, -0.01, 4),
+    "inner": SGD, "tx": SGD, "optimizer": SGD, "base_optimizer": SGD, "adv_optimizer": SGD, "fast_optimizer": SGD,
+    "sync_period": 2, "slow_step_size": 0.5, "max_backtracking_steps": 5, "max_linesearch_steps": 5,
+    "max_consecutive_errors": 3, "should_transform_fn": lambda step: step % 2 == 0,
+    "transforms": {"a": SGD, "b": optax.adam(0.1)}, "param_labels": {"w": "a", "h": "b", "b": "a"},
+    "mask": {"w": True, "h": False, "b": True}, "freeze_mask": {"w": True, "h": False, "b": False},
+    "measure_name": "norm", "measure": optax.tree.norm, "l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0,
+}  # fmt: skip
+KEYED = ("add_noise", "noisy_sgd", "differentially_private_aggregate", "dpsgd")
+BY_FACTORY = {name: {"key": 0} for name in KEYED} | {
+    "stateless": {"f": lambda updates, params: jax.tree.map(lambda g: -0.1 * g, updates)},
+    "stateless_with_tree_map": {"f": lambda g, p: -0.1 * g},
+}
+# What `update` needs besides the gradients. All others accept plain gradients.
+LINE_SEARCHES = ("lbfgs", "scale_by_zoom_linesearch", "scale_by_backtracking_linesearch")
+VALUED = ("polyak_sgd", "scale_by_polyak", "momo", "momo_adam", "reduce_on_plateau")
+EXTRA_ARGS = dict.fromkeys(LINE_SEARCHES, ("value", "grad", "value_fn")) | dict.fromkeys(VALUED, ("value",))
+EXTRA_ARGS |= dict.fromkeys(("sophia", "hutchinson_estimator_diag_hessian"), ("obj_fn",))
+PER_EXAMPLE = ("dpsgd", "differentially_private_aggregate")  # gradients with a leading batch axis
+LEFT_OUT = {
+    **dict.fromkeys(("chain", "named_chain"), "a composition: test_loss_scaled.py"),
+    **dict.fromkeys(("inject_hyperparams", "inject_stateful_hyperparams"), "makes a factory: test_loss_scaled.py"),
+    **dict.fromkeys(("measure_with_ema", "monitor"), "returns a measurement in place of updates"),
+    **dict.fromkeys(("skip_large_updates", "skip_not_finite"), "a predicate for MultiSteps, not a transformation"),
+    "scale_by_muon": "takes matrices only: covered by muon, which gives it those",
+}
+# These stand for the others where the others are slow: one of each kind of state and of each extra argument.
+REPRESENTATIVE = (
+    "sgd", "adam", "adamw", "lars", "lamb", "muon", "adafactor", "lbfgs", "lookahead", "sam", "dpsgd",
+    "optimistic_gradient_descent", "schedule_free", "momo", "sophia", "add_noise",
+)  # fmt: skip
+
+
+def factories():
+    """The public callables of optax and optax.contrib that say they return a gradient transformation."""
+    found = {}
+    for module in (optax, optax.contrib):
+        for name, f in sorted(vars(module).items()):
+            if name.startswith("_") or not (inspect.isfunction(f) or isinstance(f, functools.partial)):
+                continue
+            returned = inspect.signature(f).return_annotation
+            told = (inspect.getdoc(f) or "") if returned is inspect.Signature.empty else str(returned)
+            if "GradientTransformation" in told and name not in LEFT_OUT:
+                found[name] = f
+    return found
+
+
+FACTORIES = factories()
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in FACTORIES if name not in REPRESENTATIVE]
+
+
+def make(name):
+    parameters = inspect.signature(FACTORIES[name]).parameters
+    arguments = {k: v for k, v in BY_FACTORY.get(name, {}).items() if k in parameters}
+    for p in parameters.values():
+        if p.default is p.empty and p.name not in arguments:
+            scheduled = p.name == "learning_rate" and "Callable" in str(p.annotation)
+            arguments[p.name] = SCHEDULE if scheduled else BY_NAME[p.name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # An optimizer that Optax will replace is one until then.
+        return FACTORIES[name](**arguments)
+
+
+# Three leaves, a dtype each, and a negative zero in each: only -0.0 + -0.0 is -0.0.
+PARAMS = {
+    "w": jnp.array([[0.5, -0.0, 1.0], [-0.75, 2.0, -1.0]]),
+    "h": jnp.array([1.0, -0.0, 0.5], jnp.float16),
+    "b": jnp.array([[-0.0, 0.25], [0.125, 0.375]], jnp.bfloat16),
+}
+
+
+def fresh_params(name, dtype=None):
+    params = jax.tree.map(lambda x: jnp.array(x, dtype or x.dtype, copy=True), PARAMS)
+    return optax.LookaheadParams(params, jax.tree.map(jnp.copy, params)) if name == "lookahead" else params
+
+
+@functools.cache
+def batches(per_example):
+    """Two stacked sequences of gradients: of three good batches with bad ones among them, and of good ones only."""
+    random = np.random.default_rng(0)
+    shapes = {k: ((2,) if per_example else ()) + x.shape for k, x in PARAMS.items()}
+    good = [{k: random.normal(size=s).astype(np.float32) for k, s in shapes.items()} for _ in range(3)]
+    every = {k: np.full_like(x, np.inf) for k, x in good[0].items()}  # an overflow on the very first step
+    one = good[1] | {"b": good[1]["b"].copy()}  # one NaN in one leaf
+    one["b"].flat[1] = np.nan
+    stack = lambda *steps: jax.tree.map(lambda *x: np.stack(x), *steps)
+    return stack(every, good[0], one, good[1], good[2]), stack(*good, *good[:2])
+
+
+def loss(params):
+    return sum(jnp.sum(jnp.square(x.astype(jnp.float32) - 0.25)) for x in jax.tree.leaves(params))
+
+
+def step(name, tx, carry, grads):
+    # The value of a bad batch is NaN like its gradients.
+    value = 1.0 + 0.0 * sum(jnp.sum(g) for g in jax.tree.leaves(grads))
+    available = {"value": value, "grad": grads, "value_fn": loss, "obj_fn": loss}
+    extra_args = {k: available[k] for k in EXTRA_ARGS.get(name, ())}
+    updates, state = tx.update(grads, carry[1], carry[0], **extra_args)
+    return optax.apply_updates(carry[0], updates), state
+
+
+def at(i, tree):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, *REST])
+def test_skipped_steps_change_no_bit_and_are_as_if_never_seen(name):
+    tx = jamp.loss_scaled(make(name))
+    body = lambda carry, grads: ((new := step(name, tx, carry, grads)), new)
+    train = jax.jit(lambda carry, grads: jax.lax.scan(body, carry, grads), donate_argnums=0)
+    init = jax.jit(tx.init)  # Some keep the params themselves in their state, which cannot then be donated twice.
+    start = lambda: (fresh_params(name), init(fresh_params(name)))
+    bad, good = batches(name in PER_EXAMPLE)
+    before = bits((fresh_params(name), start()[1].inner_state))
+    params, states = jax.device_get(train(start(), bad)[1])
+    end, after_good = train(start(), good)
+    good_params, good_states = jax.device_get(after_good)
+    train(end, good)
+    assert train._cache_size() == 1  # though the last carry is what another call returned: no dtype drifted
+    history = [bits(at(i, (params, states.inner_state))) for i in range(5)]
+    undisturbed = [bits(at(i, (good_params, good_states.inner_state))) for i in range(5)]
+    assert undisturbed[3] != before
+    assert (history[0], history[2]) == (before, history[1])
+    assert [history[1], history[3], history[4]] == undisturbed[:3]
+    np.testing.assert_array_equal(states.grads_finite, [False, True, False, True, True])
+    np.testing.assert_array_equal(states.stats.overflow_steps, [1, 1, 2, 2, 2])
+    np.testing.assert_array_equal(jamp.get_loss_scale(states), 2.0 ** np.array([15, 15, 14, 14, 14]))
+
+
+# Each leaf of PARAMS has a dtype of its own, and one dtype for all is not another path through jamp.
+@pytest.mark.parametrize("dtype", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in ("f4", "f2", "bfloat16"))])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_no_leaf_changes_dtype_or_weak_type_whatever_the_params_dtype(name, dtype):
+    tx = jamp.loss_scaled(make(name))
+    abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+    params = jax.tree.map(abstract, fresh_params(name, dtype))
+    carry = params, jax.eval_shape(tx.init, params)
+    stepped = jax.eval_shape(functools.partial(step, name, tx), carry, at(0, batches(name in PER_EXAMPLE)[1]))
+    seen = lambda x: (x.shape, x.dtype, x.weak_type)
+    for (path, x), y in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(stepped), strict=True):
+        assert seen(x) == seen(y), jax.tree_util.keystr(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTORIES)
+def test_applied_steps_are_those_of_the_plain_optimizer(name):
+    def train(tx, grads):
+        body = lambda carry, g: ((new := step(name, tx, carry, g)), new)
+        params = fresh_params(name, jnp.float32)
+        return jax.jit(lambda carry: jax.lax.scan(body, carry, grads)[1])((params, jax.jit(tx.init)(params)))
+
+    bad, good = batches(name in PER_EXAMPLE)
+    params, states = at(jnp.array([1, 3, 4]), train(jamp.loss_scaled(make(name)), bad))
+    # The compiler may contract another product in either.
+    assert_close((params, states.inner_state), at(slice(3), train(make(name), good)), rtol=1e-4, atol=1e-6)
+
+
+def test_every_transformation_of_optax_is_covered():
+    assert len(FACTORIES) >= 105
+    assert {*REPRESENTATIVE, *EXTRA_ARGS} <= set(FACTORIES)
+    for name in FACTORIES:
+        assert hasattr(make(name), "update"), name

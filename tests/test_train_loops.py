@@ -1,0 +1,183 @@
+"""Whole train loops beside float32 controls and recorded runs of torch.amp.GradScaler."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from trees import assert_close, assert_equal, avals
+
+import jamp
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "torch_numerics.json").read_text())
+OPTIMIZERS = {"sgd_momentum": jamp.optimizers.sgd, "adamw": jamp.optimizers.adamw}
+INNER = optax.sgd(0.1, momentum=0.9)
+
+
+def array(numbers, shape=()):
+    return np.array(numbers, np.float32).reshape(shape)  # It reads "inf" and "nan" too.
+
+
+def mse(params, x, y, dtype=jnp.float32):
+    params, x = jamp.cast_floating((params, x), dtype)
+    return jnp.mean(((x @ params["W"] + params["b"]).astype(jnp.float32) - y) ** 2)
+
+
+half_mse = functools.partial(mse, dtype=jnp.float16)
+
+
+def problem(batches=1, seed=0):
+    rng = np.random.default_rng(seed)
+    params = {"W": array(rng.normal(size=12), (4, 3)), "b": array(rng.normal(size=3), (3,))}
+    x, y = rng.normal(size=(batches, 5, 4)), rng.normal(size=(batches, 5, 3))
+    return params, array(x, x.shape), array(y, y.shape)
+
+
+def fit(differentiate, tx, params, *batches):
+    """The params, the state and the losses, where `differentiate(state)(params, *batch)` gives loss and gradients."""
+
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = differentiate(opt_state)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    (params, state), losses = jax.jit(lambda carry: jax.lax.scan(step, carry, batches))((params, tx.init(params)))
+    return params, state, losses
+
+
+@pytest.mark.parametrize("run", RECORDED["numerics"], ids=lambda r: f"{r['optimizer']}-clip={r['clip_grad_norm']}")
+def test_a_recorded_run_with_injected_inf_and_nan_agrees_step_by_step(run):
+    hparams, limit = dict(run["hparams"]), run["clip_grad_norm"]
+    tx = OPTIMIZERS[run["optimizer"]](hparams.pop("lr"), **hparams)
+
+    @jax.jit
+    def step(scaler, params, opt_state, x, y, fault):
+        """In torch's own order: scale, grad, unscale, clip, step, update."""
+        scaled = jax.grad(lambda params: scaler.scale(mse(params, x, y)))(params)
+        grads = scaler.unscale(jax.tree.map(lambda g, f: jnp.where(f == 0, g, f), scaled, fault))
+        # torch.nn.utils.clip_grad_norm_, its 1e-6 included
+        factor = 1.0 if limit is None else jnp.minimum(limit / (optax.tree.norm(grads) + 1e-6), 1.0)
+        clipped = jax.tree.map(lambda g: g * factor, grads)
+        result = scaler.step(tx, opt_state, params, grads=clipped, update_scale=False)
+        return result._replace(scaler=scaler.update(grads_finite=result.stepped)), mse(params, x, y), grads
+
+    params = {"W": array(run["W0"], (4, 3)), "b": array(run["b0"], (3,))}
+    scaler, opt_state, n = jamp.GradScaler(**run["config"]), tx.init(params), len(run["W"])
+    for i, (x, y) in enumerate(zip(array(run["X"], (n, 5, 4)), array(run["Y"], (n, 5, 3)), strict=True)):
+        fault = jax.tree.map(np.zeros_like, params)
+        if str(i) in run["inject"]:
+            leaf, index, kind = run["inject"][str(i)]
+            fault[leaf].flat[index] = float(kind)
+        assert float(scaler.get_scale()) == run["scale_used"][i]
+        (params, opt_state, scaler, stepped), loss, grads = step(scaler, params, opt_state, x, y, fault)
+        state = not stepped, float(scaler.get_scale()), int(scaler.state.growth_count)
+        assert state == (run["found_inf"][i], run["scale_after"][i], run["growth_tracker_after"][i])
+        for k, p in params.items():
+            np.testing.assert_allclose(p, array(run[k][i], p.shape), rtol=2e-6, atol=1e-7)
+            expected = array(run[f"unscaled_grad_{k}"][i], p.shape)
+            np.testing.assert_allclose(grads[k], expected, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(loss, run["loss_micro"][i][0], rtol=2e-6)
+
+
+@pytest.mark.parametrize("run", RECORDED["two_optimizers"], ids=["interval-2", "alternating"])
+def test_a_recorded_run_of_two_optimizers_under_one_scaler_agrees_step_by_step(run):
+    tx = optax.sgd(1.0)
+
+    @jax.jit
+    def step(scaler, a, b, state_a, state_b, bad_a, bad_b):
+        scaled = jax.grad(lambda p: scaler.scale(p[0] + p[1]))((a, b))
+        scaled_a, scaled_b = (jnp.where(bad, jnp.nan, g) for bad, g in zip((bad_a, bad_b), scaled, strict=True))
+        # One is unscaled by hand, the other in its step.
+        first = scaler.step(tx, state_a, a, grads=scaler.unscale(scaled_a), update_scale=False)
+        second = scaler.step(tx, state_b, b, scaled_grads=scaled_b, update_scale=False)
+        return first, second, scaler.update(grads_finite=first.stepped & second.stepped)
+
+    scaler, a, b = jamp.GradScaler(**run["config"], min_scale=2.0**-8), jnp.float32(0), jnp.float32(0)
+    state_a, state_b = tx.init(a), tx.init(b)
+    for i, nonfinite in enumerate(run["nonfinite"]):
+        first, second, scaler = step(scaler, a, b, state_a, state_b, *(digit == "1" for digit in nonfinite))
+        (a, state_a), (b, state_b) = first[:2], second[:2]
+        got = int(first.stepped), int(second.stepped), float(a), float(b), float(scaler.get_scale())
+        assert got == tuple(run[k][i] for k in ("stepped_a", "stepped_b", "pa", "pb", "scale"))
+        assert int(scaler.state.growth_count) == run["growth_tracker"][i]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_float16_loop_equals_the_control_and_ends_at_init_growth_backoff(micro_batches):
+    """With accumulation too: one check and one update for each effective batch."""
+    tiny = 2.0**-30  # It makes the gradients too small for float16, and the learning rate makes up for it.
+    scaled = lambda loss: lambda *args: loss(*args) * tiny
+
+    def accumulated(value_and_grad):
+        """The mean over micro-batches, in a scan."""
+
+        def differentiate(params, *batches):
+            def add(total, batch):
+                return jax.tree.map(lambda t, x: t + x / micro_batches, total, value_and_grad(params, *batch)), None
+
+            zero = jnp.float32(0.0), jax.tree.map(jnp.zeros_like, params)
+            return jax.lax.scan(add, zero, batches)[0]
+
+        return differentiate
+
+    params, x, y = problem(12)
+    inner = optax.sgd(0.1 / tiny, momentum=0.9)
+    config = jamp.DynamicLossScale(2.0**26, backoff_factor=0.25, growth_interval=1, max_scale=2.0**40)
+    x, y = (v.reshape(12 // micro_batches, micro_batches, *v.shape[1:]) for v in (x, y))
+    good = np.delete(np.arange(len(x)), [1, 3])
+    by_loss = lambda loss: lambda _: accumulated(jax.value_and_grad(scaled(loss)))
+    control, unscaled = (fit(by_loss(loss), inner, params, x[good], y[good]) for loss in (mse, half_mse))
+    x[[1, 3], -1, 0, 0] = np.inf
+    ours = lambda state: accumulated(jamp.value_and_grad(scaled(half_mse), state))
+    after, state, losses = fit(ours, jamp.loss_scaled(inner, config), params, x, y)
+    assert_close((after, losses[good] / tiny), (control[0], control[2] / tiny), rtol=1e-2)
+    assert [int(n) for n in jamp.get_stats(state)[:2]] == [len(good), 2]
+    assert jamp.get_loss_scale(state) == 2.0**26 * 2.0 ** len(good) * 0.25**2
+    assert_equal(unscaled[0], params)  # Without loss scaling the same loop stands still.
+
+
+def test_grad_of_grad_and_remat_equal_the_float32_control():
+    def penalised(loss, grad):
+        norm = lambda *args: sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(loss)(*args)))
+        return lambda *args: loss(*args) + norm(*args)
+
+    state, (params, x, y) = jamp.StaticLossScale(2.0**10).init(), problem()
+    ours = lambda loss: jamp.value_and_grad(penalised(loss, lambda f: jamp.grad(f, state)), state)
+    control = jax.jit(jax.value_and_grad(penalised(mse, jax.grad)))(params, x[0], y[0])
+    for loss, rtol in ((mse, 1e-5), (jax.checkpoint(half_mse), 2e-2)):
+        assert_close(jax.jit(ours(loss))(params, x[0], y[0]), control, rtol)
+    remat = jax.jit(jax.checkpoint(ours(half_mse)))(params, x[0], y[0])
+    assert_close(remat, control, 2e-2)
+    assert avals(jax.eval_shape(ours(half_mse), params, x[0], y[0])) == avals(remat)
+
+
+def test_the_step_that_grows_the_scale_unscales_with_the_old_scale():
+    record = optax.GradientTransformation(jnp.zeros_like, lambda grads, state, params=None: (grads, grads))
+    tx = jamp.loss_scaled(record, jamp.DynamicLossScale(init_scale=4.0, growth_interval=2))
+
+    @jax.jit
+    def step(opt_state, c):
+        loss, grads = jamp.value_and_grad(lambda w: w * c, opt_state)(jnp.float32(2.0))
+        return loss, tx.update(grads, opt_state)[1]
+
+    opt_state, scales = tx.init(jnp.float32(2.0)), []
+    for c in (1.0, 3.0, 5.0, 7.0, 9.0):
+        loss, opt_state = step(opt_state, c)
+        scales.append(float(jamp.get_loss_scale(opt_state)))
+        assert opt_state.inner_state == c  # the gradient that reached the optimizer
+        assert loss == 2.0 * c
+    assert scales == [4.0, 8.0, 8.0, 16.0, 16.0]
+
+
+def test_float16_duplicates_that_overflow_when_summed_are_found():
+    fun = jax.jit(lambda scale, i: jamp.grad(lambda t: jnp.sum(t[i].astype(jnp.float32)), scale)(table))
+    table = jnp.ones((4, 2), jnp.float16)
+    for scale, i, finite in ((2.0**15, [0, 1, 2], True), (2.0**14, [0, 1, 1], True), (2.0**15, [0, 1, 1], False)):
+        grads = fun(jamp.StaticLossScale(scale).init(), np.array(i))  # Each cotangent is the scale.
+        assert bool(jamp.all_finite(grads)) == finite
+        assert not finite or grads[1].tolist() == [float(i.count(1))] * 2
