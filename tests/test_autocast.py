@@ -19,14 +19,6 @@ F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.
 HALF = [F16, BF16]
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_matrix_products_have_16_bit_operands_forward_and_backward(dtype):
-    x, w = normal(4, 8), normal(8, 8, seed=1)
-    fun = jamp.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), dtype)
-    assert products(fun, w, x) == products(jax.grad(fun), w, x) == {dtype}
-    assert [y.dtype for y in jax.eval_shape(jax.value_and_grad(fun), w, x)] == [F32, F32]
-
-
 def test_every_way_to_write_a_product_has_16_bit_operands_and_results():
     def fun(x):
         products = jnp.einsum("ij,kj->ik", x, x, preferred_element_type=jnp.float32), jnp.vdot(x, x)

@@ -110,6 +110,7 @@ def test_a_model_agrees_with_float32_and_what_is_sensitive_in_it_is_float32(make
             jaxpr = jax.make_jaxpr(fun)(params, x)
             assert operand_dtypes(jaxpr, PRODUCTS) == {dtype}
             assert operand_dtypes(jaxpr, SENSITIVE) <= {F32}
+            assert {x.dtype for x in jax.tree.leaves(jaxpr.out_avals)} == {F32}
     for dtype in [F16, BF16] if make is cnn_with_batch_norm else [F16]:
         results, grads = under_autocast(errors, params, x, dtype=dtype)
         assert results < 2 * jnp.finfo(dtype).eps

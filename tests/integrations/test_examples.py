@@ -169,6 +169,7 @@ def test_fsdp_transformer_learns_and_prints_speed_loss_scale_and_agreement(devic
         ("nnx_resnet.py", 12, r"1 of 12 steps skipped; BatchNorm's statistics are finite\.\n[\d.]+% of the"),
         ("equinox_mlp.py", 3, r"training loss  skipped\nfloat32 .* 0\nautocast +[\d.]+% +\S+ +\d"),
     ],
+    ids=["nnx", "equinox"],
 )
 def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went(name, steps, said):
     output, progress = finish(name, "--steps", steps)
