@@ -141,17 +141,6 @@ def test_adam_on_a_float16_zero_gradient_is_not_nan():
     assert jamp.get_grads_finite(state)
 
 
-def test_all_none_gradients_are_harmless():
-    sgd = optax.sgd(0.1)
-    tx = jamp.loss_scaled(sgd)
-    for grads in (None, {"w": None, "b": None}, optax.MaskedNode(), {}):
-        out, finite = jamp.unscale_and_check(grads, tx.init(grads))
-        updates, new = jax.jit(tx.update)(out, tx.init(grads), grads)
-        assert jax.tree.structure(updates) == jax.tree.structure(out) == jax.tree.structure(grads)
-        assert (bool(finite), int(jamp.get_stats(new).finite_steps)) == (True, 1)
-    assert jamp.GradScaler().step(sgd, sgd.init({}), {"w": None}, grads={"w": None}).stepped
-
-
 def test_was_the_step_skipped_is_answered_without_a_device_sync():
     @jax.jit
     def log(x):

@@ -104,26 +104,19 @@ def test_value_and_grad_returns_the_true_loss_and_no_scaled_gradient():
         np.testing.assert_allclose(found[1], expected[1], rtol=3e-7 if scale in (TINY, 3.0, 1000.0) else 0)
 
 
-def test_has_aux_hands_the_aux_on_as_it_is():
-    aux_of = lambda w: {"half": w.astype(jnp.float16), "count": jnp.int32(3), "nothing": None, "key": jax.random.key(1)}
-    fun = lambda w: (jnp.sum(w**2), aux_of(w))
-    w = jnp.float32([1.0, 2.0])
-    (loss, aux), grads = jamp.value_and_grad(fun, state_of(2.0**16), has_aux=True)(w)
-    assert_equal((loss, aux, grads), (jnp.float32(5.0), aux_of(w), 2 * w))
-    assert_equal(jamp.grad(fun, state_of(2.0**16), has_aux=True)(w), (2 * w, aux_of(w)))
-
-
 def test_arguments_and_errors_are_as_for_jax(x64):
     state = state_of(2.0**16)
 
-    def same(fun, *args, argnums=0, holomorphic=False, **kwargs):
-        options = {"argnums": argnums, "holomorphic": holomorphic}
+    def same(fun, *args, argnums=0, has_aux=False, holomorphic=False, **kwargs):
+        options = {"argnums": argnums, "has_aux": has_aux, "holomorphic": holomorphic}
         for ours, theirs in ((jamp.grad, jax.grad), (jamp.value_and_grad, jax.value_and_grad)):
             assert_equal(ours(fun, state, **options)(*args, **kwargs), theirs(fun, **options)(*args, **kwargs))
 
     power = lambda a, b, c, *, power: a**power + jnp.sum(b["x"] * 3) + a * c
     for argnums in (0, 1, -1, (0,), (0, 1), (2, 0), [0, 2]):
         same(power, jnp.float32(2.0), {"x": jnp.float32([1.0, 2.0])}, jnp.float32(5.0), argnums=argnums, power=3)
+    aux = {"half": jnp.float16(1), "count": jnp.int32(3), "nothing": None, "key": jax.random.key(1)}
+    same(lambda w: (jnp.sum(w**2), (w.astype(jnp.float16), aux)), jnp.float32([1.0, 2.0]), has_aux=True)
     for z in (jnp.complex64(1 + 2j), jnp.complex64(3e19j)):  # The scaled loss of the second overflows.
         same(lambda z: z * z, z, holomorphic=True)
     same(lambda w: jnp.sum(w**2), jnp.array([1e-300, 2.0], jnp.float64))

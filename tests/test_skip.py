@@ -140,7 +140,7 @@ def test_float0_none_masked_nodes_and_empty_trees_pass():
         assert (updates["none"], updates["masked"]) == (None, optax.MaskedNode())
         assert (bool(state.grads_finite), int(state.inner_state.inner_state.count)) == (good, good)
         np.testing.assert_allclose(updates["w"], -0.1 if good else -0.0, rtol=1e-5)
-    for empty in ({}, None, (), {"w": jnp.zeros((0, 3))}, {"w": None}):
+    for empty in ({}, None, (), {"w": jnp.zeros((0, 3))}, {"w": None}, optax.MaskedNode()):
         updates, state = jamp.loss_scaled(count).update(empty, jamp.loss_scaled(count).init(empty), empty)
         assert jax.tree.structure(updates) == jax.tree.structure(empty)
         assert (bool(state.grads_finite), int(state.inner_state.count)) == (True, 1)
