@@ -254,33 +254,38 @@ def test_closed_over_parameters_are_cast_and_differentiated_under_a_loss_scale()
     assert distance(*jax.jit(lambda w: (scaled(w), jax.value_and_grad(loss)(w)))(w)) < 2e-3
 
 
+def layers(w, b, x):
+    x = jax.checkpoint(lambda x: jax.nn.relu(x @ w + b))(x)
+    return lax.scan(lambda c, _: (c @ w, None), x, None, length=2)[0]
+
+
+LAYERS = normal(4, 4), jnp.ones(4), normal(4, 4)
+
+
 def test_jax_checks_pass_on_every_value():
     """`jax.enable_checks` compares each value with the type that its variable has."""
 
-    def loss(w, b, x):
-        x = jax.checkpoint(lambda x: jax.nn.relu(x @ w + b))(x)
-        x, _ = lax.scan(lambda c, _: (c @ w, None), x, None, length=2)
-        return jnp.sum(jax.nn.softmax(lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x * 2, x)))
+    def loss(*args):
+        x = layers(*args)
+        return jnp.sum(jax.nn.softmax(lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x * 2, x)))
 
     with jax.enable_checks(True):
-        assert jax.jit(jax.grad(jamp.autocast(loss)))(normal(4, 4), jnp.ones(4), normal(4, 4)).dtype == F32
+        assert jax.jit(jax.grad(jamp.autocast(loss)))(*LAYERS).dtype == F32
 
 
 def test_arrays_that_are_sharded_in_their_types_keep_their_sharding():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
-    fun = lambda w, b, x: lax.scan(lambda c, _: (jax.nn.relu(c @ w + b), None), x, None, length=2)[0]
     with jax.set_mesh(mesh):
-        x = jax.device_put(normal(4, 4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i", None)))
-        args = normal(4, 4), jnp.ones(4), x
-        assert jax.jit(jamp.autocast(fun))(*args).sharding == jax.jit(fun)(*args).sharding
-        assert jax.jit(jax.grad(lambda *a: jamp.autocast(fun)(*a).sum()))(*args).dtype == F32
+        x = jax.device_put(LAYERS[2], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i", None)))
+        mine, plain = jax.jit(lambda *args: (jamp.autocast(layers)(*args), layers(*args)))(*LAYERS[:2], x)
+        assert mine.sharding == plain.sharding
+        assert jax.jit(jax.grad(lambda *args: jamp.autocast(layers)(*args).sum()))(*LAYERS[:2], x).dtype == F32
 
 
 def test_shapes_may_be_symbolic():
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 4"), F32)
-    fun = jax.jit(jamp.autocast(lambda x, w, b: jax.nn.relu(x @ w + b)))
-    exported = jax.export.export(fun)(rows, normal(4, 4), jnp.ones(4))
-    assert exported.call(normal(3, 4), normal(4, 4), jnp.ones(4)).shape == (3, 4)
+    exported = jax.export.export(jax.jit(jamp.autocast(layers)))(*LAYERS[:2], rows)
+    assert exported.call(*LAYERS[:2], normal(3, 4)).shape == (3, 4)
 
 
 def test_it_is_compiled_once_and_ahead_of_time():
@@ -309,11 +314,9 @@ def test_residuals_kept_for_the_backward_pass_shrink():
 def test_rules_are_changed_by_name_and_cover_the_special_cases_of_a_primitive():
     fun, args = lambda b, x: jnp.exp(jnp.tanh(x @ x + b)), (jnp.zeros(4), normal(4, 4))
     found = lambda name, rules=None: dtypes(jamp.autocast(fun, rules=rules), *args, names=(name,))
-    assert found("tanh") == found("add") == found("dot_general") == {F16}
-    assert (
-        found("exp") == found("tanh", {"tanh": "float32"}) == found("dot_general", {"dot_general": "float32"}) == {F32}
-    )
-    assert found("exp", {"exp": "compute"}) == {F16}
+    assert found("tanh") == found("add") == found("dot_general") == found("exp", {"exp": "compute"}) == {F16}
+    assert found("exp") == found("tanh", {"tanh": "float32"}) == {F32}
+    assert found("dot_general", {"dot_general": "float32"}) == {F32}
     assert found("add", {"add": "widest"}) == found("add", {"add[bias]": "widest"}) == {F32}
 
 

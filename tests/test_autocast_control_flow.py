@@ -95,7 +95,7 @@ def test_a_carry_adds_up_in_float32_and_what_a_scan_stacks_is_16_bit():
 
 def test_a_branch_gives_16_bit_only_if_all_branches_do():
     for other, expected in ((lambda h: h * 2, F16), (jnp.exp, F32)):
-        fun = lambda x, p, other=other: lax.cond(p, lambda h: h * 2, other, x @ x)
+        fun = lambda x, p, other=other: lax.cond(p, lambda h: h * 2, other, x @ x) * 2
         (cond,) = found("cond", jamp.autocast(fun), SQUARE, True)
         assert cond.outvars[0].aval.dtype == expected
         assert max(under_autocast(fun, SQUARE, True)) < 5e-3
