@@ -21,11 +21,8 @@ class History:
     full, its copy to the host starts in the background. Call it in the training loop, outside `jit`.
 
     Args:
-      every: The number of steps that the buffer holds.
-      first_step: The number of the first step, for a run that is resumed.
-
-    Raises:
-      ValueError: If `every` is not a positive int, or `first_step` is not an int of at least 0.
+      every: The number of steps that the buffer holds, an int of at least 1.
+      first_step: The number of the first step, for a run that is resumed. Negative numbers are a ValueError.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
