@@ -23,8 +23,7 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
     """Return whether no floating or complex leaf of a tree holds inf or NaN.
 
-    The check is exact for values of any size, from any computation, on any backend. It is one dispatch outside `jit`,
-    and is inlined into the caller's computation inside `jit`.
+    The check is exact for values of any size, from any computation, on any backend. Outside `jit` it is one dispatch.
 
     Args:
       tree: A pytree of arrays. Integers, bools, PRNG keys, float0 and leaves that are not arrays count as finite, and
@@ -39,8 +38,7 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
       >>> bool(jamp.all_finite({"w": jnp.array([1.0, jnp.inf])}))
       False
     """
-    leaves, labels, _ = split_gradients(tree)
-    return leaves_finite(leaves, labels, axis_name)
+    return leaves_finite(*split_gradients(tree)[:2], axis_name)
 
 
 def is_gradient(path: tuple[Any, ...], x: Any) -> bool:
@@ -52,19 +50,18 @@ def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[li
     """Take the gradients out of a tree.
 
     Returns:
-      The gradients, a label for each, and a function that puts other leaves in their places. A label is the last key
-      of the path without its digits, so the same parameter of each layer has the same label.
+      The gradients, a label for each (the last key of the path without its digits, so the same parameter of each layer
+      has the same label), and a function that puts other leaves in their places.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
-    leaves = [x for _, x in flat]
 
     def merge(gradients: list[Any]) -> Any:
         new = dict(zip(chosen, gradients, strict=True))
-        return jax.tree.unflatten(treedef, [new.get(i, x) for i, x in enumerate(leaves)])
+        return jax.tree.unflatten(treedef, [new.get(i, x) for i, (_, x) in enumerate(flat)])
 
     labels = tuple(keystr(flat[i][0][-1:]).translate(_NO_DIGITS) for i in chosen)
-    return [leaves[i] for i in chosen], labels, merge
+    return [flat[i][1] for i in chosen], labels, merge
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
@@ -126,8 +123,7 @@ def _residue(group: list[Array]) -> Array:
 def _materialize(count: Array) -> Array:
     """A scalar that is 0 if and only if `count` is, and that XLA keeps in memory.
 
-    XLA:CPU copies a plain reduction into every fusion that reads the predicate, which makes the compile time quadratic
-    in the number of leaves. It does not fuse a dot product.
+    XLA:CPU copies a plain reduction, but not a dot product, into every fusion that reads it: compile time is quadratic.
     """
     pair = jnp.stack([count, count])
     return jnp.dot(pair, pair, precision=lax.Precision.DEFAULT)

@@ -29,7 +29,7 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
     if cause is not None:
         small = cause.startswith(("division by zero", "nan from 0/0", "log of 0"))
         is_half = operands and jnp.result_type(output) == jnp.float16
-        return cause + (", and in float16 all below 6e-8 is 0" if small and is_half else "")
+        return cause + (", and in float16 all below 3e-8 is 0" if small and is_half else "")
     if name in _WHOLE and is_nan:
         return _WHOLE[name]
     if is_nan:
@@ -39,13 +39,10 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
 
 def _operands_at(index: tuple[Any, ...], shape: tuple[int, ...], inputs: Sequence[Any]) -> list[float] | None:
     """The real operands of an elementwise operation at an index."""
-    if not inputs or not all(_is_real(x) and _broadcasts(np.shape(x), shape) for x in inputs):
+    real = all(jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer) for x in inputs)
+    if not inputs or not real or not all(_broadcasts(np.shape(x), shape) for x in inputs):
         return None
     return [float(to_host(x)[tuple(i % n for i, n in zip(index, np.shape(x), strict=False))]) for x in inputs]
-
-
-def _is_real(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.number) and not jnp.issubdtype(x.dtype, jnp.complexfloating))
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -101,8 +98,7 @@ def _overflow(
     end = float(jnp.finfo(dtype).max)
     # bfloat16 has the range of float32.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    has_code = _jaxpr.has_body(eqn)
-    if jnp.finfo(dtype).bits == 64 or has_code:  # the body is for its own dtype
+    if jnp.finfo(dtype).bits == 64 or _jaxpr.has_body(eqn):  # a body is for its own dtype
         return None
     try:
         with jax.enable_x64(True):
