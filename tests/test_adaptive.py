@@ -17,15 +17,10 @@ from jamp import AdaptiveLossScale
 RECORDED = ls.recorded("mindspore_adaptive.json")
 
 
-# What MindFormers does
-
-
 def test_every_mindspore_trace_is_reproduced_exactly_in_all_fields():
-    runs = []
+    runs, names = [], ("loss_scale_value", "scale_factor", "scale_window")
     for trace in RECORDED["traces"]:
-        scale, factor, initial = (
-            trace["config"][f"{name}"] for name in ("loss_scale_value", "scale_factor", "scale_window")
-        )
+        scale, factor, initial = (trace["config"][name] for name in names)
         # With its own window list, which may have the quirks that jamp's does not have.
         config = AdaptiveLossScale(scale, factor, initial_window=initial, windows=trace["window_list"])
         runs.append(ls.from_start(config, ls.mindspore_finite(trace)))
@@ -39,8 +34,7 @@ def test_every_mindspore_trace_is_reproduced_exactly_in_all_fields():
             "scale_window_down_count": states.down_count,
             "last_overflow_iterator_step": want.pop("current_iterator_step") - states.steps_since_change,
         }
-        for name in want.keys() | got.keys():
-            np.testing.assert_array_equal(got[name], want[name], f"{trace['name']}: {name}")
+        assert {name: x.tolist() for name, x in got.items()} == {name: x.tolist() for name, x in want.items()}
         # MindFormers' scale may grow to inf, where it stays. Here such a growth is refused, and all counts still agree.
         scale = ls.expand(trace["scale"], float.fromhex)
         stop = np.count_nonzero(np.isfinite(scale))
@@ -56,37 +50,22 @@ def test_our_window_list_has_no_quirk_and_is_mindformers_where_theirs_has_none()
         assert (windows[0], windows[-1], quirk(low, windows)) == (low, high, False)
         assert set(windows) == {w for w in theirs if low <= w <= high} | {low}
         assert windows == tuple(theirs) or quirk(low, theirs)
-    quirks = [quirk(low, theirs) for _, low, theirs in RECORDED["window_lists"]]
-    assert (quirks.count(True), quirks.count(False)) == (146, 85)
+    assert [quirk(low, theirs) for _, low, theirs in RECORDED["window_lists"]].count(True) == 146
     assert ours(20, 1000) == (20, 30, 40, 50, 100, 200, 500, 1000)
-    assert ours(20, 150) == (20, 150)  # MindFormers: 0, 150
-    assert ours(20, 25) == (20, 25)  # MindFormers: 15, 25
-    assert ours(120, 1000) == (120, 200, 500, 1000)  # MindFormers starts at 100
-    assert ours(1, 3) == (1, 2, 3)  # MindFormers: 1, 1, 2, 2, 3
+    # MindFormers: 0, 150; 15, 25; from 100 on; 1, 1, 2, 2, 3
+    quirks = ours(20, 150), ours(20, 25), ours(120, 1000), ours(1, 3)
+    assert quirks == ((20, 150), (20, 25), (120, 200, 500, 1000), (1, 2, 3))
 
 
-def test_a_restored_run_goes_on_exactly_and_from_the_scale_alone_as_mindformers(tmp_path):
+def test_a_run_restored_from_the_scale_alone_goes_on_as_mindformers():
+    """One restored from the state goes on exactly: test_contract.py, test_checkpoints.py."""
     resume, config = RECORDED["resume"], AdaptiveLossScale()
-    finite = ls.mindspore_finite(resume)
-    steps = (1, 30, resume["saved_after_steps"])
+    finite, saved = ls.mindspore_finite(resume), resume["saved_after_steps"]
     [whole] = ls.replay([ls.from_start(config, finite)])
-    starts = []
-    for step in steps:
-        np.savez(tmp_path / "state.npz", *(x[step - 1] for x in whole))
-        with np.load(tmp_path / "state.npz") as saved:
-            starts.append(type(whole)(*(saved[name] for name in saved.files)))
-    starts.append(jamp.set_loss_scale(config.init(), starts[-1].loss_scale))
-    *restored, scale_only = ls.replay(
-        [(config, x, finite[i:]) for x, i in zip(starts, [*steps, steps[-1]], strict=True)]
-    )
-    for step, resumed in zip(steps, restored, strict=True):
-        for got, uninterrupted in zip(resumed, whole, strict=True):
-            np.testing.assert_array_equal(got, uninterrupted[step:])
-    first = np.flatnonzero(scale_only.loss_scale != whole.loss_scale[step:])[0]
-    assert step + first == resume["with_scale_only_first_differs_at_step"]
-
-
-# A plain reference
+    start = jamp.set_loss_scale(config.init(), whole.loss_scale[saved - 1])
+    [resumed] = ls.replay([(config, start, finite[saved:])])
+    first = np.flatnonzero(resumed.loss_scale != whole.loss_scale[saved:])[0]
+    assert saved + first == resume["with_scale_only_first_differs_at_step"]
 
 
 def reference(config, overflow):
@@ -145,8 +124,6 @@ def test_any_configuration_and_sequence_agree_with_plain_python(examples):
         assert np.all((got.up_count >= 0) & (got.up_count <= 3) & (got.down_count >= 0) & (got.down_count <= 3))
 
 
-# The rules in words
-
 SHORT = AdaptiveLossScale(64.0, windows=(2, 3, 4))
 BOUNDED = AdaptiveLossScale(8.0, min_scale=3.0, max_scale=10.0, windows=(1,))
 LONG, HUGE = AdaptiveLossScale(8.0, windows=(INT32_MAX,)), AdaptiveLossScale(2.0**126, windows=(1, 5))
@@ -156,28 +133,22 @@ SECOND, LATE = {"window_index": 1}, {"steps_since_change": INT32_MAX - 1}
 @pytest.mark.parametrize(
     ("config", "overflow", "start", "expected"),
     [
-        # Three growths move to the next window.
-        (SHORT, "0" * 15, {}, {"window_index": [0] * 5 + [1] * 9 + [2]}),
+        (SHORT, "0" * 15, {}, {"window_index": [0] * 5 + [1] * 9 + [2]}),  # three growths move to the next window
         (SHORT, "0" * 9, {}, {"loss_scale": [64, 128, 128, 256, 256, 512, 512, 512, 1024]}),
         # Three overflows without a growth between lead to the hidden window, in which every finite step grows.
         (SHORT, "100110000", SECOND, {"window_index": [1, 1, 1, 1, -1, -1, -1, 0, 0]}),
         (SHORT, "100110000", SECOND, {"loss_scale": [32, 32, 32, 16, 8, 16, 32, 64, 64]}),
         # A growth between overflows starts their count anew.
         (SHORT, "1100011", SECOND, {"down_count": [1, 2, 2, 2, 0, 1, 2], "window_index": [1] * 7}),
-        # The hidden window is never entered from the first.
-        (SHORT, "1" * 12, {}, {"window_index": [0] * 12}),
-        # An overflow on the step where a growth was due wins.
-        (SHORT, "0100", {}, {"loss_scale": [64, 32, 32, 64]}),
+        (SHORT, "1" * 12, {}, {"window_index": [0] * 12}),  # the hidden window is never entered from the first
+        (SHORT, "0100", {}, {"loss_scale": [64, 32, 32, 64]}),  # an overflow on the step where a growth was due wins
         # An index beyond the list is taken for the last window.
         (SHORT, "0000", {"window_index": 7}, {"window_index": [2] * 4, "loss_scale": [64, 64, 64, 128]}),
-        # A window of 0 grows at every finite step.
-        (AdaptiveLossScale(1.0, windows=[0]), "0010", {}, {"loss_scale": [2, 4, 2, 4]}),
+        (AdaptiveLossScale(1.0, windows=[0]), "0010", {}, {"loss_scale": [2, 4, 2, 4]}),  # 0: at every finite step
         # A growth to infinity is refused, and the counts move as for a growth.
         (HUGE, "000", {}, {"loss_scale": [2.0**127] * 3, "up_count": [1, 2, 0], "window_index": [0, 0, 1]}),
-        # A growth past max_scale gives max_scale, a backoff past min_scale min_scale.
-        (BOUNDED, "00111", {}, {"loss_scale": [10, 10, 5, 3, 3]}),
-        # The largest window is reached by the count of steps.
-        (LONG, "000", LATE, {"steps_since_change": [INT32_MAX, 1, 2], "loss_scale": [8, 16, 16]}),
+        (BOUNDED, "00111", {}, {"loss_scale": [10, 10, 5, 3, 3]}),  # past max_scale and min_scale
+        (LONG, "000", LATE, {"steps_since_change": [INT32_MAX, 1, 2], "loss_scale": [8, 16, 16]}),  # the largest
     ],
 )
 def test_a_rule_in_words(config, overflow, start, expected):
@@ -186,35 +157,22 @@ def test_a_rule_in_words(config, overflow, start, expected):
     assert {name: getattr(states, name).tolist() for name in expected} == expected
 
 
-def test_initial_window_none_or_not_in_the_list_is_the_first():
-    for initial, index in [(None, 0), (20, 0), (77, 0), (30, 1), (1000, 7)]:
-        assert int(AdaptiveLossScale(initial_window=initial).init().window_index) == index
-
-
-def test_set_loss_scale_keeps_the_window_and_restarts_the_steps_to_the_next_growth():
-    state = type(SHORT.init())(jnp.float32(32.0), *map(jnp.int32, (1, 1, 1, 3)))
-    assert [x.item() for x in jamp.set_loss_scale(state, 4.0)] == [4.0, 1, 1, 1, 1]
-    assert [x.item() for x in state] == [32.0, 1, 1, 1, 3]
-
-
-# Configuration. Bad input: test_loss_scale.py
-
-
-@pytest.mark.parametrize("high", [20, 10, 0, -5])
-def test_an_illegal_max_window_warns_and_uses_1000(high):
-    with pytest.warns(UserWarning, match=f"above min_window=20, got max_window={high}; using 1000") as caught:
-        config = AdaptiveLossScale(max_window=high)
-    assert config == AdaptiveLossScale()
-    assert caught[0].filename == __file__
-
-
-def test_an_error_where_even_1000_is_not_above_min_window():
+def test_an_illegal_max_window_warns_and_uses_1000_if_that_is_above_min_window():
+    for high in (20, 10, 0, -5):
+        with pytest.warns(UserWarning, match=f"above min_window=20, got max_window={high}; using 1000") as caught:
+            assert AdaptiveLossScale(max_window=high) == AdaptiveLossScale()
+        assert caught[0].filename == __file__
     with pytest.raises(ValueError, match=r"max_window must be an int .*1001.* got max_window=1000"):
         AdaptiveLossScale(min_window=1000)
 
 
-def test_windows_from_a_list_are_hashable_and_replacing_max_window_makes_new_ones():
+def test_windows_are_hashable_and_set_loss_scale_keeps_the_window_but_not_its_steps():
     config = AdaptiveLossScale(windows=[5, 3, 3])
     assert config.window_list == config.windows == (5, 3, 3)
     assert hash(config) == hash(AdaptiveLossScale(windows=(5, 3, 3)))
     assert dataclasses.replace(AdaptiveLossScale(), max_window=200).window_list == (20, 30, 40, 50, 100, 200)
+    for initial, index in [(None, 0), (20, 0), (77, 0), (30, 1), (1000, 7)]:
+        assert int(AdaptiveLossScale(initial_window=initial).init().window_index) == index
+    state = type(SHORT.init())(jnp.float32(32.0), *map(jnp.int32, (1, 1, 1, 3)))
+    changed = [[x.item() for x in found] for found in (jamp.set_loss_scale(state, 4.0), state)]
+    assert changed == [[4.0, 1, 1, 1, 1], [32.0, 1, 1, 1, 3]]

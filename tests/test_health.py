@@ -14,7 +14,7 @@ from jamp.history import History
 
 CONFIG = DynamicLossScale(8.0, min_scale=2.0)
 GOOD, BAD, ZERO = jnp.ones(2), jnp.array([1.0, jnp.nan]), jnp.zeros(2)
-SGD = optax.sgd(0.1)
+SGD, TRACE = optax.sgd(0.1), optax.trace(0.9)
 
 
 def skipped(steps, loss_scale=8.0):
@@ -45,9 +45,7 @@ def test_more_than_max_consecutive_overflows_raise_an_error_that_names_the_cure(
     with pytest.raises(LossScaleError, match=r"^51 steps in a row were skipped \(the limit is 50\)") as error:
         jamp.check_health(skipped(51))
     assert isinstance(error.value, FloatingPointError)
-    assert "the loss scale is 8" in str(error.value)
-    assert "Look for NaN" in str(error.value)
-    assert "floor" not in str(error.value)
+    assert [x in str(error.value) for x in ("the loss scale is 8", "Look for NaN", "floor")] == [True, True, False]
     for config in (None, CONFIG, StaticLossScale(8.0), jamp.NoOpLossScale()):
         assert jamp.check_health(skipped(0), loss_scale=config) is None
         assert not problems({"opt": skipped(50)}, loss_scale=config)
@@ -55,70 +53,57 @@ def test_more_than_max_consecutive_overflows_raise_an_error_that_names_the_cure(
         assert not problems(skipped(limit), max_consecutive_overflows=limit)
         text = problems(skipped(limit + 1), max_consecutive_overflows=limit)
         assert text.startswith(f"{limit + 1} steps in a row were skipped (the limit is {limit})")
-    real = train(jamp.loss_scaled(SGD, CONFIG), (BAD, GOOD, BAD, BAD))
-    assert not problems(real, max_consecutive_overflows=2)
-    assert problems(real, max_consecutive_overflows=1).startswith("2 steps in a row")
 
 
-def test_a_skipped_step_at_the_floor_is_told_and_the_message_says_to_lower_it():
+def test_a_skip_at_the_floor_is_told_and_a_ceiling_that_was_reached_during_the_run():
     for min_scale in (2.0, 0.1, 1e-4, 1 / 3):
-        config = DynamicLossScale(8.0, min_scale=min_scale)
         state = skipped(1, np.float32(min_scale))
-        text = problems(state, loss_scale=config)
-        assert re.search(
-            rf"at its floor, min_scale={min_scale:g}\. .*lower min_scale \(values below 1 are legal\)", text
+        text = problems(state, loss_scale=DynamicLossScale(8.0, min_scale=min_scale))
+        told = (
+            rf"^((?!in a row).)*at its floor, min_scale={min_scale:g}\. .*lower min_scale \(values below 1 are legal\)"
         )
-        assert "in a row" not in text
+        assert re.search(told, text)
         assert not problems(state)  # without the configuration nobody knows the floor
     assert re.match("51 steps in a row .* at its floor, min_scale=2", problems(skipped(51, 2.0), loss_scale=CONFIG))
     # A floor without a skip or a skip without a floor is healthy.
-    assert not problems(skipped(0, 2.0), loss_scale=CONFIG)
-    assert not problems(skipped(1, 2.5), loss_scale=CONFIG)
-    assert not problems(skipped(1), loss_scale=StaticLossScale(8.0))
-
-
-def test_a_scale_that_came_to_its_ceiling_is_told_and_one_that_began_there_is_not():
+    for state, config in ((skipped(0, 2.0), CONFIG), (skipped(1, 2.5), CONFIG), (skipped(1), StaticLossScale(8.0))):
+        assert not problems(state, loss_scale=config)
     config, fixed = DynamicLossScale(8.0, max_scale=16.0, growth_interval=1), DynamicLossScale(16.0, max_scale=16.0)
     state = train(jamp.loss_scaled(SGD, config), [GOOD])
-    text = problems(state, loss_scale=config)
-    assert re.match(
-        r"The loss scale has come to its ceiling, max_scale=16,.*raise max_scale \(math.inf removes it\)", text
-    )
+    told = r"The loss scale has come to its ceiling, max_scale=16,.*raise max_scale \(math.inf removes it\)"
+    assert re.match(told, problems(state, loss_scale=config))
     assert not problems(state)
     assert not problems(train(jamp.loss_scaled(SGD, fixed), [GOOD]), loss_scale=fixed)
 
 
 def test_nan_in_parameters_or_in_a_transform_before_the_wrapper_is_told():
-    chain = optax.chain(optax.trace(0.9), jamp.loss_scaled(SGD))
-    assert not problems(train(chain, [GOOD]))
-    poisoned = train(chain, [jnp.array([1.0, jnp.inf]), GOOD])
+    chain, whole = optax.chain(TRACE, jamp.loss_scaled(SGD)), jamp.loss_scaled(optax.chain(TRACE, SGD))
+    poisoned, state = train(chain, [jnp.array([1.0, jnp.inf]), GOOD]), skipped(0)
     assert "inf or NaN. If it is the state of a transform before the wrapper" in problems(poisoned)
     assert "wrap the whole chain" in problems({"params": GOOD, "opt": poisoned})
-    whole = jamp.loss_scaled(optax.chain(optax.trace(0.9), SGD))
-    assert not problems(train(whole, [BAD, GOOD]))
-    state = skipped(0)
     assert problems({"params": {"w": BAD}, "opt": state}).startswith("['params']['w'] holds inf or NaN")
     assert problems({"params": [BAD, BAD], "opt": state}).startswith("['params'][0] and 1 more hold inf or NaN")
-    assert not problems({"mask": -jnp.inf * GOOD, "opt": state})  # a mask or a best value may be inf
-    assert not problems((optax.contrib.reduce_on_plateau().init(GOOD), state))
+    # A mask or a best value may be inf.
+    infinite = {"mask": -jnp.inf * GOOD, "best": optax.contrib.reduce_on_plateau().init(GOOD), "opt": state}
+    for healthy in (train(chain, [GOOD]), train(whole, [BAD, GOOD]), infinite):
+        assert not problems(healthy)
 
 
 @pytest.mark.parametrize("tx", [jamp.optimizers.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9))])
 def test_gradients_that_are_all_zero_are_told_by_the_moments(tx):
     tx, params = jamp.mixed_precision(tx), {"w": GOOD, "b": GOOD}
-    steps = lambda *grads: [{"w": ZERO, "b": g} for g in grads]
-    zeros = problems(train(tx, steps(ZERO, ZERO), params=params))
-    assert "the moments of the optimizer are all zero after 2 steps" in zeros
-    assert not problems(train(tx, steps(ZERO, GOOD), params=params))
+    for last, told in ((ZERO, True), (GOOD, False)):
+        state = train(tx, [{"w": ZERO, "b": g} for g in (ZERO, last)], params=params)
+        assert ("the moments of the optimizer are all zero after 2 steps" in problems(state)) == told
+        assert bool(problems(state)) == told
     assert not problems(tx.init(params))
 
 
 def test_with_a_history_an_oscillating_scale_and_zero_gradients_are_told():
     wild, history, calm, norms = jamp.loss_scaled(SGD, DynamicLossScale(growth_interval=2)), *(History() for _ in "abc")
     state = train(wild, [GOOD, GOOD, BAD] * 5, history)
-    text = problems(state, history=history)
-    assert "The loss scale oscillates between 65536 and 131072: in the last 15 steps it rose 5 times and fell" in text
-    assert "raise growth_interval" in text
+    told = "The loss scale oscillates between 65536 and 131072: in the last 15 steps it rose 5 times and fell.*"
+    assert re.match(told + "raise growth_interval", problems(state, history=history))
     assert not problems(train(wild, [GOOD] * 30, calm), history=calm)
     assert not problems(state, history=History())
     for _ in range(2):
@@ -126,29 +111,21 @@ def test_with_a_history_an_oscillating_scale_and_zero_gradients_are_told():
     assert "grad_norm is 0 in the last 2 steps" in problems(state, history=norms)
 
 
-def test_policy_warn_warns_at_the_caller_and_wrong_arguments_are_always_an_error():
+def test_policy_warn_warns_at_the_caller_inside_jit_works_and_misuse_is_an_error():
     with pytest.warns(UserWarning, match="51 steps in a row were skipped") as record:
         jamp.check_health(skipped(51), policy="warn")
     assert [w.filename for w in record] == [__file__]
     jamp.check_health(skipped(0), policy="warn")
     for policy in ("ignore", None, 3, ""):
-        with pytest.raises(ValueError, match="policy must be 'raise', 'warn' or a function") as error:
+        message = f"policy must be 'raise', 'warn' or a function.*got policy={policy!r}"
+        with pytest.raises(ValueError, match=message):
             jamp.check_health(skipped(0), policy=policy)
-        assert f"got policy={policy!r}" in str(error.value)
     for tree in (CONFIG.init(), SGD.init(GOOD), [skipped(0), skipped(0)]):
         with pytest.raises(ValueError, match="loss-scaled optimizer state"):
             jamp.check_health(tree)
-
-
-def test_inside_jit_the_lines_of_the_docstring_work_and_the_plain_call_names_them():
     messages = []
-
-    @jax.jit
-    def step(state):
-        check = lambda s: jamp.check_health(s, max_consecutive_overflows=1, policy=messages.append)
-        jax.debug.callback(check, state._replace(inner_state=()))
-        return jamp.get_loss_scale(state)
-
+    check = lambda state: jamp.check_health(state, max_consecutive_overflows=1, policy=messages.append)
+    step = jax.jit(lambda state: jax.debug.callback(check, state._replace(inner_state=())))
     step(skipped(2))
     step(skipped(1))
     jax.effects_barrier()

@@ -33,12 +33,9 @@ def test_it_has_the_metrics_of_each_step_and_goes_on_after_it_was_read():
     expected = train(partly_full, full)
     assert (partly_full.first_step, full.first_step) == (0, 10)
     for history in (partly_full, full):
-        assert len(history) == len(STEPS)
-        assert set(history.names) == {*expected[0], "loss"}
+        assert (len(history), set(history.names)) == (len(STEPS), {*expected[0], "loss"})
         for name in expected[0]:
-            values = np.array([row[name] for row in expected])
-            np.testing.assert_array_equal(history[name], values)
-            assert history[name].dtype == values.dtype
+            np.testing.assert_array_equal(history[name], np.array([row[name] for row in expected]), strict=True)
         np.testing.assert_array_equal(history["loss"], 0.5 * np.arange(len(STEPS), dtype=np.float32))
     for n in (10, 13):
         expected += train(partly_full, steps=STEPS[:3])
@@ -46,25 +43,18 @@ def test_it_has_the_metrics_of_each_step_and_goes_on_after_it_was_read():
         assert len(expected) == n
 
 
-def calls(fun):
-    """How many functions are called, built-in ones too."""
-    events = []
-    sys.setprofile(lambda frame, event, arg: events.append(event))
-    try:
-        fun()
-    finally:
-        sys.setprofile(None)
-    return len(events)
-
-
-def test_hundreds_of_copies_to_the_host_are_kept_and_none_makes_an_append_slower():
-    history, state = History(1), TX.init(GOOD)
-    counts = [calls(lambda i=i: history.append(state, i=np.int32(i))) for i in range(300)]
+def test_append_waits_for_no_step_nor_copy_and_hundreds_of_copies_slow_none_down():
+    history, state, counts = History(1), TX.init(GOOD), []
+    for i in range(300):
+        calls = []  # of functions, built-in ones too
+        sys.setprofile(lambda frame, event, arg, calls=calls: calls.append(event))
+        try:
+            history.append(state, i=np.int32(i))
+        finally:
+            sys.setprofile(None)
+        counts.append(len(calls))
     np.testing.assert_array_equal(history["i"], np.arange(300))
     assert max(counts[250:]) < min(counts[5:50]) + 100
-
-
-def test_append_does_not_wait_for_the_step_nor_for_the_copy_of_a_full_buffer():
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 15, lambda _, x: x @ x, x)[0, 0] > 1).lower(jnp.eye(800)).compile()
     history, state = History(2), TX.init(GOOD)
     history.append(state)  # compiled
@@ -77,14 +67,10 @@ def test_append_does_not_wait_for_the_step_nor_for_the_copy_of_a_full_buffer():
 
 
 def test_the_state_is_found_anywhere_in_a_tree_and_may_move_to_another_place():
-    history, state = History(), TX.init(GOOD)
+    history, adaptive, scaler, state = History(), History(), History(), TX.init(GOOD)
     for tree in (state, {"opt": state}, (1, 2, [state]), (state, GOOD), jax.tree_util.Partial(print, state), state):
         history.append(tree)
     assert history["loss_scale"].tolist() == [2.0**16] * 6
-
-
-def test_an_adaptive_loss_scale_has_its_window_and_a_grad_scaler_is_recorded_too():
-    adaptive, scaler = History(), History()
     adaptive.append(jamp.loss_scaled(optax.sgd(0.1), jamp.AdaptiveLossScale(initial_window=40)).init(GOOD))
     assert adaptive["window_index"].tolist() == [2]
     scaler.append(jamp.GradScaler())
@@ -93,23 +79,18 @@ def test_an_adaptive_loss_scale_has_its_window_and_a_grad_scaler_is_recorded_too
 
 
 def test_errors_say_what_to_do():
-    state = TX.init(GOOD)
-    for every in (0, 1.5, True):
-        with pytest.raises(ValueError, match="every must be an int of at least 1"):
-            History(every)
-    with pytest.raises(ValueError, match="first_step must be an int of at least 0"):
-        History(first_step=-1)
-    history = History()
-    with pytest.raises(KeyError, match="no steps yet"):
-        history["loss_scale"]
-    with pytest.raises(ValueError, match=r"use `tx = jamp.loss_scaled\(tx\)`"):
-        history.append(optax.sgd(0.1).init(GOOD))
-    with pytest.raises(ValueError, match="found 2"):
-        history.append([state, state])
-    with pytest.raises(ValueError, match=r"grads must be a scalar, got float32\[2\]"):
-        history.append(state, grads=GOOD)
-    with pytest.raises(ValueError, match="loss_scale is recorded in any case"):
-        history.append(state, loss_scale=1.0)
+    state, history = TX.init(GOOD), History()
+    for error, message, call in (
+        *((ValueError, "every must be an int of at least 1", lambda x=x: History(x)) for x in (0, 1.5, True)),
+        (ValueError, "first_step must be an int of at least 0", lambda: History(first_step=-1)),
+        (KeyError, "no steps yet", lambda: history["loss_scale"]),
+        (ValueError, r"use `tx = jamp.loss_scaled\(tx\)`", lambda: history.append(optax.sgd(0.1).init(GOOD))),
+        (ValueError, "found 2", lambda: history.append([state, state])),
+        (ValueError, r"grads must be a scalar, got float32\[2\]", lambda: history.append(state, grads=GOOD)),
+        (ValueError, "loss_scale is recorded in any case", lambda: history.append(state, loss_scale=1.0)),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     history.append(state, loss=1.0)
     with pytest.raises(ValueError, match=r"names must stay \['loss'\], as at the first step; got \[\]"):
         history.append(state)

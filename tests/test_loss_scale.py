@@ -1,8 +1,10 @@
 """Loss scales: recorded runs of other systems, a plain reference, the rules in words, bad input, what states are."""
 
 import dataclasses
+import itertools
 import math
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +12,14 @@ import loss_scales as ls
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from loss_scales import FLOAT32_MAX, INT32_MAX, TINY
-from trees import assert_equal, avals
+from trees import avals, bits
 
 import jamp
 from jamp import AdaptiveLossScale, DynamicLossScale, NoOpLossScale, StaticLossScale
 
 CONFIGS = [NoOpLossScale(), StaticLossScale(1024.0), DynamicLossScale(growth_interval=2, hysteresis=2)]
-CONFIGS.append(AdaptiveLossScale(2**32, windows=(1, 3)))
+CONFIGS += [AdaptiveLossScale(2**32, windows=(1, 3))]
 EACH_CONFIG = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 
 
@@ -27,37 +28,28 @@ def scales(config, overflow, **fields):
     return ls.step_by_step(config, config.init()._replace(**fields), ls.flags(overflow)).loss_scale.tolist()
 
 
-# Recorded runs of other systems
-
-
-def check_torch(trace, states):
-    # torch has no floor: from the first subnormal scale on there is nothing to compare but the floor itself.
-    stop, tracker = trace.get("first_subnormal_step", len(trace["overflow"])), ls.torch_tracker(trace)
-    np.testing.assert_array_equal(states.loss_scale[:stop], ls.expand(trace["scale_rle"])[:stop], trace["name"])
-    assert set(states.loss_scale[stop:]) <= {np.float32(TINY)}
-    np.testing.assert_array_equal(states.growth_count[[*tracker]], [*tracker.values()], trace["name"])
-
-
 def test_torch_traces_are_reproduced_exactly_in_one_scan():
-    traces = [trace for trace in ls.TORCH if "events" not in trace]
-    assert len(traces) == 95
-    found = ls.replay([ls.from_start(ls.torch_config(trace), ls.flags(trace["overflow"])) for trace in traces])
-    for trace, states in zip(traces, found, strict=True):
-        check_torch(trace, states)
-
-
-@pytest.mark.parametrize("trace", [t for t in ls.TORCH if "events" in t], ids=lambda t: t["name"])
-def test_torch_traces_with_settings_changed_midway_are_reproduced_exactly(trace):
-    # A setter is another configuration for the same state; `update(new_scale)` replaces the scale and nothing else.
-    config = ls.torch_config(trace)
-    state, states = config.init(), []
-    for step, ok in enumerate(ls.flags(trace["overflow"])):
-        for setter, value in trace["events"].get(str(step), []):
-            config = dataclasses.replace(config, **{setter.removeprefix("set_"): value})
-        given = [jnp.float32(value) for _, value in trace["events"].get(f"{step}:update", [])]
-        state = state._replace(loss_scale=given[0]) if given else config.update(state, ok)
-        states.append(state)
-    check_torch(trace, jax.tree.map(lambda *xs: np.stack(xs), *states))
+    plain = [trace for trace in ls.TORCH if "events" not in trace]
+    assert len(plain) == 95
+    found = ls.replay([ls.from_start(ls.torch_config(trace), ls.flags(trace["overflow"])) for trace in plain])
+    for trace in (trace for trace in ls.TORCH if "events" in trace):  # settings changed midway
+        # A setter is another configuration for the same state; `update(new_scale)` replaces the scale alone.
+        config, states = ls.torch_config(trace), []
+        state = config.init()
+        for step, ok in enumerate(ls.flags(trace["overflow"])):
+            for setter, value in trace["events"].get(str(step), []):
+                config = dataclasses.replace(config, **{setter.removeprefix("set_"): value})
+            given = [jnp.float32(value) for _, value in trace["events"].get(f"{step}:update", [])]
+            state = state._replace(loss_scale=given[0]) if given else config.update(state, ok)
+            states.append(state)
+        plain.append(trace)
+        found.append(jax.tree.map(lambda *xs: np.stack(xs), *states))
+    for trace, states in zip(plain, found, strict=True):
+        # torch has no floor: from the first subnormal scale on there is nothing to compare but the floor itself.
+        stop, tracker = trace.get("first_subnormal_step", len(trace["overflow"])), ls.torch_tracker(trace)
+        np.testing.assert_array_equal(states.loss_scale[:stop], ls.expand(trace["scale_rle"])[:stop], trace["name"])
+        assert set(states.loss_scale[stop:]) <= {np.float32(TINY)}
+        np.testing.assert_array_equal(states.growth_count[[*tracker]], [*tracker.values()], trace["name"])
 
 
 PEERS = {
@@ -85,9 +77,6 @@ def test_hysteresis_floor_and_ceiling_of_other_systems_are_reproduced_exactly():
         elif "hysteresis_step_rle" in trace:  # Colossal-AI's: the overflows, not what is left of them
             left = config.hysteresis - ls.expand(trace["hysteresis_step_rle"])
         np.testing.assert_array_equal(states.hysteresis_count, np.maximum(left, 0))
-
-
-# A plain reference
 
 
 def reference(config, overflow, loss_scale):
@@ -125,16 +114,13 @@ def test_any_configuration_and_sequence_agree_with_plain_python(config, sequence
     state = jax.tree.map(lambda x: jnp.full(4, x), config.init()._replace(loss_scale=jnp.float32(start)))
     states = ls.step_by_step(config, state, ~np.array(sequences).T)
     with np.errstate(all="ignore"):
-        expected = [list(reference(config, sequence, start)) for sequence in sequences]
-    np.testing.assert_array_equal(np.stack(states).T.astype(np.float64), np.array(expected, np.float64))
+        expected = np.array([list(reference(config, sequence, start)) for sequence in sequences], np.float64)
+    np.testing.assert_array_equal(np.stack(states).T.astype(np.float64), expected)
     # Inside [min_scale, max_scale] and never NaN, whatever came in; the counts stay in range.
     scale, growth, hysteresis = states
     assert np.all((scale >= np.float32(config.min_scale)) & (scale <= config.max_scale) & np.isfinite(scale))
     assert np.all((growth >= 0) & (growth < config.growth_interval))
     assert np.all((hysteresis >= 0) & (hysteresis <= config.hysteresis))
-
-
-# The rules in words
 
 
 def test_growth_comes_on_exactly_the_nth_finite_step():
@@ -166,16 +152,10 @@ REFILLED = DynamicLossScale(8.0, growth_interval=9, hysteresis=2, hysteresis_ref
     ("config", "overflow", "expected"),
     [
         (EVERY_3, "0010001", [8, 8, 4, 4, 4, 8, 4]),  # the N-th step that overflows backs off, and the count restarts
-        (EVERY_3, "1000", [4, 4, 4, 8]),  # on the first step
-        (EVERY_3, "11111", [4, 2, 1, 1, 1]),  # on every step, down to the floor
-        (EVERY_3, "0101010", [8, 4, 4, 2, 2, 1, 1]),  # alternating: never a growth
         (EVERY_3, "1110001", [4, 2, 1, 1, 1, 2, 1]),  # at the floor: stays, grows again from there
         (EVERY_3, "0000001001", [8, 8, 16, 16, 16, 16, 8, 8, 8, 4]),  # at the ceiling: stays, and the count goes on
-        (HELD, "1101", [8, 8, 8, 4]),  # a finite step does not refill the hysteresis
-        (HELD, "1111001", [8, 8, 4, 2, 2, 2, 1]),  # once spent every overflow backs off
         (HELD, "1110001101", [8, 8, 4, 4, 4, 8, 8, 8, 8, 4]),  # the growth refills it
         (REFILLED, "101011101", [8, 8, 8, 8, 8, 4, 2, 2, 2]),  # every finite step refills it
-        (DynamicLossScale(8.0), "101", [4, 4, 2]),  # a hysteresis of 1: every overflow backs off
         (DynamicLossScale(0.5, growth_interval=2, min_scale=0.125), "11100", [0.25, 0.125, 0.125, 0.125, 0.25]),
         # Without a ceiling a growth to infinity is refused, and the count restarts.
         (DynamicLossScale(2.0**126, growth_interval=2, max_scale=math.inf), "00000", [2.0**126, *[2.0**127] * 4]),
@@ -190,87 +170,73 @@ def test_a_rule_in_words(config, overflow, expected):
 @pytest.mark.parametrize("kind", [DynamicLossScale, AdaptiveLossScale])
 def test_a_scale_found_inf_nan_not_positive_or_out_of_range_heals_at_the_next_update(kind):
     nan, inf = math.nan, math.inf
-    lost = {16.0: {nan: 8.0, inf: 16.0, -1.0: 0.5, 2.0**30: 16.0, 2.0**-30: 0.5, 1e-40: 0.5}}
-    lost[inf] = {nan: 8.0, inf: 8.0, -inf: 0.5, 0.0: 0.5, -1.0: 0.5}
-    for max_scale, healed in lost.items():
+    bounded = {nan: 8.0, inf: 16.0, -1.0: 0.5, 2.0**30: 16.0, 2.0**-30: 0.5, 1e-40: 0.5}
+    for max_scale, healed in ((16.0, bounded), (inf, {nan: 8.0, inf: 8.0, -inf: 0.5, 0.0: 0.5, -1.0: 0.5})):
         config = kind(8.0, min_scale=0.5, max_scale=max_scale)
-        for found, expected in healed.items():
-            for overflow in "01":
-                assert scales(config, overflow, loss_scale=jnp.float32(found)) == [expected], (found, max_scale)
+        for found, overflow in itertools.product(healed, "01"):
+            assert scales(config, overflow, loss_scale=jnp.float32(found)) == [healed[found]], (found, max_scale)
 
-
-# Bad input
 
 POSITIVE, ABOVE_1, BETWEEN = ["above 0", "such as 2.0**16"], ["above 1", "such as 2.0"], ["between 0 and 1", "as 0.5"]
 NO_SCALES = (0, 0.0, -1.0, math.nan, -math.inf, True, "x", None, 1e-40, 1e39, 2**128)
 AT_LEAST_1, AT_MOST = ["must be an int of at least 1"], ["must be an int of at most 2147483647"]
 NO_COUNTS = (0, -1, 2.5, 2000.0, True, "x")
+BAD_INPUT = [
+    (StaticLossScale, "scale", (*NO_SCALES, math.inf), POSITIVE),
+    # An array would be made at construction, and a traced one would leak.
+    (DynamicLossScale, "init_scale", (*NO_SCALES, math.inf, jnp.float32(8.0)), POSITIVE),
+    (DynamicLossScale, "min_scale", (*NO_SCALES, math.inf), [*POSITIVE, "normal float32"]),
+    (DynamicLossScale, "max_scale", NO_SCALES, POSITIVE),
+    # What float32 makes 1, 0 or inf is not a factor: it never backs off, never grows, or ruins the scale at once.
+    (DynamicLossScale, "growth_factor", (1, math.inf, math.nan, True, 1 + 1e-9, 1e39), ABOVE_1),
+    (DynamicLossScale, "backoff_factor", (0, 1.0, -0.5, 1 - 1e-12, 1e-50), BETWEEN),
+    *((DynamicLossScale, name, NO_COUNTS, AT_LEAST_1) for name in ("growth_interval", "hysteresis")),
+    *((DynamicLossScale, name, [2**31], AT_MOST) for name in ("growth_interval", "hysteresis")),
+    (DynamicLossScale, "hysteresis_refill", ["x", None], ["'growth' or 'finite'"]),
+    (AdaptiveLossScale, "init_scale", [math.inf], POSITIVE),
+    (AdaptiveLossScale, "min_scale", [0.0], POSITIVE),
+    (AdaptiveLossScale, "scale_factor", [1.0, True], ABOVE_1),
+    (AdaptiveLossScale, "min_window", [0, 20.0, True], AT_LEAST_1),
+    (AdaptiveLossScale, "max_window", [1000.0, True], ["must be an int of at least 21"]),
+    (AdaptiveLossScale, "initial_window", [20.0, -1], ["must be an int of at least 0"]),
+    (AdaptiveLossScale, "windows", [(), 20], ["must be a tuple of ints, such as (20, 100)"]),
+    (AdaptiveLossScale, "windows[1]", [-1, 30.0], ["must be an int of at least 0"]),
+    *((AdaptiveLossScale, name, [2**31], AT_MOST) for name in ("max_window", "windows[1]")),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "values", "parts"),
-    [
-        (StaticLossScale, "scale", (*NO_SCALES, math.inf), POSITIVE),
-        # An array would be made at construction, and a traced one would leak.
-        (DynamicLossScale, "init_scale", (*NO_SCALES, math.inf, jnp.float32(8.0)), POSITIVE),
-        (DynamicLossScale, "min_scale", (*NO_SCALES, math.inf), [*POSITIVE, "normal float32"]),
-        (DynamicLossScale, "max_scale", NO_SCALES, POSITIVE),
-        # What float32 makes 1, 0 or inf is not a factor: it never backs off, never grows, or ruins the scale at once.
-        (DynamicLossScale, "growth_factor", (1, math.inf, math.nan, True, 1 + 1e-9, 1e39), ABOVE_1),
-        (DynamicLossScale, "backoff_factor", (0, 1.0, -0.5, 1 - 1e-12, 1e-50), BETWEEN),
-        (DynamicLossScale, "growth_interval", NO_COUNTS, AT_LEAST_1),
-        (DynamicLossScale, "growth_interval", [2**31], AT_MOST),
-        (DynamicLossScale, "hysteresis", NO_COUNTS, AT_LEAST_1),
-        (DynamicLossScale, "hysteresis", [2**31], AT_MOST),
-        (DynamicLossScale, "hysteresis_refill", ["x", None], ["'growth' or 'finite'"]),
-        (AdaptiveLossScale, "init_scale", [math.inf], POSITIVE),
-        (AdaptiveLossScale, "min_scale", [0.0], POSITIVE),
-        (AdaptiveLossScale, "scale_factor", [1.0, True], ABOVE_1),
-        (AdaptiveLossScale, "min_window", [0, 20.0, True], AT_LEAST_1),
-        (AdaptiveLossScale, "max_window", [1000.0, True], ["must be an int of at least 21"]),
-        (AdaptiveLossScale, "max_window", [2**31], AT_MOST),
-        (AdaptiveLossScale, "initial_window", [20.0, -1], ["must be an int of at least 0"]),
-        (AdaptiveLossScale, "windows", [(), 20], ["must be a tuple of ints, such as (20, 100)"]),
-        (AdaptiveLossScale, "windows[1]", [-1, 30.0], ["must be an int of at least 0"]),
-        (AdaptiveLossScale, "windows[1]", [2**31], AT_MOST),
-    ],
-)
-def test_bad_input_names_the_argument_the_value_and_the_cure(kind, name, values, parts):
-    for value in values:
-        with pytest.raises(ValueError, match="must ") as error:
-            kind(**({"windows": (20, value)} if name == "windows[1]" else {name: value}))
-        assert str(error.value).startswith(f"{name} must ")
-        for part in (*parts, f"got {name}={value!r}"):
-            assert part in str(error.value)
+def test_bad_input_names_the_argument_the_value_and_the_cure():
+    for kind, name, values, parts in BAD_INPUT:
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{re.escape(name)} must ") as error:
+                kind(**({"windows": (20, value)} if name == "windows[1]" else {name: value}))
+            for part in (*parts, f"got {name}={value!r}"):
+                assert part in str(error.value)
 
 
-@pytest.mark.parametrize("kind", [DynamicLossScale, AdaptiveLossScale])
-@pytest.mark.parametrize(
-    ("bounds", "parts"),
-    [
+def test_scales_out_of_order_are_an_error_that_shows_them():
+    for bounds, parts in (
         ({"min_scale": 4.0, "max_scale": 2.0}, ["min_scale=4.0", "max_scale=2.0", "must not exceed"]),
         ({"init_scale": 2.0**30, "max_scale": 16.0}, ["=1073741824.0", "max_scale=16.0", "max_scale=math.inf removes"]),
         ({"init_scale": 0.5}, ["init_scale=0.5", "min_scale=1.0", "widen the bounds"]),
-    ],
-)
-def test_scales_out_of_order_are_an_error_that_shows_them(kind, bounds, parts):
-    with pytest.raises(ValueError, match=r"^(init_scale|min_scale) must ") as error:
-        dataclasses.replace(kind(), **bounds)
-    assert all(part in str(error.value) for part in parts)
-
-
-# What configurations and states are
+    ):
+        for kind in (DynamicLossScale, AdaptiveLossScale):
+            with pytest.raises(ValueError, match=r"^(init_scale|min_scale) must ") as error:
+                kind(**bounds)
+            assert all(part in str(error.value) for part in parts)
 
 
 @EACH_CONFIG
 def test_configurations_are_frozen_hashable_and_equal_by_value(config):
     twin = pickle.loads(pickle.dumps(config))
-    assert (twin, hash(twin)) == (config, hash(config))
-    assert len({config, twin, *CONFIGS}) == len(CONFIGS)
+    assert (twin, hash(twin), len({config, twin, *CONFIGS})) == (config, hash(config), len(CONFIGS))
     assert isinstance(config, jamp.LossScale)
     for field in [*(f.name for f in dataclasses.fields(config)), "loss_scale"]:
         with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
             setattr(config, field, 1.0)
+    for init_scale in (TINY, 2**16, FLOAT32_MAX):  # any normal float32
+        config = DynamicLossScale(init_scale, min_scale=TINY, max_scale=FLOAT32_MAX)
+        assert float(config.init().loss_scale) == init_scale
 
 
 @EACH_CONFIG
@@ -278,9 +244,9 @@ def test_states_are_strongly_typed_also_under_x64_and_in_shapes_alone(config):
     for x64 in (False, True):
         with jax.enable_x64(x64):
             state = config.init()
-            for name, x in state._asdict().items():
-                dtype = jnp.float32 if name == "loss_scale" else jnp.int32
-                assert (x.shape, x.dtype, x.weak_type, isinstance(x, jax.Array)) == ((), dtype, False, True)
+            assert all(isinstance(x, jax.Array) for x in state)
+            dtypes = [jnp.dtype("float32" if name == "loss_scale" else "int32") for name in state._fields]
+            assert avals(tuple(state))[1] == [((), dtype, False) for dtype in dtypes]
             states = [jax.eval_shape(config.init), jamp.set_loss_scale(state, 8), jamp.set_loss_scale(state, 8.0)]
             states.append(jax.eval_shape(jamp.set_loss_scale, state, 8))
             states += [jax.eval_shape(config.update, x, ok) for x in states for ok in (True, jnp.bool_(False))]
@@ -288,11 +254,10 @@ def test_states_are_strongly_typed_also_under_x64_and_in_shapes_alone(config):
 
 
 @EACH_CONFIG
-def test_a_step_is_the_same_in_a_scan_compiled_ahead_sharded_donated_or_restored(config):
+def test_a_step_is_the_same_in_a_scan_compiled_ahead_donated_or_restored(config):
     finite = np.random.default_rng(0).random(24) < 0.7
     scanned = ls.run(config, config.init(), finite)
-    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
-    update = jax.jit(config.update, donate_argnums=0, in_shardings=(sharding, None), out_shardings=sharding)
+    update = jax.jit(config.update, donate_argnums=0)
     compiled = update.lower(jax.eval_shape(config.init), jax.ShapeDtypeStruct((), bool)).compile()
     for init in (config.init, config.init, jax.jit(config.init)):  # What is donated was nobody else's.
         state, donated = init(), init()
@@ -301,11 +266,4 @@ def test_a_step_is_the_same_in_a_scan_compiled_ahead_sharded_donated_or_restored
             truth = (bool, int, np.bool_, jnp.bool_)[step % 4]
             state = config.update(jax.tree.map(jnp.asarray, jax.device_get(state)), truth(ok))
             donated = compiled(donated, jnp.bool_(ok))
-            assert_equal(state, jax.tree.map(lambda x, i=step: x[i], scanned))
-            assert_equal(donated, state)
-
-
-def test_any_normal_float32_is_an_initial_scale():
-    for init_scale in (TINY, 2**16, FLOAT32_MAX):
-        config = DynamicLossScale(init_scale, min_scale=TINY, max_scale=FLOAT32_MAX)
-        assert float(config.init().loss_scale) == init_scale
+            assert bits(state) == bits(donated) == bits(jax.tree.map(lambda x, i=step: x[i], scanned))

@@ -1,14 +1,13 @@
 """The loss-scaling bugs of other systems: jamp has none of them. Growth, floor and ceiling: test_loss_scale.py."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from contract import BATCHES, loss_fn, params, run, wrapper
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from processes import run_python
 from trees import assert_close, assert_equal
 
@@ -19,44 +18,21 @@ CARRY, _step, kept = wrapper(jamp.loss_scaled)
 STEP = jax.jit(_step)
 
 
-def test_jmp_ahead_of_time_lowering_works():
-    for lowered in (STEP.lower(CARRY, X), STEP.lower(*jax.eval_shape(lambda: (CARRY, jnp.asarray(X))))):
-        assert_equal(lowered.compile()(CARRY, X), STEP(CARRY, X))
-
-
-def test_jmp_trees_of_partition_specs_work():
-    specs = jax.tree.map(lambda _: PartitionSpec(), CARRY)
-    mesh = Mesh(np.array(jax.devices()[:1]), "x")
-    is_spec = lambda x: isinstance(x, PartitionSpec)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-    assert_equal(jax.jit(STEP, in_shardings=(shardings, None), out_shardings=shardings)(CARRY, X), STEP(CARRY, X))
-
-
 FIRST_STEPS = """
-import sys, jax, jax.numpy as jnp, optax, jamp
-tx, params, traces = optax.sgd(0.1), jnp.ones(3), []
-scaled = jamp.loss_scaled(tx) if sys.argv[1] == "loss_scaled" else None
-
-@jax.jit
-def step(params, opt_state, scaler):
-    traces.append(1)
-    grads = jamp.grad(lambda w: jnp.sum(w**2), scaler or opt_state)(params)
-    if scaler:
-        return scaler.step(tx, opt_state, params, grads=grads)[:3]
-    updates, opt_state = scaled.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, None
-
-carry = (params, scaled.init(params), None) if scaled else (params, tx.init(params), jamp.GradScaler())
-for _ in range(3):
-    carry = step(*carry)
-print(len(traces))
+import sys, jax
+sys.path.append(sys.argv[1])
+from contract import ADAPTERS, run
+carry, step, _ = ADAPTERS[sys.argv[2]].make()
+step = jax.jit(step)
+run(step, carry, "good", "good", "good")
+print(step._cache_size())
 """
 
 
 @pytest.mark.parametrize("which", ["loss_scaled", "GradScaler"])
 def test_jmp_and_flax_compile_once(which):
     """Once too at the first step of a process, where an import inside the trace may change JAX's configuration."""
-    assert run_python("-c", FIRST_STEPS, which) == "1\n"
+    assert run_python("-c", FIRST_STEPS, Path(__file__).parent, which) == "1\n"
 
 
 def test_jmp_and_keras_an_inf_scale_recovers():
@@ -96,18 +72,18 @@ def test_keras_flax_and_torch_200_nan_steps_then_a_good_step():
 
 def test_torch_a_finite_scaled_gradient_that_is_infinite_unscaled_is_not_applied():
     """With scale 2**-140 torch's check passes and the params become -inf."""
-    tx = jamp.loss_scaled(optax.sgd(0.1), jamp.DynamicLossScale(init_scale=2.0**-100, min_scale=2.0**-120))
-    w = jnp.ones(2)
-    grads, finite = jamp.unscale_and_check(jnp.full(2, 2.0**40), tx.init(w))
+    tx, w = jamp.loss_scaled(optax.sgd(0.1), jamp.DynamicLossScale(2.0**-100, min_scale=2.0**-120)), jnp.ones(2)
+    state = tx.init(w)
+    grads, finite = jamp.unscale_and_check(jnp.full(2, 2.0**40), state)
     assert not finite
-    updates, opt_state = tx.update(grads, tx.init(w))
+    updates, state = tx.update(grads, state)
     assert_equal(optax.apply_updates(w, updates), w)
-    assert jamp.get_loss_scale(opt_state) == 2.0**-101
-    subnormal = jamp.set_loss_scale(opt_state, 2.0**-140)
+    assert jamp.get_loss_scale(state) == 2.0**-101
+    subnormal = jamp.set_loss_scale(state, 2.0**-140)
     assert not jamp.unscale_and_check(w, subnormal)[1]
-    updates, opt_state = tx.update(jamp.grad(jnp.sum, subnormal)(w), subnormal)
+    updates, state = tx.update(jamp.grad(jnp.sum, subnormal)(w), subnormal)
     assert_equal(optax.apply_updates(w, updates), w)
-    assert 2.0**-120 <= jamp.get_loss_scale(opt_state) <= 2.0**-100
+    assert 2.0**-120 <= jamp.get_loss_scale(state) <= 2.0**-100
 
 
 @pytest.mark.promotes("optax.apply_updates")
@@ -125,9 +101,9 @@ def test_tensorflow_scales_below_1_are_legal():
 
 def test_apply_if_finite_applies_the_nan_after_its_limit_but_jamp_never():
     for tx, applied in ((optax.apply_if_finite(optax.sgd(0.1), 3), True), (jamp.loss_scaled(optax.sgd(0.1)), False)):
-        update, state = jax.jit(tx.update), tx.init(params())
+        update, state, nan = jax.jit(tx.update), tx.init(params()), jax.tree.map(lambda p: p * jnp.nan, params())
         for _ in range(10):
-            updates, state = update(jax.tree.map(lambda p: p * jnp.nan, params()), state, params())
+            updates, state = update(nan, state, params())
         assert jnp.isnan(updates["w"]).all() == applied
     assert_equal(optax.apply_updates(params(), updates), params())
 
@@ -137,8 +113,7 @@ def test_adam_on_a_float16_zero_gradient_is_not_nan():
     """optax#1754, #1784: in float16 eps is 0, so 0 / (sqrt(0) + eps) is NaN."""
     w, tx = jnp.ones(3, jnp.float16), jamp.loss_scaled(optax.adam(1e-2))
     updates, state = jax.jit(tx.update)(jnp.zeros(3, jnp.float16), tx.init(w), w)
-    assert updates.tolist() == [0.0] * 3
-    assert jamp.get_grads_finite(state)
+    assert (updates.tolist(), bool(jamp.get_grads_finite(state))) == ([0.0] * 3, True)
 
 
 def test_was_the_step_skipped_is_answered_without_a_device_sync():
@@ -146,8 +121,7 @@ def test_was_the_step_skipped_is_answered_without_a_device_sync():
     def log(x):
         """Runs on device: nothing is converted to a Python bool."""
         after = STEP(CARRY, x)
-        skipped = ~jamp.get_grads_finite(after)
-        return jax.lax.cond(skipped, lambda: 1, lambda: 0), jamp.metrics(after)["consecutive_overflows"]
+        return jnp.where(jamp.get_grads_finite(after), 0, 1), jamp.metrics(after)["consecutive_overflows"]
 
     assert [[int(n) for n in log(BATCHES[name])] for name in ("good", "nan")] == [[0, 0], [1, 1]]
 
@@ -168,11 +142,3 @@ def test_apex_several_losses_each_under_its_own_scaler():
     assert_equal(step(scalers, p, X, BATCHES["nan"]), (p, [jnp.float32(2.0**5), jnp.float32(2.0**3)]))
     both = jax.grad(lambda p: loss_fn(p, X) + loss_fn(p, 2 * X))(p)
     assert_close(step(scalers, p, X, 2 * X)[0], jax.tree.map(lambda p, g: p - 0.1 * g, p, both))
-
-
-def test_a_resumed_run_continues_exactly():
-    """metaseq#3 loses its counters, MindFormers' checkpoint all but the scale."""
-    start, step, _ = wrapper(jamp.loss_scaled, jamp.DynamicLossScale(growth_interval=3, hysteresis=2))
-    step, names = jax.jit(step), ["good", "nan", "good", "good", "good", "nan", "good", "nan"]
-    saved = jax.tree.map(np.asarray, run(step, start, *names[:4])[-1])
-    assert_equal(run(step, jax.tree.map(jnp.asarray, saved), *names[4:])[-1], run(step, start, *names)[-1])

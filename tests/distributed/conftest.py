@@ -14,17 +14,7 @@ import pytest
 from processes import environment
 
 INSIDE = "JAMP_TESTS_WITH_EIGHT_DEVICES"
-OPTIONS = [
-    "-s",
-    "-p",
-    "no:terminal",
-    "-p",
-    "no:xdist",
-    "-p",
-    "no:cacheprovider",
-    "-o",
-    "addopts=--import-mode=importlib",
-]
+OPTIONS = ["-s", "-pno:terminal", "-pno:xdist", "-pno:cacheprovider", "-oaddopts=--import-mode=importlib"]
 failures = []
 
 
@@ -42,10 +32,8 @@ def pytest_pyfunc_call(pyfuncitem):
     if INSIDE in os.environ:
         return None
     process, name = second_pytest(), pyfuncitem.nodeid.rpartition("/")[2]
-    process.stdin.write(f"{name}\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer:
+    print(name, file=process.stdin, flush=True)
+    if not (answer := process.stdout.readline()):
         raise RuntimeError(f"The process with eight devices died in {name}: {process.wait()}")
     if reports := json.loads(answer):
         pytest.fail("\n".join(reports), pytrace=False)
@@ -57,8 +45,7 @@ def pytest_runtestloop(session):
         return None
     items = {item.nodeid.rpartition("/")[2]: item for item in session.items}
     for line in sys.stdin:
-        item = items[line.strip()]
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        session.config.hook.pytest_runtest_protocol(item=items[line.strip()], nextitem=None)
         print(json.dumps(failures), flush=True)
         failures.clear()
     return True
@@ -71,5 +58,4 @@ def pytest_runtest_logreport(report):
 
 def pytest_unconfigure():
     if second_pytest.cache_info().currsize:
-        second_pytest().stdin.close()
-        second_pytest().wait()
+        second_pytest().communicate()

@@ -2,27 +2,24 @@
 
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 from processes import environment
 
 STEPS = 10
 
 
-def start(processes, *, devices, checkpoints=None):
+def start(processes, *, devices, checkpoints=""):
     """The processes, each with its own CPU devices, which together are `devices`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        args = processes, s.getsockname()[1], STEPS, checkpoints
     flags = f"--xla_force_host_platform_device_count={devices // processes}"
-    args = ["--processes", processes, "--port", port, "--steps", STEPS]
-    args += ["--checkpoints", checkpoints] if checkpoints else []
-    command = [sys.executable, str(Path(__file__).with_name("worker.py")), *map(str, args), "--process"]
-    options = {"env": environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"), "text": True}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return [subprocess.Popen([*command, str(i)], **options, **pipes) for i in range(processes)]
+    options = {"env": environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"), "text": True, "stdout": PIPE, "stderr": PIPE}
+    command = [sys.executable, str(Path(__file__).with_name("worker.py")), *map(str, args)]
+    return [Popen([*command, str(i)], **options) for i in range(processes)]
 
 
 def finish(workers):

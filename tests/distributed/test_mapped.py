@@ -13,13 +13,14 @@ import pytest
 from distributed.hlo import SCALAR, collectives, loops
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from trees import assert_equal
 
 import jamp
 
 N = 8
 WAYS = ["shard_map", "shard_map without vma", "pmap", "vmap"]
 SGD = optax.sgd(0.5, momentum=0.5)
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
+PAGE = Path(__file__).resolve().parents[2] / "docs/distributed.md"
 
 
 def mesh(**axes):
@@ -32,9 +33,8 @@ def mapped(way, f):
     if way in ("pmap", "vmap"):
         return jax.pmap(f, "data") if way == "pmap" else jax.jit(jax.vmap(f, axis_name="data"))
     stacked = lambda *args: jax.tree.map(lambda x: x[None], f(*jax.tree.map(lambda x: x[0], args)))
-    return jax.jit(
-        jax.shard_map(stacked, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=way == WAYS[0])
-    )
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    return jax.jit(jax.shard_map(stacked, mesh=mesh(), check_vma=way == "shard_map", **specs))
 
 
 def gradients(bad=False):
@@ -49,77 +49,57 @@ def everywhere(x):
     return jax.tree.map(lambda x: jnp.stack([x] * N), x)
 
 
-def equal(x, y):
-    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), jax.device_get(x), jax.device_get(y))
+CASES = [*((way, jamp.loss_scaled) for way in WAYS), ("shard_map", jamp.mixed_precision)]
 
 
-@pytest.mark.parametrize(
-    ("way", "wrapper"), [*((way, jamp.loss_scaled) for way in WAYS), ("shard_map", jamp.mixed_precision)]
-)
-def test_replicas_with_local_gradients_agree_and_nobody_averages_them(way, wrapper):
+@pytest.mark.parametrize(("way", "wrapper"), CASES)
+def test_replicas_agree_on_local_or_averaged_gradients_and_nobody_averages_them(way, wrapper):
     tx, params = wrapper(SGD, axis_name="data"), everywhere({"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
     check = lambda g, state: (jamp.all_finite(g, axis_name="data"), *jamp.unscale_and_check(g, state, axis_name="data"))
-    f = mapped(way, lambda g, state, p: (*tx.update(g, state, p), *check(g, state)))
+    averaged = lambda g, p: [x.update(lax.pmean(g, "data"), x.init(p), p) for x in (wrapper(SGD), tx)]
+    f = mapped(way, lambda g, state, p: (*tx.update(g, state, p), averaged(g, p), *check(g, state)))
     state, plain = jax.vmap(tx.init)(params), jax.vmap(SGD.init)(params)
     for bad in (False, True):
         grads = gradients(bad)
-        updates, new_state, *found, true, ok = f(grads, state, params)
-        equal([*found, ok, jamp.get_grads_finite(new_state)], [np.full(N, not bad)] * 3)
-        equal(true, jax.tree.map(lambda g: g * np.float32(2.0**-16), grads))
+        updates, new_state, of_averaged, *found, true, ok = f(grads, state, params)
+        assert_equal([*found, ok, *map(jamp.get_grads_finite, (new_state, *of_averaged))], [np.full(N, not bad)] * 5)
+        of_averaged = jax.device_get(of_averaged)
+        assert_equal(of_averaged, everywhere(jax.tree.map(lambda x: x[0], of_averaged)))
+        assert_equal(true, jax.tree.map(lambda g: g * np.float32(2.0**-16), grads))
         if bad:
-            equal(new_state.inner_state, state.inner_state)
-            equal(jamp.get_loss_scale(new_state), np.full(N, 2.0**15, np.float32))
+            assert_equal(new_state.inner_state, state.inner_state)
+            assert_equal(jamp.get_loss_scale(new_state), np.full(N, 2.0**15, np.float32))
             assert all(np.all((x == 0) & np.signbit(x)) for x in jax.tree.leaves(jax.device_get(updates)))
         elif wrapper is jamp.loss_scaled:
-            equal(updates, jax.vmap(SGD.update)(grads, plain)[0])
+            assert_equal(updates, jax.vmap(SGD.update)(grads, plain)[0])
         state = new_state
-
-
-@pytest.mark.parametrize("way", ["shard_map", "vmap"])
-@pytest.mark.parametrize("axis_name", [None, "data"])
-def test_replicas_with_averaged_gradients_agree(way, axis_name):
-    tx = jamp.loss_scaled(SGD, axis_name=axis_name)
-    f = mapped(way, lambda g, state: tx.update(lax.pmean(g, "data"), state))
-    state = jax.vmap(tx.init)(gradients())
-    for bad in (False, True):
-        updates, state = f(gradients(bad), state)
-        equal((updates, state), everywhere(jax.tree.map(lambda x: x[0], (updates, state))))
-        equal(state.grads_finite, np.full(N, not bad))
 
 
 def test_gradients_under_shard_map_are_jaxs_and_of_a_mean_the_batchs_unlike_flaxs():
     x, w, state = np.arange(N * 3, dtype=np.float32).reshape(N, 3), jnp.ones(3), jamp.StaticLossScale(2.0**12).init()
     loss = lambda w, x: jnp.mean((w * x) ** 2)
-    equal(*mapped("shard_map", lambda x: (jamp.value_and_grad(loss, state)(w, x), jax.value_and_grad(loss)(w, x)))(x))
+    assert_equal(
+        *mapped("shard_map", lambda x: (jamp.value_and_grad(loss, state)(w, x), jax.value_and_grad(loss)(w, x)))(x)
+    )
     f = jamp.value_and_grad(lambda w, x: lax.pmean(loss(w, x), "data"), state)
     found = jax.shard_map(f, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())(w, x)
-    equal(found, jax.value_and_grad(loss)(w, x))
+    assert_equal(found, jax.value_and_grad(loss)(w, x))
 
 
-USES = {
-    "all_finite": lambda g, name: jamp.all_finite(g, axis_name=name),
-    "unscale_and_check": lambda g, name: jamp.unscale_and_check(g, jamp.StaticLossScale().init(), axis_name=name),
-    "loss_scaled": lambda g, name: (tx := jamp.loss_scaled(SGD, axis_name=name)).update(g, tx.init(g)),
-    "mixed_precision": lambda g, name: (tx := jamp.mixed_precision(SGD, axis_name=name)).update(g, tx.init(g), g),
-}
+USES = [
+    lambda g, name: jamp.all_finite(g, axis_name=name),
+    lambda g, name: jamp.unscale_and_check(g, jamp.StaticLossScale().init(), axis_name=name),
+    lambda g, name: (tx := jamp.loss_scaled(SGD, axis_name=name)).update(g, tx.init(g)),
+    lambda g, name: (tx := jamp.mixed_precision(SGD, axis_name=name)).update(g, tx.init(g), g),
+]
 
 
-@pytest.mark.parametrize("use", USES)
-def test_a_wrong_or_missing_axis_name_is_a_clear_error(use):
+def test_a_wrong_or_missing_axis_name_is_a_clear_error():
     message = r"axis_name='rows' names an axis that is not mapped here .*\. Name axes of the enclosing shard_map"
-    f = lambda g: USES[use](g, "rows")
-    for way in (mapped("shard_map", f), mapped("pmap", f), mapped("vmap", f), jax.jit(f), f):
-        with pytest.raises(NameError, match=message):
-            way(gradients())
-
-
-@functools.cache
-def documented_check():
-    """The assertion of docs/distributed.md, after all programs of the page have run in their order."""
-    namespace = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
-        exec(compile(block, "docs/distributed.md", "exec"), namespace)
-    return namespace["assert_replicated"]
+    for f in (functools.partial(use, name="rows") for use in USES):
+        for way in (*(mapped(way, f) for way in WAYS), jax.jit(f), f):
+            with pytest.raises(NameError, match=message):
+                way(gradients())
 
 
 def local_steps(axis_name, check_vma):
@@ -133,29 +113,27 @@ def local_steps(axis_name, check_vma):
 
 @pytest.mark.promotes("optax.adamw in the page")
 def test_a_forgotten_axis_name_is_found_by_check_vma_or_by_the_documented_assertion():
+    page = {}
+    for program in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(program, PAGE, "exec"), page)
     with pytest.raises(ValueError, match="out_specs"):
         local_steps(None, check_vma=True)
     for check_vma in (True, False):
-        documented_check()(local_steps("data", check_vma))
+        page["assert_replicated"](local_steps("data", check_vma))
     with pytest.raises(AssertionError, match=r"\.loss_scale_state\.loss_scale differs between .* 65536.* and .* 32768"):
-        documented_check()(local_steps(None, check_vma=False))
+        page["assert_replicated"](local_steps(None, check_vma=False))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_all_axes_that_gradients_are_sharded_over_are_named(check_vma):
     """The overflow is on one of four replicas, in one of its two parts."""
-    grads = np.ones((8, 6), np.float32)
+    grads, on = np.ones((8, 6), np.float32), {"mesh": mesh(data=4, model=2), "check_vma": check_vma}
     grads[5, 4] = np.inf
-
-    def check(axis_name):
-        f = lambda g: jamp.all_finite(g, axis_name=axis_name)[None]
-        out = P(("data", "model"))
-        on = {"mesh": mesh(data=4, model=2), "in_specs": P("data", "model"), "check_vma": check_vma}
-        return jax.shard_map(f, out_specs=out, **on)(grads).tolist()
-
-    assert check(("data", "model")) == [False] * 8
-    assert check("data") == [True, False] * 4
-    assert check("model") == [True] * 4 + [False] * 2 + [True] * 2
+    names = ("data", "model"), "data", "model"
+    check = lambda g: [jamp.all_finite(g, axis_name=name)[None] for name in names]
+    found = jax.shard_map(check, in_specs=P("data", "model"), out_specs=P(("data", "model")), **on)(grads)
+    expected = [False] * 8, [True, False] * 4, [True] * 4 + [False] * 2 + [True] * 2
+    assert [x.tolist() for x in found] == [*expected]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -171,10 +149,10 @@ def test_micro_batches_under_shard_map_are_checked_once_at_the_end(check_vma):
         return optax.apply_updates(params, updates), state, lax.pmean(value, "data")
 
     params, x, texts = [jnp.ones((16, 16)) / 4] * 8, jnp.ones((4, N * 2, 16)), []
-    plain = lambda loss, state: jax.value_and_grad(loss)
-    for tx, value_and_grad in ((jamp.loss_scaled(SGD, axis_name="data"), jamp.value_and_grad), (SGD, plain)):
+    on = {"mesh": mesh(), "in_specs": (P(), P(), P(None, "data")), "out_specs": P(), "check_vma": check_vma}
+    plain = SGD, lambda loss, state: jax.value_and_grad(loss)
+    for tx, value_and_grad in ((jamp.loss_scaled(SGD, axis_name="data"), jamp.value_and_grad), plain):
         f = functools.partial(step, tx, value_and_grad)
-        on = {"mesh": mesh(), "in_specs": (P(), P(), P(None, "data")), "out_specs": P(), "check_vma": check_vma}
         texts.append(jax.jit(jax.shard_map(f, **on)).lower(params, tx.init(params), x).compile().as_text())
     assert collectives(texts[0]) == collectives(texts[1]) + Counter({SCALAR: 1})
     assert [collectives(loops(text)) for text in texts] == [Counter()] * 2
@@ -184,12 +162,12 @@ def test_micro_batches_under_shard_map_are_checked_once_at_the_end(check_vma):
 def test_autocast_keeps_shardings_and_collectives(way):
     like = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh(), spec))
     w, x = like((16, 32), P("data") if way == "jit" else P()), like((64, 16), P("data"))
+    on = {"mesh": mesh(), "in_specs": (P(), P("data")), "out_specs": P()}
 
     def compile(loss):
         f = jax.value_and_grad(loss)
         if way == "shard_map":
-            averaged = jax.value_and_grad(lambda w, x: lax.pmean(loss(w, x), "data"))
-            f = jax.shard_map(averaged, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())
+            f = jax.shard_map(jax.value_and_grad(lambda w, x: lax.pmean(loss(w, x), "data")), **on)
         compiled = jax.jit(f).lower(w, x).compile()
         found = collectives(compiled.as_text())  # of float32 or float16
         return Counter({(kind, shape[3:]): n for (kind, shape), n in found.items()}), compiled.output_shardings

@@ -62,38 +62,33 @@ def inputs(seed=0):
     return params, (draw(BATCH, WIDTH), draw(BATCH, WIDTH))
 
 
-def state_shardings(tx, params, shardings, replicated):
-    """What a user writes: the state's parts that belong to parameters lie as they do, the others everywhere."""
-    state = jax.eval_shape(tx.init, params)
-    return optax.tree.map_params(tx, lambda _, s: s, state, shardings, transform_non_params=lambda _: replicated)
+def make_step(tx, fun=loss_fn, micro_batches=None):
+    def step(params, state, batch):
+        value_and_grad = jamp.value_and_grad(fun, state) if tx is TX else jax.value_and_grad(fun)
+        value, grads = value_and_grad(params, batch)
+        if micro_batches is not None:
+            batches = jax.tree.map(lambda x: jnp.stack([x] * micro_batches), batch)
+            add = lambda total, batch: (jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None)
+            (value, grads), _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, (value, grads)), batches)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return jax.jit(step)
 
 
 @functools.cache
 def compiled(kind, layout, loss_scaling, micro_batches=None):
     """The compiled step of a layout, with and without loss scaling, and the shardings of its arguments."""
-    mesh, shardings, data = place(kind, layout)
-    tx = TX if loss_scaling else SGD
+    (mesh, shardings, data), tx, (params, batch) = place(kind, layout), TX if loss_scaling else SGD, inputs()
     fun = functools.partial(loss_fn, layout=layout if kind == AxisType.Explicit else None)
-
-    def step(params, state, batch):
-        value_and_grad = jamp.value_and_grad(fun, state) if loss_scaling else jax.value_and_grad(fun)
-        if micro_batches is None:
-            value, grads = value_and_grad(params, batch)
-        else:
-            batches = jax.tree.map(lambda x: jnp.stack([x] * micro_batches), batch)
-            add = lambda total, batch: (jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None)
-            zeros = jax.tree.map(jnp.zeros_like, value_and_grad(params, batch))
-            (value, grads), _ = jax.lax.scan(add, zeros, batches)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    params, batch = inputs()
-    states = state_shardings(tx, params, shardings, NamedSharding(mesh, P()))
+    # What a user writes: the state's parts that belong to parameters lie as they do, the others everywhere.
+    state, replicated = jax.eval_shape(tx.init, params), NamedSharding(mesh, P())
+    states = optax.tree.map_params(tx, lambda _, s: s, state, shardings, transform_non_params=lambda _: replicated)
     placed = (shardings, states, (data, data))
     like = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    shapes = jax.tree.map(like, (params, jax.eval_shape(tx.init, params), batch), placed)
     with jax.set_mesh(mesh):
-        return jax.jit(step).lower(*shapes).compile(), placed
+        shapes = jax.tree.map(like, (params, state, batch), placed)
+        return make_step(tx, fun, micro_batches).lower(*shapes).compile(), placed
 
 
 @everywhere
@@ -123,24 +118,13 @@ def run(step, params, state, batches):
     return params, state, loss, scales
 
 
+BATCHES = [inputs(seed)[1] for seed in range(6)]
+BATCHES[2][0][11, 3] = np.inf  # in one example of the sixteen
+
+
 @functools.cache
-def on_one_device(steps):
-    params, _ = inputs()
-
-    @jax.jit
-    def step(params, state, batch):
-        value, grads = jamp.value_and_grad(loss_fn, state)(params, batch)
-        updates, state = TX.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return run(step, params, TX.init(params), batches(steps))
-
-
-def batches(steps):
-    """The third holds an inf, in one example of the sixteen."""
-    drawn = [inputs(seed)[1] for seed in range(steps)]
-    drawn[2][0][11, 3] = np.inf
-    return drawn
+def on_one_device():
+    return run(make_step(TX), inputs()[0], TX.init(inputs()[0]), BATCHES)
 
 
 @everywhere
@@ -148,41 +132,35 @@ def test_eight_devices_equal_one_and_keep_the_shardings(kind, layout):
     step, (shardings, states, data) = compiled(kind, layout, True)
     params = jax.device_put(inputs()[0], shardings)
     state = jax.jit(TX.init, out_shardings=states)(params)
-    params, state, loss, scales = run(step, params, state, jax.device_put(batches(6), [data] * 6))
-    expected = on_one_device(6)
+    params, state, loss, scales = run(step, params, state, jax.device_put(BATCHES, [data] * 6))
+    expected = on_one_device()
     assert scales == expected[-1]
     assert [finite for _, finite in scales] == [True, True, False, True, True, True]
     assert_close((params, loss), (expected[0], expected[2]), rtol=1e-6)
-    jax.tree.map(assert_lies, (params, state), (shardings, states))
+    lies = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), (params, state), (shardings, states))
+    assert jax.tree.all(lies)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state._replace(inner_state=None)))
-
-
-def assert_lies(x, sharding):
-    assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 @everywhere
 def test_an_inf_in_one_shard_of_one_parameter_skips_the_step_everywhere(kind, layout):
     """And every update is one device's, bit for bit: here no order of a sum differs."""
-    mesh, shardings, _ = place(kind, layout)
+    (mesh, shardings, _), (params, good, bad) = place(kind, layout), (inputs(seed)[0] for seed in (0, 1, 2))
+    bad["blocks"][2]["down"][HIDDEN - 1, WIDTH - 1] = np.inf  # in the last of 16 rows
+
+    def updated(put):
+        state, update = jax.jit(TX.init)(put(params)), jax.jit(TX.update)
+        first = update(put(good), state, put(params))
+        return first, update(put(bad), first[1], put(params))
+
     with jax.set_mesh(mesh):
-        on_eight = list(updated(lambda x: jax.device_put(x, shardings)))
-    for one, eight in zip(updated(lambda x: x), on_eight, strict=True):
-        for x, y in zip(*map(jax.tree.leaves, (one, eight)), strict=True):
-            for shard in y.addressable_shards:
-                np.testing.assert_array_equal(np.asarray(x)[shard.index], shard.data, strict=True)
-    assert not jamp.get_grads_finite(one[1])
-    assert jamp.get_loss_scale(one[1]) == 2.0**15
-
-
-def updated(put):
-    """Updates and state after finite gradients, and after an inf in the last of 16 rows of one parameter."""
-    params, good, bad = (inputs(seed)[0] for seed in (0, 1, 2))
-    bad["blocks"][2]["down"][HIDDEN - 1, WIDTH - 1] = np.inf
-    state, update = jax.jit(TX.init)(put(params)), jax.jit(TX.update)
-    for grads in (good, bad):
-        updates, state = update(put(grads), state, put(params))
-        yield updates, state
+        on_eight = updated(lambda x: jax.device_put(x, shardings))
+    on_one = updated(lambda x: x)
+    for x, y in zip(*map(jax.tree.leaves, (on_one, on_eight)), strict=True):
+        for shard in y.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(x)[shard.index], shard.data, strict=True)
+    assert not jamp.get_grads_finite(on_one[1])
+    assert jamp.get_loss_scale(on_one[1]) == 2.0**15
 
 
 @pytest.mark.promotes("optax.adam")
@@ -194,11 +172,25 @@ def test_a_state_made_without_the_parameters_sharding_follows_them(kind, tx):
     mesh, params = jax.make_mesh((8,), ("data",), axis_types=(kind,)), np.ones((16, 3), np.float32)
     state = jax.device_put(jax.jit(tx.init)(params), NamedSharding(mesh, P()))
     sharded = jax.device_put(params, NamedSharding(mesh, P("data")))
+    like_it = lambda x: x is None or x.sharding.is_equivalent_to(sharded.sharding, 2)
+    with jax.set_mesh(mesh):
+        for init, dtype in itertools.product((tx.init, jax.jit(tx.init)), (jnp.bfloat16, jnp.float32)):
+            assert like_it(optax.tree.get(init(sharded.astype(dtype)), "master_params"))
     for grads in (sharded, jnp.inf * sharded):
         updates, state = jax.jit(tx.update)(grads, state, sharded)
-        assert updates.sharding.is_equivalent_to(sharded.sharding, 2)
+        assert like_it(updates)
+        assert like_it(optax.tree.get(state, "master_params"))
     assert {int(count) for _, count in optax.tree.get_all_with_path(state, "count")} == {1}
     assert jamp.get_loss_scale(state) == 2.0**15
+
+
+def checked(x):
+    return jnp.sum(jnp.where(jamp.all_finite(x), x, 2 * x) ** 3), jamp.all_finite([x, x])
+
+
+def over_data(x):
+    on = {"mesh": jax.typeof(x).sharding.mesh, "in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
+    return jax.shard_map(lambda x: jamp.all_finite([x, x + 1], axis_name="data"), **on)(x)
 
 
 # What the check goes through on a mesh, and what is to come out for an array without and with an inf.
@@ -213,30 +205,16 @@ CONTEXTS = {
         lambda x: jamp.all_finite(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: checked(x)[0])(x)))(x))
     ),
     "with an array of another kind": jax.jit(lambda x: jamp.all_finite([x, jnp.arange(3.0), np.float32(1), 2.0])),
-    "a map over one of two axes": jax.jit(lambda x: over_data(x)),
+    "a map over one of two axes": jax.jit(over_data),
 }
 
 
-def checked(x):
-    return jnp.sum(jnp.where(jamp.all_finite(x), x, 2 * x) ** 3), jamp.all_finite([x, x])
-
-
-def over_data(x):
-    check = jax.shard_map(
-        lambda x: jamp.all_finite([x, x + 1], axis_name="data"), in_specs=P("data"), out_specs=P(), axis_names={"data"},
-        mesh=jax.typeof(x).sharding.mesh,
-    )  # fmt: skip
-    return check(x)
-
-
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("kinds", [(a, b) for a in KINDS for b in KINDS], ids=lambda kinds: "-".join(map(name, kinds)))
+@pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids=lambda kinds: "-".join(map(name, kinds)))
 def test_the_check_is_right_on_a_mesh_under(context, kinds):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
-    x = np.ones((8, 16), np.float32)
-    place = lambda x: jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+    mesh, x = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds), np.ones((8, 16), np.float32)
+    found = lambda: np.asarray(CONTEXTS[context](jax.device_put(x, NamedSharding(mesh, P("data", "model")))))
     with jax.set_mesh(mesh):
-        assert np.all(CONTEXTS[context](place(x)))
+        assert found().all()
         x[6, 9] = np.nan
-        found = np.asarray(CONTEXTS[context](place(x)))
-    assert found.size - found.sum() == 1
+        assert np.count_nonzero(~found()) == 1

@@ -1,7 +1,7 @@
 """One of several processes that train one sharded model together; each step is a line of JSON, for the test to read."""
 
-import argparse
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,10 @@ def train_step(params, opt_state, x):
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    for name in ("--process", "--processes", "--port", "--steps"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("--checkpoints", help="a folder: start from the latest and write one after each second step")
-    args = parser.parse_args()
+def main(processes, port, steps, checkpoints, process):
+    """Train. In the folder `checkpoints`, if any: start from the latest and write one after each second step."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process, initialization_timeout=120)
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process), initialization_timeout=120)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     sharded, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     place = lambda x: jax.make_array_from_callback(x.shape, sharded, lambda index: x[index])
@@ -40,15 +36,15 @@ def main():
     shapes, shardings = jax.eval_shape(TX.init, params), jax.tree.map(lambda _: sharded, params)
     shardings = optax.tree.map_params(TX, lambda _, s: s, shapes, shardings, transform_non_params=lambda _: replicated)
     state, start = (params, jax.jit(TX.init, out_shardings=shardings)(params)), 0
-    if args.checkpoints:
+    if checkpoints:
         import orbax.checkpoint as ocp
 
-        manager = ocp.CheckpointManager(args.checkpoints)
+        manager = ocp.CheckpointManager(checkpoints)
         if (latest := manager.latest_step()) is not None:
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             state, start = manager.restore(latest, args=ocp.args.StandardRestore(like)), latest
 
-    for step in range(start, args.steps):
+    for step in range(start, int(steps)):
         x = np.random.default_rng(step).normal(size=(16, 16)).astype(np.float32)
         if step % 4 == 2:
             x[13] = np.inf  # in the shard of one process
@@ -56,7 +52,7 @@ def main():
         mine = np.isfinite(np.concatenate([s.data for s in place(x).addressable_shards])).all()
         report = {"step": step, "my batch is finite": bool(mine), "loss": float(loss)}
         print(json.dumps(report | {k: v.item() for k, v in jamp.metrics(state[1]).items()}), flush=True)
-        if args.checkpoints and step % 2:
+        if checkpoints and step % 2:
             manager.save(step + 1, args=ocp.args.StandardSave(tuple(state)))
             manager.wait_until_finished()
     whole = multihost_utils.process_allgather(state, tiled=True)
@@ -64,4 +60,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """Every format, loss scale and integration: a restored run goes on bit for bit; what does not fit is an error."""
 
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -15,7 +16,6 @@ import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
@@ -54,11 +54,8 @@ def nnx_state(loss_scale):
 
 # What makes a run, which is all that is saved, and its step. Parameters in bfloat16 are what numpy does not know.
 INTEGRATIONS = {name: adapter.make for name, adapter in (contract.ADAPTERS | frameworks.ADAPTERS).items()}
-INTEGRATIONS |= {
-    "mixed_precision": functools.partial(INTEGRATIONS["mixed_precision"], dtype=jnp.bfloat16),
-    "nnx": nnx_state,
-}
-
+INTEGRATIONS |= {"mixed_precision": functools.partial(INTEGRATIONS["mixed_precision"], dtype=jnp.bfloat16)}
+INTEGRATIONS |= {"nnx": nnx_state}
 
 # A format is a pair: save(path, tree) and load(path, like), as docs/checkpoints.md has them.
 
@@ -84,8 +81,8 @@ def from_named(saved, like):
 
 
 def load_npz(path, like):
-    with path.open("rb") as file, np.load(file) as saved:
-        return from_named(saved, like)
+    with path.open("rb") as file, np.load(file) as archive:
+        return from_named(archive, like)
 
 
 FORMATS = {
@@ -104,9 +101,15 @@ FORMATS = {
         lambda path, like: from_named(safetensors.load_file(path), like),
     ),
 }
+ERRORS = {  # of a truncated and of a foreign checkpoint
+    "orbax": (r"Expecting|Unterminated", r"structures do not match:[^$]*loss_scale"),
+    "flax": (r"incomplete input", r"(field|keys).*do not match|Missing field step"),
+    "pickle": (r"truncated", r"Too few leaves"),
+    "npz": (r"not a zip file", r"loss_scale|step.* is not a file in the archive"),
+    "safetensors": (r"header", r"loss_scale|step"),
+}
 FLAX_KNOWS = ("loss_scaled", "mixed_precision", "linen")  # for others it needs named arrays, as npz does
-ALL = [(integration, scale) for integration in INTEGRATIONS for scale in SCALES]
-SOME = [case for case in ALL if "loss_scaled" in case or "dynamic" in case]  # each integration, each loss scale
+CASES = list(itertools.product(INTEGRATIONS, SCALES))
 
 
 def place(tree):
@@ -121,12 +124,6 @@ def start(integration, scale):
     return place(run), jax.jit(step)
 
 
-def go_on(step, run, k):
-    for x in BATCHES[k:]:
-        run = step(run, x)
-    return run
-
-
 @functools.cache
 def undisturbed(integration, scale):
     """The states before each step, and after the last."""
@@ -134,155 +131,99 @@ def undisturbed(integration, scale):
     return [run] + [run := step(run, x) for x in BATCHES]
 
 
-def load(form, path, like):
-    """Restored into a tree that has nothing but zeros."""
-    return FORMATS[form][1](path, jax.tree.map(jnp.zeros_like, like))
+def go_on(case, k, run):
+    return functools.reduce(start(*case)[1], BATCHES[k:], run)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_the_restored_run_goes_on_bit_for_bit(form, cases, tmp_path):
-    cases = [case for case in cases if form != "flax" or case[0] in FLAX_KNOWS]
-    together = form == "orbax"  # It is slow: one checkpoint, of each run at a step of its own.
-    saved = [(case, k) for n, case in enumerate(cases) for k in ([n % 9] if together else range(9))]
-    for n, group in enumerate([saved] if together else [[case] for case in saved]):
-        runs = [undisturbed(*case)[k] for case, k in group]
-        FORMATS[form][0](tmp_path / f"{n}.npz", runs)
-        restored = load(form, tmp_path / f"{n}.npz", [start(*case)[0] for case, _ in group])
-        assert bits(restored) == bits(runs)
-        for run, (case, k) in zip(restored, group, strict=True):
-            assert bits(go_on(start(*case)[1], place(run), k)) == bits(undisturbed(*case)[-1])
-
-
-def sharding(x):
-    return NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec(*["x"][: x.ndim]))
-
-
-def shard(tree):
-    return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), tree)
+def saved(form):
+    """What is saved in one format: integrations under loss scales, each at a step of its own."""
+    return [(c, n % 9) for n, c in enumerate(CASES, start=len(form)) if form != "flax" or c[0] in FLAX_KNOWS]
 
 
 def continue_all(folder):
-    """In a process of its own, with three devices: go on from every checkpoint in a folder, and write how it ends."""
-    for path in sorted(folder.iterdir()):
-        k, integration, scale, form = path.stem.split("@")
-        fresh, step = start(integration, scale)
-        restored = load(form, path, fresh)
-        path.with_suffix(".end").write_bytes(pickle.dumps(bits(go_on(step, place(restored), int(k)))[1]))
+    """In a process of its own, with three devices: go on from every checkpoint, bit for bit."""
+    sharding = lambda x: NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec(*["x"] * (x.shape[:1] == (3,))))
+    shard = lambda tree: jax.tree.map(lambda x: jax.device_put(x, sharding(x)), tree)
+    for form, (_, load) in FORMATS.items():
+        path, runs = folder / f"{form}.npz", saved(form)
+        zeros = jax.tree.map(jnp.zeros_like, [start(*case)[0] for case, _ in runs])
+        restored = load(path, zeros)
+        assert bits(restored) == bits([undisturbed(*case)[k] for case, k in runs])
+        for run, (case, k) in zip(restored, runs, strict=True):
+            assert bits(go_on(case, k, place(run))) == bits(undisturbed(*case)[-1])
         if form == "orbax":  # onto a sharded target, too
-            onto_shards = load(form, path, shard(fresh))
+            onto_shards = load(path, shard(zeros))
             assert all(x.sharding == sharding(x) for x in jax.tree.leaves(onto_shards))
             assert bits(onto_shards) == bits(restored)
-            assert bits(go_on(step, onto_shards, int(k))) == bits(go_on(step, shard(restored), int(k)))
-            print("sharded")
+            assert bits(go_on(*runs[0], onto_shards[0])) == bits(go_on(*runs[0], shard(restored[0])))
+        print(form)
 
 
-def test_restored_in_a_new_process_the_run_goes_on_bit_for_bit(tmp_path):
-    cases = ["orbax", "npz", "pickle", "flax", "safetensors", "npz"]
-    cases = [*zip(INTEGRATIONS, [*SCALES, "dynamic", "adaptive"], cases, strict=True)]
-    for k, (integration, scale, form) in enumerate(cases):
-        FORMATS[form][0](tmp_path / f"{k}@{integration}@{scale}@{form}.npz", undisturbed(integration, scale)[k])
-    devices = "--xla_force_host_platform_device_count=3"
-    out = run_python(__file__, tmp_path, XLA_FLAGS=devices, PYTHONPATH=os.pathsep.join(sys.path))
-    assert out == "sharded\n"
-    for k, case in enumerate(cases):
-        ends = tmp_path / ("@".join([str(k), *case]) + ".end")
-        assert pickle.loads(ends.read_bytes()) == bits(undisturbed(*case[:2])[-1])[1]
+def test_restored_in_a_new_process_every_run_goes_on_bit_for_bit(tmp_path):
+    for form, (save, _) in FORMATS.items():
+        save(tmp_path / f"{form}.npz", [undisturbed(*case)[k] for case, k in saved(form)])
+    variables = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3", "PYTHONPATH": os.pathsep.join(sys.path)}
+    printed = run_python(__file__, "continue_all", tmp_path, **variables)
+    assert printed.split() == list(FORMATS)
 
 
-def truncate(path):
-    """Leave half of a file, or of every file in a folder."""
-    for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-@pytest.mark.parametrize(
-    ("form", "truncated", "foreign"),
-    [
-        ("orbax", r"Expecting|Unterminated", r"structures do not match:[^$]*loss_scale"),
-        ("flax", r"incomplete input", r"(field|keys).*do not match|Missing field step"),
-        ("pickle", r"truncated", r"Too few leaves"),
-        ("npz", r"not a zip file", r"loss_scale|step.* is not a file in the archive"),
-        ("safetensors", r"header", r"loss_scale|step"),
-    ],
-)
-def test_a_truncated_or_foreign_checkpoint_is_an_error_and_changes_no_state(form, truncated, foreign, tmp_path):
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_truncated_or_foreign_checkpoint_is_an_error_and_changes_no_state(form, tmp_path):
+    (save, restore), (truncated, foreign) = FORMATS[form], ERRORS[form]
     params, opt_state = undisturbed("loss_scaled", "dynamic")[4]
-    save, restore = FORMATS[form]
     for n, run in enumerate([{"params": params, "opt_state": opt_state}, undisturbed("linen", "dynamic")[4]]):
-        before = bits(run)
-        save(tmp_path / f"{n}.npz", run)
-        truncate(tmp_path / f"{n}.npz")
+        before, path = bits(run), tmp_path / f"{n}.npz"
+        save(path, run)
+        for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         with pytest.raises(Exception, match=truncated):
-            restore(tmp_path / f"{n}.npz", run)
+            restore(path, run)
         save(tmp_path / f"foreign{n}.npz", {"weights": jnp.ones(3)})
         with pytest.raises((ValueError, KeyError), match=foreign):
             restore(tmp_path / f"foreign{n}.npz", run)
         assert bits(run) == before
 
 
-@pytest.mark.parametrize(("old", "new"), [(a, b) for a in SCALES for b in SCALES if a != b])
-def test_another_kind_of_loss_scale_is_an_error_and_its_conversion_goes_on(old, new):
-    run, (fresh, step) = undisturbed("loss_scaled", old)[2], start("loss_scaled", new)
-    saved = json.loads(json.dumps(interop.checkpoint_config(run, SCALES[old])))
-    with pytest.raises(ValueError, match=rf"type '{old}', this run has '{new}'.*convert_loss_scale"):
-        interop.check_checkpoint_config(saved, fresh, SCALES[new])
-    was = jamp.loss_scale_from_config(saved["loss_scale"])  # as the message says
-    like, *_ = INTEGRATIONS["loss_scaled"](was)
-    interop.check_checkpoint_config(saved, like, was)
-    restored = jax.tree.unflatten(jax.tree.structure(like), jax.device_get(jax.tree.leaves(run)))
-    converted = jamp.convert_loss_scale(restored, SCALES[new])
-    interop.check_checkpoint_config(interop.checkpoint_config(converted, SCALES[new]), fresh, SCALES[new])
-    assert bits(converted[1].inner_state) == bits(run[1].inner_state)
-    assert np.isfinite(step(place(converted), BATCHES[4])[0]["w"]).all()
+def test_another_kind_of_loss_scale_is_an_error_that_says_how_to_convert_it():
+    fresh = {name: start("loss_scaled", name)[0] for name in SCALES}
+    for old, new in itertools.permutations(SCALES, 2):
+        config = json.loads(json.dumps(interop.checkpoint_config(fresh[old], SCALES[old])))
+        with pytest.raises(ValueError, match=rf"type '{old}', this run has '{new}'.*convert_loss_scale"):
+            interop.check_checkpoint_config(config, fresh[new], SCALES[new])
+        was = jamp.loss_scale_from_config(config["loss_scale"])  # as the message says
+        interop.check_checkpoint_config(config, INTEGRATIONS["loss_scaled"](was)[0], was)
+        converted = jamp.convert_loss_scale(fresh[old], SCALES[new])
+        interop.check_checkpoint_config(interop.checkpoint_config(converted, SCALES[new]), fresh[new], SCALES[new])
 
 
-SAVED = {"w": jnp.ones((3, 4)), "n": 3, "f": place}  # a function is no array
-
-
-@pytest.mark.parametrize(
-    ("like", "message"),
-    [
-        (SAVED | {"w": jnp.ones((3, 4), jnp.float16)}, r"\['w'\] was saved as float32\[3,4\], the state has float16\["),
-        (SAVED | {"w": jnp.ones((4, 4))}, r"\['w'\] was saved as float32\[3,4\], the state has float32\[4,4\]"),
-        ({"w": SAVED["w"]}, r"\['n'\] was saved as int32\[\], the state has no such array"),
-        (SAVED | {"b": jnp.ones(4)}, r"\['b'\] was not saved, the state has float32\[4\]"),
-        ([jnp.ones(1)] * 9, r"\[2\] was not saved, the state has float32\[1\], and 8 more"),
-    ],
-    ids=["dtype", "shape", "missing", "new", "many"],
-)
-def test_another_dtype_or_shape_or_array_is_an_error_that_names_both(like, message):
-    saved = json.loads(json.dumps(interop.checkpoint_config(SAVED, jamp.StaticLossScale())))
-    abstract = jax.eval_shape(lambda: {k: v for k, v in SAVED.items() if k != "f"})
-    interop.check_checkpoint_config(saved, abstract, jamp.StaticLossScale(2.0))  # other numbers of one kind
-    with pytest.raises(ValueError, match=message):
-        interop.check_checkpoint_config(saved, like, jamp.StaticLossScale())
-
-
-def test_what_is_no_checkpoint_config_is_an_error_that_shows_it():
-    for saved, shown in (({"step": 3}, "a mapping of 'step'"), ([1], r"\[1\]"), (None, "None")):
-        with pytest.raises(ValueError, match=rf"is not what .*checkpoint_config returned: got {shown}"):
-            interop.check_checkpoint_config(saved, SAVED, jamp.StaticLossScale())
+def test_what_does_not_fit_is_an_error_that_names_both():
+    arrays, static = {"w": jnp.ones((3, 4)), "n": 3}, jamp.StaticLossScale()
+    config = json.loads(json.dumps(interop.checkpoint_config(arrays | {"f": place}, static)))  # a function is no array
+    interop.check_checkpoint_config(config, jax.eval_shape(lambda: arrays), jamp.StaticLossScale(2.0))  # other numbers
+    was, no_config = r"\['w'\] was saved as float32\[3,4\], the state has ", r"is not what .*_config returned: got "
+    for wrong, like, message in (
+        (config, arrays | {"w": jnp.ones((3, 4), jnp.float16)}, was + r"float16\["),
+        (config, arrays | {"w": jnp.ones((4, 4))}, was + r"float32\[4,4\]"),
+        (config, {"w": arrays["w"]}, r"\['n'\] was saved as int32\[\], the state has no such array"),
+        (config, arrays | {"b": jnp.ones(4)}, r"\['b'\] was not saved, the state has float32\[4\]"),
+        (config, [jnp.ones(1)] * 9, r"\[2\] was not saved, the state has float32\[1\], and 8 more"),
+        ({"step": 3}, arrays, no_config + "a mapping of 'step'"),
+        ([1], arrays, no_config + r"\[1\]"),
+        (None, arrays, no_config + "None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            interop.check_checkpoint_config(wrong, like, static)
     # A loss scale without `to_config` is named by its class.
     assert interop.checkpoint_config({}, Halving())["loss_scale"] == {"type": "Halving"}
 
 
 def test_a_plain_optax_run_goes_on_loss_scaled_and_back_to_the_same_bits():
-    tx, loss_scale = contract.INNER, jamp.DynamicLossScale()
-    wrapped, grads = jamp.loss_scaled(tx, loss_scale), contract.params()
-
-    def train(tx, params, opt_state, steps=1):
-        update = jax.jit(tx.update)
-        for _ in range(steps):
-            updates, opt_state = update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-        return params, opt_state
-
-    params, opt_state = train(tx, contract.params(), tx.init(contract.params()))
-    params, opt_state = train(wrapped, params, interop.wrap_state(opt_state, loss_scale))
-    assert int(jamp.get_stats(opt_state).finite_steps) == 1
-    end = train(tx, params, interop.unwrap_state(opt_state))
-    assert bits(end) == bits(train(tx, contract.params(), tx.init(contract.params()), steps=3))
+    p, tx = contract.params(), contract.INNER
+    plain, scaled = (jax.jit(tx.update) for tx in (tx, jamp.loss_scaled(tx)))
+    _, state = plain(p, tx.init(p), p)
+    updates, wrapped = scaled(p, interop.wrap_state(state), p)
+    assert int(jamp.get_stats(wrapped).finite_steps) == 1
+    assert bits((updates, interop.unwrap_state(wrapped))) == bits(plain(p, state, p))
 
 
 def train(folder):
@@ -302,30 +243,24 @@ def train(folder):
 
 @pytest.mark.slow
 def test_killed_at_random_steps_twenty_times_a_training_ends_with_the_same_bits(tmp_path):
-    def begin(name):
-        command = [sys.executable, "-W", "error", __file__, "train", str(tmp_path / name)]
-        env = environment(PYTHONPATH=os.pathsep.join(sys.path))
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-
-    seed = random.SystemRandom().randrange(10**6)
+    path, seed = os.pathsep.join(sys.path), random.SystemRandom().randrange(10**6)
+    command = [sys.executable, "-W", "error", __file__, "train", tmp_path / "killed"]
+    options = {"env": environment(PYTHONPATH=path), "stdout": subprocess.PIPE, "text": True}
     rng, began = random.Random(seed), []
     for _ in range(LIVES):
-        with begin("killed") as child:
+        with subprocess.Popen(command, **options) as child:
             began.append(int(child.stdout.readline()))
             for _ in range(rng.randrange(4, 11)):
                 child.stdout.readline()
             time.sleep(rng.uniform(0, 0.1))  # anywhere in a step or in the save behind it
-            child.send_signal(signal.SIGKILL)
+            child.kill()
         assert child.returncode == -signal.SIGKILL, f"{seed=}"
     assert len(set(began)) > LIVES // 2, f"{seed=}: it hardly went on from one life to the next, {began}"
-    ends = []
     for name in ("killed", "undisturbed"):
-        with begin(name) as child:
-            child.stdout.read()
-        assert child.returncode == 0
-        ends.append(pickle.loads((tmp_path / f"{name}.end").read_bytes()))
+        run_python(__file__, "train", tmp_path / name, PYTHONPATH=path)
+    ends = [(tmp_path / f"{name}.end").read_bytes() for name in ("killed", "undisturbed")]
     assert ends[0] == ends[1], f"{seed=} {began}"
 
 
 if __name__ == "__main__":
-    (train if sys.argv[1] == "train" else continue_all)(Path(sys.argv[-1]))
+    globals()[sys.argv[1]](Path(sys.argv[2]))

@@ -1,6 +1,5 @@
 """jamp.linen.TrainState: what is special to it. That nothing of it moves on an overflow: test_contract.py."""
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +19,7 @@ from trees import bits
 import jamp
 from jamp.linen import TrainState
 
-X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+X = np.asarray(normal(4, 4, 4, 2))
 INF = np.full_like(X, np.inf)
 POLICY = jamp.get_policy("params=float32,compute=float16,output=float32")
 SGD = optax.sgd(optax.linear_schedule(1e-1, 1e-2, 10), momentum=0.9)
@@ -31,29 +30,29 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(4, dtype=self.dtype)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+        x = nn.BatchNorm(use_running_average=False)(nn.Conv(4, (3, 3), dtype=self.dtype)(x))
+        x = nn.relu(x).reshape(x.shape[0], -1, 4)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, dtype=self.dtype)(nn.LayerNorm()(x))
+        x = nn.Dropout(0.5, deterministic=False)(nn.gelu(x)).mean(1)
         return nn.Dense(3, dtype=self.dtype)(x).astype(jnp.float32)
 
 
 class WithFields(TrainState):
+    """Its key is a collection that it does not declare."""
+
     batch_stats: Any
     ema: Any
-    key: Any
 
 
-VARIABLES = jax.jit(Net().init)(jax.random.key(0), X)
-
-
-@functools.cache  # one optimizer and so one compilation for all that ask for the same state
-def created(cls=TrainState, tx=SGD, model=Net(), **kwargs):
-    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
-    collections = {"batch_stats": stats, "ema": params, "key": jax.random.key(1)}
-    return cls.create(apply_fn=model.apply, params=params, tx=tx, **collections | kwargs)
+def created(model=Net(), **kwargs):
+    variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(2)}, X)
+    fields = {"apply_fn": model.apply, "tx": SGD, "ema": variables["params"], "key": jax.random.key(1)}
+    return WithFields.create(**fields | variables | kwargs)
 
 
 def loss_fn(params, state, x):
-    out, updates = state.apply_fn({"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"])
+    variables, rngs = {"params": params, "batch_stats": state.batch_stats}, {"dropout": state.key}
+    out, updates = state.apply_fn(variables, x, mutable=["batch_stats"], rngs=rngs)
     return jnp.mean(out**2), updates["batch_stats"]
 
 
@@ -64,25 +63,21 @@ def train_step(state, x, wrap=lambda f: f):
     return state.apply_gradients(grads=grads, batch_stats=batch_stats, ema=ema, key=key), loss
 
 
-STEP = jax.jit(train_step)
-
-
-@pytest.mark.parametrize("cls", [TrainState, WithFields])
-def test_on_an_overflow_the_collections_and_the_fields_of_a_subclass_stay(cls):
-    what_trains = lambda s: (s.params, s.opt_state.inner_state, s.step, s.batch_stats, s.ema, s.key)
-    state, _ = STEP(created(cls), X)
-    skipped, loss = STEP(state, INF)
+def test_on_an_overflow_the_collections_and_the_fields_of_a_subclass_stay():
+    step, what_trains = jax.jit(train_step), lambda s: (s.params, s.opt_state.inner_state, s.batch_stats, s.ema, s.key)
+    state, _ = step(created(), X)
+    skipped, loss = step(state, INF)
     assert np.isnan(loss)
     assert bits(what_trains(skipped)) == bits(what_trains(state))
     assert skipped.metrics().keys() == jamp.metrics(skipped).keys()
     assert skipped.metrics()["loss_scale"] == jamp.get_loss_scale(state) / 2
-    applied, _ = STEP(skipped, X)
+    applied, _ = step(skipped, X)
     assert all(bits(x) != bits(y) for x, y in zip(what_trains(applied), what_trains(skipped), strict=True))
-    assert int(applied.step) == 2
+    assert [int(x.step) for x in (state, skipped, applied)] == [1, 1, 2]
 
 
 def test_float16_trains_as_float32_does():
-    states = [created(loss_scale=jamp.DynamicLossScale(init_scale=256.0)), created(model=Net(jnp.float32))]
+    states = [created(loss_scale=jamp.DynamicLossScale(init_scale=256.0)), created(Net(jnp.float32))]
     run = lambda state: jax.lax.scan(lambda state, _: train_step(state, X), state, length=20)[1]
     half, full = jax.jit(lambda states: [run(state) for state in states])(states)
     np.testing.assert_allclose(half, full, rtol=2e-2)
@@ -93,19 +88,19 @@ def test_step_counts_applied_steps_where_flaxs_own_counts_all():
     fields = {"apply_fn": None, "params": {"w": jnp.ones(2)}}
     loss = lambda params, target: jnp.sum((params["w"] * target) ** 2)
     step = jax.jit(lambda s, target: s.apply_gradients(grads=jamp.grad(loss, s)(s.params, target)))
-    theirs = train_state.TrainState.create(tx=jamp.loss_scaled(SGD), **fields)
-    ours = TrainState.create(tx=SGD, **fields)
+    states = train_state.TrainState.create(tx=jamp.loss_scaled(SGD), **fields), TrainState.create(tx=SGD, **fields)
     for target in (1.0, jnp.inf, 2.0):
-        theirs, ours = step(theirs, target), step(ours, target)
+        states = [step(state, target) for state in states]
+    theirs, ours = states
     assert bits((theirs.params, theirs.opt_state)) == bits((ours.params, ours.opt_state))
     assert (int(theirs.step), int(ours.step)) == (3, 2)
 
 
 def test_a_skip_costs_no_memory_traffic_on_the_parameters_and_their_ema():
     def cost(loss_scale):
-        params, tx = {"w": jnp.ones((256, 256)), "b": jnp.ones(256)}, optax.trace(0.9)
-        grads = jax.tree.map(jnp.copy, params)
-        state = TrainState.create(apply_fn=None, params=params, tx=tx, loss_scale=loss_scale, ema=params)
+        params = {"w": jnp.ones((256, 256)), "b": jnp.ones(256)}
+        grads, fields = jax.tree.map(jnp.copy, params), {"apply_fn": None, "params": params, "ema": params}
+        state = TrainState.create(tx=optax.trace(0.9), loss_scale=loss_scale, **fields)
         ema = lambda state: optax.incremental_update(state.params, state.ema, 0.1)
         step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads, ema=ema(state)), donate_argnums=0)
         compiled = step.lower(state, grads).compile()
@@ -117,77 +112,51 @@ def test_a_skip_costs_no_memory_traffic_on_the_parameters_and_their_ema():
     assert temporary < 20_000
 
 
-@pytest.mark.parametrize("wrap", [jamp.autocast, lambda f: lambda p, *a: f(POLICY.cast_to_compute(p), *a)])
-def test_autocast_and_policy_combine_with_a_train_state(wrap):
-    state = created(model=Net(None))
-    step = jax.jit(lambda state: train_step(state, X, wrap)[0]).trace(state)
-    assert "f16[" in str(step.jaxpr)
-    stepped = step.lower().compile()(state)
-    assert int(stepped.step) == 1
-    assert {x.dtype for x in jax.tree.leaves(stepped.params)} == {jnp.dtype(jnp.float32)}
-
-
-class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.Conv(4, (3, 3))(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=not train)(x)).reshape(x.shape[0], -1, 4)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
-        return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(nn.gelu(x)).mean(1))
-
-
-def test_autocast_of_a_model_with_its_statistics_and_dropout():
-    model, x = Attention(), normal(4, 4, 4, 2)
-    variables = jax.jit(model.init)(jax.random.key(1), x)
-
-    def loss(params, stats, x):
-        variables = {"params": params, "batch_stats": stats}
-        out, new = model.apply(variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": jax.random.key(2)})
-        return jnp.mean(out**2), new
-
-    functions = [jax.value_and_grad(f, has_aux=True) for f in (jamp.autocast(loss), loss)]
-    args = variables["params"], variables["batch_stats"], x
-    assert products(functions[0], *args) == {jnp.dtype(jnp.float16)}
-    assert distance(*jax.jit(lambda *args: [f(*args) for f in functions])(*args)) < 1e-2
-
-
-def test_extra_args_reach_the_optimizer_and_replace_knows_collections():
-    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
-    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, batch_stats=jnp.ones(2))
-    step = jax.jit(lambda state, **extra: state.apply_gradients(grads=state.params, extra_args={"value": 1.0, **extra}))
-    for _ in range(4):
-        state = step(state)
-    assert optax.tree.get(state.opt_state, "scale") < 1
-    assert int(step(state, grads_finite=jnp.bool_(False)).step) == 4
-    assert state.replace(batch_stats=7, step=5).batch_stats == 7
+def test_autocast_and_policy_combine_with_a_train_state_its_statistics_and_dropout():
+    state = created(Net(None), tx=optax.trace(0.9))  # which keeps the gradients
+    wraps = jamp.autocast, lambda f: lambda p, *a: f(POLICY.cast_to_compute(p), *a), lambda f: f
+    steps = [lambda state, wrap=wrap: train_step(state, X, wrap) for wrap in wraps]
+    gradients = lambda state: state.value_and_grad(jamp.autocast(loss_fn), has_aux=True)(state.params, state, X)
+    assert products(gradients, state) == {jnp.dtype(jnp.float16)}
+    assert "f16[" in str(jax.make_jaxpr(steps[1])(state))
+    results = jax.jit(lambda state: [step(state) for step in steps])(state)
+    trained = [(new.opt_state.inner_state, new.batch_stats, loss) for new, loss in results]
+    assert distance(trained[0], trained[2]) < 1e-2
+    for new, _ in results:
+        assert int(new.step) == 1
+        assert {x.dtype for x in jax.tree.leaves(new.params)} == {jnp.dtype(jnp.float32)}
 
 
 def test_mistakes_with_collections_and_optimizers_are_named():
-    state, stats = created(), created().batch_stats
+    state, params = TrainState.create(apply_fn=None, params={"w": X}, tx=SGD, batch_stats={"mean": X}), {"w": X}
     with pytest.raises(TypeError, match=r"'batchstats' is not a field of this state\. Give it to `create` first"):
-        state.apply_gradients(grads=state.params, batchstats=stats)
-    for wrong in ({"batch_stats": stats}, freeze(stats), jax.tree.map(jnp.int32, stats)):
+        state.apply_gradients(grads=params, batchstats=state.batch_stats)
+    for wrong in ({"batch_stats": state.batch_stats}, freeze(state.batch_stats), {"mean": np.int32(X)}):
         with pytest.raises(ValueError, match=r"batch_stats\S* changed from .* to .*updates\['batch_stats'\]"):
-            jax.eval_shape(functools.partial(state.apply_gradients, batch_stats=wrong), grads=state.params)
-    with pytest.raises(ValueError, match="attribute 'metrics' of its own"):
-        created(metrics=0)
+            state.apply_gradients(grads=params, batch_stats=wrong)
+    assert state.replace(batch_stats=7, step=5).batch_stats == 7
     with pytest.raises(AttributeError, match="object has no attribute 'missing'"):
         _ = state.missing
-    for tx in (jamp.loss_scaled(SGD), jamp.mixed_precision(SGD), optax.chain(jamp.loss_scaled(SGD))):
-        with pytest.raises(ValueError, match=r"Two scalers: .* the plain optimizer"):
-            created(tx=tx)
+    scaled = [jamp.loss_scaled(SGD), jamp.mixed_precision(SGD), optax.chain(jamp.loss_scaled(SGD))]
+    two_scalers = r"Two scalers: .* the plain optimizer"
+    for wrong, message in (
+        ({"metrics": 0}, "attribute 'metrics' of its own"),
+        *(({"tx": x}, two_scalers) for x in scaled),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainState.create(**{"apply_fn": None, "params": params, "tx": SGD} | wrong)
 
 
 # Flax's fp8 layers: their state is replaced, never unscaled, and skipped with the rest.
 
 FP8 = nn.Sequential([nn.Dense(n, dot_general_cls=nn.Fp8DirectDotGeneralOp) for n in (8, 4)])
-FP8_VARIABLES = jax.jit(FP8.init)(jax.random.key(0), X)
-OWG = "_overwrite_with_gradient"
+X8 = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+FP8_VARIABLES = jax.jit(FP8.init)(jax.random.key(0), X8)
+FP8_SGD, OWG = optax.sgd(1e-3, momentum=0.9), "_overwrite_with_gradient"
 
 
 def fp8_state(loss_scale, variables=FP8_VARIABLES):
-    tx = optax.sgd(1e-3, momentum=0.9)
-    return TrainState.create(apply_fn=FP8.apply, params=variables, tx=tx, loss_scale=loss_scale)
+    return TrainState.create(apply_fn=FP8.apply, params=variables, tx=FP8_SGD, loss_scale=loss_scale)
 
 
 def fp8_loss(params, x):
@@ -201,29 +170,23 @@ def fp8_step(state, x):
 
 def run(state, batches):
     """The state after some batches, and the loss scale that each was computed under."""
-    scales = []
-    for x in batches:
-        scales.append(float(jamp.get_loss_scale(state)))
-        state = fp8_step(state, x)
-    return state, scales
+    states = [state] + [state := fp8_step(state, x) for x in batches]
+    return state, [float(jamp.get_loss_scale(x)) for x in states[:-1]]
 
 
 def leaves(params):
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
 
 
-@pytest.mark.parametrize(
-    "loss_scale",
-    [
-        jamp.DynamicLossScale(init_scale=2.0**6, growth_interval=3),
-        jamp.AdaptiveLossScale(init_scale=2.0**6, windows=(3, 10), initial_window=3),
-    ],
-)
+ADAPTIVE = jamp.AdaptiveLossScale(init_scale=2.0**6, windows=(3, 10), initial_window=3)
+
+
+@pytest.mark.parametrize("loss_scale", [jamp.DynamicLossScale(init_scale=2.0**6, growth_interval=3), ADAPTIVE])
 def test_amax_histories_are_those_without_loss_scaling_but_for_output_gradients(loss_scale):
-    good = [X * np.float32(factor) for factor in (1.0, 0.9, 0.8, 0.7, 0.6)]
+    good = [X8 * np.float32(factor) for factor in (1.0, 0.9, 0.8, 0.7, 0.6)]
     start = fp8_state(loss_scale)
     plain, _ = run(fp8_state(jamp.NoOpLossScale()), good)
-    saved, _ = run(start, [good[0], X * np.float32(np.nan)])
+    saved, _ = run(start, [good[0], X8 * np.float32(np.nan)])
     resumed = serialization.from_bytes(start, serialization.to_bytes(saved))
     (scaled, scales), (uninterrupted, _) = run(resumed, good[1:]), run(saved, good[1:])
     assert bits(scaled.params) == bits(uninterrupted.params)
@@ -242,10 +205,14 @@ def test_amax_histories_are_those_without_loss_scaling_but_for_output_gradients(
 def test_flax_dynamic_scale_divides_fp8_state_by_the_loss_scale_but_jamp_does_not():
     theirs = lambda params, x: DynamicScale(scale=2.0**6).value_and_grad(fp8_loss)(params, x).grad
     functions = jax.grad(fp8_loss), theirs, jamp.grad(fp8_loss, jamp.StaticLossScale(2.0**6).init())
-    true, theirs, ours = map(leaves, jax.jit(lambda x: [f(FP8_VARIABLES, x)[OWG] for f in functions])(X))
+    grads = jax.jit(lambda x: [f(FP8_VARIABLES, x) for f in functions])
+    true, theirs, ours = (leaves(x[OWG]) for x in grads(X8))
     for path in (path for path in true if "output_grad" not in path):
         np.testing.assert_array_equal(ours[path], true[path])
         np.testing.assert_array_equal(theirs[path], true[path] / 2.0**6)
+    # The layers clip an infinite batch out of sight, but the histories show it.
+    clipped, *_ = grads(X8 * np.float32(np.inf))
+    assert [bool(jamp.all_finite(x)) for x in (clipped, clipped[OWG])] == [True, False]
 
 
 @pytest.mark.parametrize("kind", [dict, freeze])
@@ -258,9 +225,3 @@ def test_fp8_state_is_replaced_and_skipped_and_has_no_optimizer_state(kind):
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert bits(new.params[OWG]) == bits(grads[OWG])
     assert bits(step(state, False).params) == bits(state.params)
-
-
-def test_fp8_layers_clip_an_infinite_batch_out_of_sight_but_the_histories_show_it():
-    grads = jax.jit(jax.grad(fp8_loss))(FP8_VARIABLES, INF)
-    assert bool(jamp.all_finite(grads))
-    assert not bool(jamp.all_finite(grads[OWG]))

@@ -42,9 +42,8 @@ FIGURES = {
     "wild layers": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE)),
     "bfloat16": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE, jnp.bfloat16)),
 }
-STYLES = [("default", name) for name in FIGURES] + [
-    ("dark_background", name) for name in ("adaptive", "range", "layers")
-]
+STYLES = [("default", name) for name in FIGURES]
+STYLES += [("dark_background", name) for name in ("adaptive", "range", "layers")]
 
 
 @pytest.fixture(autouse=True)
@@ -75,24 +74,20 @@ def test_a_figure_is_800_pixels_wide_with_labels_and_no_overlapping_text(style, 
 
 def test_the_loss_scale_is_drawn_with_skipped_steps_marked_and_windows_shaded():
     axes = FIGURES["dynamic"]().axes[0]
-    scale, skipped = axes.lines
-    np.testing.assert_array_equal(scale.get_ydata(), np.log2(DYNAMIC["loss_scale"]))
-    np.testing.assert_array_equal(scale.get_xdata(), np.arange(50, 110))
-    np.testing.assert_array_equal(skipped.get_xdata(), [70, 71, 72, 95, 96, 97])
+    scale, skipped = (line.get_data() for line in axes.lines)
+    np.testing.assert_array_equal(scale, [np.arange(50, 110), np.log2(DYNAMIC["loss_scale"])])
+    np.testing.assert_array_equal(skipped[0], [70, 71, 72, 95, 96, 97])
     assert not axes.patches
     changes = np.count_nonzero(np.diff(ADAPTIVE["window_index"]))
     assert len(FIGURES["adaptive"]().axes[0].patches) == changes + 1 > 2
 
 
-def test_the_histogram_counts_every_gradient_before_and_after_scaling():
+def test_gradients_are_counted_before_and_after_scaling_and_by_layer():
     axes = jamp.plot.gradient_range(jnp.float32([2**-20, 1.5 * 2**-20, 2**-3, 0]), STATE).axes[0]
     bars = [(p.get_x(), p.get_height()) for p in axes.patches if p.get_width() == 1]
     assert bars == [(-20, 50), (-3, 25), (-4, 50), (13, 25)]
     assert "25 % of the gradients are 0" in axes.get_xlabel()
     assert {t.get_text() for t in axes.texts} == {"0", "subnormal", "float16 normal", "inf"}
-
-
-def test_there_is_a_bar_for_each_layer_and_what_is_lost_beside_it():
     grads = {"a": jnp.float32([2**-38, 2**-45, 2**-20]), "b": jnp.zeros(2), "c": jnp.float32([1.0, 2**-8])}
     axes = jamp.plot.layer_ranges(underflow_report(grads, STATE)).axes[0]
     bars = [(p.get_x(), p.get_x() + p.get_width()) for p in axes.patches if p.get_height() == pytest.approx(0.6)]
@@ -103,9 +98,10 @@ def test_there_is_a_bar_for_each_layer_and_what_is_lost_beside_it():
 
 
 def test_nothing_to_draw_is_an_error_that_says_so():
-    with pytest.raises(ValueError, match="The history is empty"):
-        jamp.plot.loss_scale_history(History())
-    with pytest.raises(ValueError, match="of 3 gradients none is finite and not 0"):
-        jamp.plot.gradient_range(jnp.zeros(3), STATE)
-    with pytest.raises(ValueError, match="no leaves"):
-        jamp.plot.layer_ranges(underflow_report({}, STATE))
+    for draw, nothing, message in (
+        (jamp.plot.loss_scale_history, [History()], "The history is empty"),
+        (jamp.plot.gradient_range, [jnp.zeros(3), STATE], "of 3 gradients none is finite and not 0"),
+        (jamp.plot.layer_ranges, [underflow_report({}, STATE)], "no leaves"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw(*nothing)
