@@ -1,7 +1,7 @@
-"""Read and evaluate jaxprs.
+"""Read jaxprs.
 
-This module uses only public modules of JAX. The parameters of primitives are not a stable API, though, so this is the
-only module that reads them and that knows how JAX versions differ.
+This module uses only public modules of JAX. The parameters of primitives are not a stable API, though, so this and
+`_evaluate.py` are the only modules that know them, and how JAX versions differ.
 """
 
 import functools
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -58,19 +57,6 @@ def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
 
 
-def evaluate(eqns: Sequence[JaxprEqn], env: Env, needed: Callable[[Var], bool]) -> None:
-    """Evaluate `eqns` at their traced dtypes and add to `env` those outputs that are `needed`."""
-    defined = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
-    reads = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v))
-    inputs = [v for v in reads if v not in defined]
-    outputs = [v for v in defined if needed(v)]
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    # Without a DebugInfo of its own the Jaxpr warns.
-    debug_info = core().DebugInfo("evaluate", "jamp", None, None)
-    closed = core().ClosedJaxpr(core().Jaxpr([], inputs, outputs, list(eqns), effects, debug_info), [])
-    env.update(zip(outputs, core().jaxpr_as_fun(closed)(*[env[v] for v in inputs]), strict=True))
-
-
 def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a jit call that can be inlined because it pins no sharding, else None."""
     if eqn.primitive.name not in ("jit", "pjit"):
@@ -95,6 +81,7 @@ _LAYOUTS = {
     "shard_map": [_SHARD_MAP | {"manual_axes"}, _SHARD_MAP | {"newly_manual_axes"}],  # jax 0.10.0, later
 }
 CONSTRUCTS = frozenset(_LAYOUTS)
+BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr")
 
 
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
@@ -102,8 +89,7 @@ def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     params = eqn.params
     if set(params) not in _LAYOUTS.get(eqn.primitive.name, []):
         return None
-    names = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr")
-    inner = params["branches"] if "branches" in params else [params[name] for name in names if name in params]
+    inner = params["branches"] if "branches" in params else [params[name] for name in BODIES if name in params]
     closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in inner)
     # A body that reads or writes a Ref has inputs that are not arrays.
     types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
@@ -204,42 +190,16 @@ def exponent(eqn: JaxprEqn) -> int:
     return int(eqn.params["y"])
 
 
-def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
-    """An equation with another dtype in its parameters (preferred_element_type, new_dtype)."""
-    is_old = lambda param: isinstance(param, (np.dtype, type)) and param == old
-    return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
-
-
-def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> tuple[JaxprEqn, Sequence[Any]]:
-    """A jit or remat equation with another body, and the constants to pass before its operands."""
-    if eqn.primitive.name == "jit":
-        return eqn.replace(params={**eqn.params, "jaxpr": body}), ()
-    inner = body.jaxpr
-    inputs = [*inner.constvars, *inner.invars]
-    # Remat takes no constants.
-    opened = core().Jaxpr([], inputs, inner.outvars, inner.eqns, inner.effects, inner.debug_info)
-    return eqn.replace(params={**eqn.params, "jaxpr": opened}), body.consts
-
-
-def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Evaluate one equation on values of any dtypes that it accepts. `results` are the types of its results."""
-    inputs = [core().Var(jax.typeof(x)) for x in args]
-    outputs = [core().Var(aval) for aval in results]
-    env: Env = dict(zip(inputs, args, strict=True))
-    evaluate([eqn.replace(invars=inputs, outvars=outputs)], env, lambda v: True)
-    return [env[v] for v in outputs]
-
-
-def weaken(x: Any) -> Any:
-    """A value with the weak type that a traced Python scalar has. No public function gives it to an array."""
-    eqn = jax.make_jaxpr(lambda y: jax.lax.convert_element_type(y, x.dtype))(np.uint8(0)).eqns[0]
-    return bind(eqn.replace(params={**eqn.params, "weak_type": True}), [x], [jax.typeof(x)])[0]
-
-
 def primitive_names() -> frozenset[str]:
     """The names of JAX's own primitives."""
     listed = core().primitives
     return frozenset(getattr(listed, name).name for name in dir(listed) if name.endswith("_p"))
+
+
+def is_inexact(atom: Var | Literal) -> bool:
+    """Whether a variable or literal is a floating or complex array."""
+    aval = atom.aval
+    return isinstance(aval, jax.core.ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def avals(atoms: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,5 @@
 """What the plans of a function share: the compute dtype, the rules, and the jaxprs planned so far."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jamp import _jaxpr
-from jamp._autocast.plan import Input, PlannedJaxpr
-from jamp._autocast.rules import EXACT, MOVES_DATA
+from jamp import _evaluate, _jaxpr
+from jamp._autocast.plan import Input, PlannedJaxpr, Where
+from jamp._autocast.rules import CHEAP, COMPUTE, LINEAR, MOVES
+from jamp._autocast.runs import Kind
+from jamp._autocast.values import Values
+from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+
+_LARGE = 1024  # elements: a run that computes no array of this size is not worth computing again
 
 
 class Planner:
@@ -23,31 +27,67 @@ class Planner:
         self.rules = rules
         self._bodies: dict[Any, PlannedJaxpr] = {}
         to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, self.compute_dtype))(np.float32(0)).eqns[0]
-        to_float32 = _jaxpr.replace_dtype(to_low, self.compute_dtype, np.dtype(np.float32))
+        to_float32 = _evaluate.replace_dtype(to_low, self.compute_dtype, np.dtype(np.float32))
         self._converts = {True: to_low, False: to_float32}
+        self._default_precision = _jaxpr.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])
 
-    def body(self, closed: ClosedJaxpr, inputs: Sequence[Input]) -> PlannedJaxpr:
-        """The plan of a jaxpr for what is known of its inputs."""
-        key = id(closed.jaxpr), tuple((x.low, repr(x.constant), x.parameter) for x in inputs)
-        if key not in self._bodies:
-            self._bodies[key] = PlannedJaxpr(
-                self, closed, inputs
-            )  # It holds the jaxpr, whose id therefore stays its own.
+    def body(self, closed: ClosedJaxpr, inputs: Sequence[Input], where: Where, as_traced: int = 0) -> PlannedJaxpr:
+        """The plan of a jaxpr for what is known of its inputs. Its first outputs have their traced dtypes."""
+        key = id(closed.jaxpr), tuple((x.low, repr(x.constant)) for x in inputs), where, as_traced
+        if key not in self._bodies:  # The plan holds the jaxpr, whose id therefore stays its own.
+            self._bodies[key] = PlannedJaxpr(self, closed, inputs, where, as_traced)
         return self._bodies[key]
+
+    def rule(self, eqn: JaxprEqn, values: Values) -> str:
+        """The key of the rule for an equation: the primitive's name, or a special case of it."""
+        name, case = eqn.primitive.name, None
+        if name in _jaxpr.PRODUCTS and self._is_explicit(_jaxpr.precisions(eqn)):
+            case = "precision"
+        elif name == "dot_general" and _jaxpr.summed_terms(eqn) == 1:
+            case = "outer"
+        elif name == "div" and values.constant(eqn.invars[1]) is not None:
+            case = "constant"
+        return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
+
+    def _is_explicit(self, precisions: tuple[Any, ...]) -> bool:
+        """Whether the precision of a product was asked for in the code, and not by a default for the whole program."""
+        usual = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, *self._default_precision)
+        return any(precision not in usual for precision in precisions)
+
+    def kind(self, eqn: JaxprEqn, key: str, depth: int) -> Kind:
+        """What an equation is to a run, if it has a key and its operands a depth."""
+        name = eqn.primitive.name
+        if key in self.rules and self.rules[key][0] == COMPUTE:
+            return Kind.OTHER
+        if name in ("jit", "custom_jvp_call") and name not in self.rules:
+            return self._kind_of_all(_jaxpr.bodies(eqn), depth)
+        if name in MOVES:
+            # An embedding may lie on many devices: to look it up again could be a collective.
+            return Kind.MOVE if depth or name != "gather" else Kind.OTHER
+        return Kind.CHEAP if key in CHEAP else Kind.OTHER
+
+    def _kind_of_all(self, bodies: Sequence[ClosedJaxpr] | None, depth: int) -> Kind:
+        if bodies is None:
+            return Kind.OTHER
+        unknown = Values(self.compute_dtype, self.holds)
+        eqns = [eqn for body in bodies for eqn in body.jaxpr.eqns]
+        kinds = {Kind.OTHER if eqn.effects else self.kind(eqn, self.rule(eqn, unknown), depth) for eqn in eqns}
+        return next((kind for kind in (Kind.OTHER, Kind.CHEAP) if kind in kinds), Kind.MOVE)
+
+    def is_worth_recomputing(self, eqn: JaxprEqn) -> bool:
+        """Whether the backward pass of an equation needs a large float32 array that it reads or computes."""
+        name = eqn.primitive.name
+        sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
+        is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
+        return is_large and name not in LINEAR and name not in MOVES
 
     def convert(self, source: Var, target: Var, low: bool) -> JaxprEqn:
         """The equation that casts one variable to another."""
         return self._converts[low].replace(invars=[source], outvars=[target])
 
-    @functools.cache  # noqa: B019
-    def broadcast(self, aval: Any, shape: tuple[int, ...]) -> JaxprEqn:
-        """The equation that broadcasts the trailing axes of an array."""
-        axes = range(len(shape) - len(aval.shape), len(shape))
-        return jax.make_jaxpr(lambda x: lax.broadcast_in_dim(x, shape, axes))(aval).eqns[0]
-
-    def is_exact(self, key: str) -> bool:
-        """Whether an operation gives the same numbers in both dtypes."""
-        return self.rules.get(key, ("", ""))[1] in (MOVES_DATA, EXACT)
+    def low_aval(self, aval: Any) -> Any:
+        """The type of a low value that was traced with a type."""
+        return aval.update(dtype=self.compute_dtype, weak_type=False)
 
     def holds(self, constant: Any) -> bool:
         """Whether the compute dtype holds a constant, to within its rounding."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp import _jaxpr
-from jamp._autocast.plan import ENTERED, NO_RULE, NOT_ENTERED, REGION, PlannedEqn, PlannedJaxpr
+from jamp._autocast.plan import ENTERED, NO_RULE, NOT_ENTERED, REGION, PlannedJaxpr
+from jamp._autocast.program import PlannedEqn
 from jamp._autocast.rules import COMPUTE, MOVES_DATA, RULES, WIDEST
 from jamp._autocast.transform import planned
 from jamp._jaxpr import JaxprEqn
@@ -134,7 +135,7 @@ def autocast_report(
 
 def _flat_equations(body: PlannedJaxpr, times: int, caller: str) -> Iterator[tuple[PlannedEqn, int, str]]:
     """Every planned equation that is not a construct, how often it runs, and where it comes from."""
-    for planned_eqn in body.eqns:
+    for planned_eqn in body.program().eqns:
         source = user_line(planned_eqn.eqn) or caller
         if planned_eqn.category == ENTERED:
             for inner in planned_eqn.bodies:

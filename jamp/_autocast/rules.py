@@ -1,7 +1,7 @@
 """Which operation runs in which dtype, and why: data only.
 
 A key is the name of a JAX primitive. A key in brackets is a special case of the primitive before it, recognised in
-`_autocast/plan.py`; a user's rule for the primitive alone covers its special cases too.
+`_autocast/planner.py`; a user's rule for the primitive alone covers its special cases too.
 """
 
 COMPUTE = "compute"
@@ -9,11 +9,13 @@ FLOAT32 = "float32"
 WIDEST = "widest"
 CATEGORIES = {
     COMPUTE: "float32 operands are cast to the compute dtype, and the result has it",
-    FLOAT32: "16-bit operands are cast back to float32, and the result is float32",
-    WIDEST: "16 bit if all operands are, else float32; a constant that 16 bit can hold does not count",
+    FLOAT32: "16-bit operands are cast to float32, and the result is float32",
+    WIDEST: "the result is 16 bit if the largest operands are, else float32",
 }
-MOVES_DATA = "moves data: keeps the dtype it gets"
-EXACT = "exact in every dtype, or as exact as its input"
+MOVES_DATA = "moves or compares data: keeps the dtype that it gets"
+ROUNDED = "computed in float32, in a run; stored in 16 bit if its largest operands are"
+IN_A_RUN = "computed in float32, in a run; stored in float32, unless only products read it"
+ONCE = "computed in float32, once: many terms, no stable 16-bit form, or the bits of float32"
 
 
 def _rules(category: str, reason: str, names: str) -> dict[str, tuple[str, str]]:
@@ -24,77 +26,52 @@ RULES: dict[str, tuple[str, str]] = {
     **_rules(
         COMPUTE,
         "matrix products and convolutions are what 16-bit hardware is for; it accumulates them in float32",
-        "dot_general conv_general_dilated",
-    ),
-    **_rules(COMPUTE, "a bias that is added to a product belongs to it, as in torch's linear and conv", "add[bias]"),
-    **_rules(
-        WIDEST,
-        "a product that sums over nothing (positions times frequencies) is a multiplication",
-        "dot_general[outer]",
+        "conv_general_dilated dot_general ragged_dot_general",
     ),
     **_rules(
         FLOAT32,
         "its precision (HIGHEST, or an algorithm) was asked for in the code",
-        "dot_general[precision] conv_general_dilated[precision]",
-    ),
-    **_rules(
-        WIDEST,
-        "a sum or product of mixed inputs keeps the range of the wider one: x + 70000 is right",
-        "add sub mul add_any",
+        "conv_general_dilated[precision] dot_general[precision] ragged_dot_general[precision]",
     ),
     **_rules(
         WIDEST,
         MOVES_DATA,
-        "broadcast_in_dim concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice gather pad "
-        "reshape rev scatter select_n slice split squeeze tile transpose "
-        "all_gather all_gather_invariant all_to_all collective_permute device_put mesh_cast name optimization_barrier "
-        "pbroadcast ppermute pvary reshard sharding_constraint stop_gradient",
+        "broadcast_in_dim concatenate convert_element_type copy copy_p cummax cummin device_put dynamic_slice "
+        "dynamic_update_slice gather iota pad reduce_window_max reduce_window_min reshape rev scatter "
+        "select_and_gather_add select_and_scatter slice split squeeze stop_gradient tile transpose "
+        "all_gather all_gather_invariant all_to_all collective_permute mesh_cast name optimization_barrier pbroadcast "
+        "pmax pmin ppermute pvary reshard sharding_constraint",
     ),
     **_rules(
         WIDEST,
-        EXACT,
-        "abs ceil clamp eq eq_to floor ge gt is_finite le le_to lt lt_to max min ne neg round sign "
-        "argmax argmin cummax cummin pmax pmin reduce_min reduce_window_max reduce_window_min "
-        "select_and_gather_add select_and_scatter scatter-max scatter-min",
-    ),
-    **_rules(
-        WIDEST, "bounded: 16 bit in, 16 bit out loses no more than rounding does", "atan cos erf erfc logistic sin tanh"
-    ),
-    **_rules(WIDEST, "a division by a constant is a multiplication", "div[constant]"),
-    **_rules(
-        FLOAT32,
-        "sums of many terms lose digits or overflow in 16 bit: mean, variance, norms, losses",
-        "reduce_sum cumsum cumlogsumexp reduce_window_sum reduce reduce_window psum psum_invariant reduce_scatter "
-        "scatter-add select_and_scatter_add",
+        ROUNDED,
+        "abs add add_any and argmax argmin atan ceil clamp cos div[constant] dot_general[outer] eq eq_to erf erfc "
+        "floor ge gt is_finite le le_to logistic lt lt_to max min mul ne neg not or reduce_and reduce_max reduce_min "
+        "reduce_or round select_n sign sin sub tanh xor",
     ),
     **_rules(
         FLOAT32,
-        "what is subtracted from its maximum and exponentiated (softmax, logsumexp) is all of it float32",
-        "reduce_max",
-    ),
-    **_rules(FLOAT32, "products of many terms leave the range of 16 bit", "reduce_prod cumprod scatter-mul"),
-    **_rules(
-        FLOAT32,
-        "leaves the range of float16, or magnifies a rounding error",
-        "acos acosh asin asinh atan2 atanh cbrt cosh exp exp2 expm1 integer_pow log log1p log2 pow rsqrt sinh sqrt "
-        "square tan",
-    ),
-    **_rules(FLOAT32, "a quotient leaves the range of float16 where its divisor is small", "div rem"),
-    **_rules(
-        FLOAT32,
-        "a special function, given by polynomials that need the digits",
-        "bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma "
-        "regularized_incomplete_beta zeta",
+        IN_A_RUN,
+        "acos acosh asin asinh atan2 atanh cbrt cosh div erf_inv exp exp2 expm1 integer_pow log log1p log2 nextafter "
+        "pow reduce_prod reduce_sum rem rsqrt sinh sqrt square tan",
     ),
     **_rules(
         FLOAT32,
-        "linear algebra and transforms have no 16-bit form, or none that is stable",
+        ONCE,
+        "cumlogsumexp cumprod cumsum psum psum_invariant reduce reduce_scatter reduce_window reduce_window_sum "
+        "scatter-add scatter-max scatter-min scatter-mul select_and_scatter_add "
+        "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma regularized_incomplete_beta zeta "
         "cholesky eig eigh fft hessenberg householder_product lu qr schur svd triangular_solve tridiagonal "
-        "tridiagonal_solve",
-    ),
-    **_rules(
-        FLOAT32,
-        "compares or takes apart the bits of float32",
-        "approx_top_k bitcast_convert_type nextafter reduce_precision sort top_k",
+        "tridiagonal_solve approx_top_k bitcast_convert_type reduce_precision sort top_k",
     ),
 }
+# What a run may hold, and the backward pass compute again, besides what moves its data.
+CHEAP = frozenset(key for key, (_, reason) in RULES.items() if reason in (ROUNDED, IN_A_RUN))
+MOVES = frozenset(
+    [
+        *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather"),
+        *("iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"),
+    ]
+)
+# Operations whose backward pass does not need their values.
+LINEAR = frozenset(["add", "add_any", "neg", "reduce_sum", "sub"])

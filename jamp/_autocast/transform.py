@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._autocast.arguments import Call
-from jamp._autocast.interpreter import run
-from jamp._autocast.plan import FULL_PRECISION, Input, PlannedJaxpr
+from jamp._autocast.plan import FULL_PRECISION, Input, PlannedJaxpr, Where
 from jamp._autocast.planner import Planner
 from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES
 
@@ -22,16 +21,20 @@ R = TypeVar("R")
 
 
 def autocast(
-    fun: Callable[P, R], compute_dtype: DTypeLike = jnp.float16, *, rules: Mapping[str, str] | None = None
+    fun: Callable[P, R],
+    compute_dtype: DTypeLike = jnp.float16,
+    *,
+    rules: Mapping[str, str] | None = None,
+    recompute: bool = True,
 ) -> Callable[P, R]:
-    """Run the matrix products of a function in 16 bit and what needs the digits in float32, operation by operation.
+    """Run the matrix products of a function in 16 bit, and what stands between them in float32.
 
-    `fun` is traced, and each of its operations gets float32 operands cast by its category: *compute* operations
-    (matrix products, convolutions) to the compute dtype; *float32* operations (exponentials, sums, quotients, and
-    whatever has no rule) back to float32; *widest* operations run in 16 bit where all operands are. Values that are
-    float64, complex, integer, or already 16 bit are left alone. It enters jit, scan, while, cond, remat, shard_map,
-    and functions with custom derivatives; what it does not enter runs as it was traced. docs/autocast.md has the
-    table, and `autocast_report` shows what was decided.
+    `fun` is traced. Its matrix products and convolutions get operands in the compute dtype and give results in it. What
+    stands between two products (norms, activations, softmax, losses) is computed in float32, and rounded where the next
+    product reads it. The backward pass keeps the 16-bit inputs of such a run of cheap operations, and computes the
+    float32 values inside it again. Values that are float64, complex, integer, or already 16 bit are left alone. It
+    enters jit, scan, while, cond, remat, shard_map, and functions with custom derivatives; what it does not enter runs
+    as it was traced. docs/autocast.md has the table of rules, and `autocast_report` shows what was decided.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
@@ -39,6 +42,8 @@ def autocast(
       compute_dtype: float16 or bfloat16.
       rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
         as `{"scan": "float32"}`, keeps autocast out of it.
+      recompute: False keeps the float32 values that the backward pass needs in memory. Inside a `jax.checkpoint` of
+        yours nothing is computed again but what you asked for.
 
     Returns:
       A function like `fun`, whose results have the structure, shapes, dtypes and weak types that those of `fun` have.
@@ -59,12 +64,14 @@ def autocast(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are those of
       `torch.autocast`.
     """
-    trace_plan = planned(fun, compute_dtype, rules)
+    trace_plan = planned(fun, compute_dtype, rules, recompute)
 
     @functools.wraps(fun)
     def with_casts(*args: Any, **kwargs: Any) -> Any:
         call, body = trace_plan(args, kwargs)
-        return call.finish(run(body, call.leaves, [False] * len(body.low)))
+        values = _evaluate.call(body.program().closed if body.changed else body.closed, call.leaves)
+        types = _jaxpr.avals(body.closed.jaxpr.outvars)
+        return call.finish([_weaken(x, aval) for x, aval in zip(values, types, strict=True)])
 
     return with_casts
 
@@ -96,7 +103,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def planned(
-    fun: Callable[..., Any], compute_dtype: DTypeLike, rules: Mapping[str, str] | None
+    fun: Callable[..., Any], compute_dtype: DTypeLike, rules: Mapping[str, str] | None, recompute: bool = True
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, PlannedJaxpr]]:
     """The function that traces a call of `fun` and plans it."""
     dtype, table = _check_dtype(compute_dtype), _merge(rules or {})
@@ -104,9 +111,15 @@ def planned(
     def trace_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PlannedJaxpr]:
         call = Call(args, kwargs)
         closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
-        return call, Planner(dtype, table).body(closed, [Input(parameter=True)] * len(call.leaves))
+        planner = Planner(dtype, table)
+        body = planner.body(closed, [Input()] * len(call.leaves), Where(recompute), len(closed.out_avals))
+        return call, body
 
     return trace_plan
+
+
+def _weaken(x: Any, aval: Any) -> Any:
+    return _evaluate.weaken(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
 
 def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:

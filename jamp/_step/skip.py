@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import keystr
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
 # Primitives that are safe to evaluate on NaN. If an update has any other (a loop that may never end, a callback, a
@@ -44,7 +44,7 @@ def update_or_skip(
     # Outside jit each operation runs by itself, and jax_debug_nans would raise on the gradients.
     if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
         grads = jax.tree.map(lambda g: lax.select(grads_finite, g, jnp.zeros_like(g)), grads)
-    outputs = _evaluate(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
+    outputs = _run(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
     unflattened: tuple[Any, Any] = jax.tree.unflatten(jax.tree.structure((updates, new_state)), outputs)
     return unflattened
 
@@ -75,7 +75,7 @@ def _nothing(update: Any) -> complex:
     return -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
 
 
-def _evaluate(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped: Sequence[Any]) -> list[Any]:
+def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped: Sequence[Any]) -> list[Any]:
     """Evaluate `closed` and select its i-th output against `skipped[i]`, unless that is None."""
     jaxpr = closed.jaxpr
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
@@ -91,7 +91,7 @@ def _evaluate(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], ski
 
     def evaluate(eqns: list[JaxprEqn], end: int) -> None:
         """Evaluate `eqns` and keep what the equations from `end` on read."""
-        _jaxpr.evaluate(eqns, env, lambda v: last_use.get(v, -1) >= end)
+        _evaluate.evaluate(eqns, env, lambda v: last_use.get(v, -1) >= end)
 
     for index, eqn in enumerate(jaxpr.eqns):
         selected = [v for v in eqn.outvars if v in position]
@@ -106,7 +106,7 @@ def _evaluate(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], ski
             # Inlined, because a call hides the definitions inside it: a jitted update costs three times as much.
             evaluate(pending, index)
             inner = [skipped[position[v]] if v in position else None for v in eqn.outvars]
-            outputs = _evaluate(grads_finite, body, [_jaxpr.read(env, v) for v in eqn.invars], inner)
+            outputs = _run(grads_finite, body, [_jaxpr.read(env, v) for v in eqn.invars], inner)
             env.update(zip(eqn.outvars, outputs, strict=True))
         pending = []
     evaluate(pending, len(jaxpr.eqns))

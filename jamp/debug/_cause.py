@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxpr import JaxprEqn
 from jamp.debug._finding import number, to_host
@@ -123,7 +123,7 @@ def _kind(name: str) -> str:
 def _again(eqn: JaxprEqn, inputs: Sequence[Any], dtype: np.dtype[Any]) -> list[Any]:
     """The results of an equation with its floating operands in a wider dtype."""
     for narrow in {x.dtype for x in (*_jaxpr.avals(eqn.outvars), *_jaxpr.avals(eqn.invars)) if is_floating(x)}:
-        eqn = _jaxpr.replace_dtype(eqn, narrow, dtype)
+        eqn = _evaluate.replace_dtype(eqn, narrow, dtype)
     args = [lax.convert_element_type(x, dtype) if is_floating(x) else x for x in inputs]
     avals = [a.update(dtype=dtype, weak_type=False) if is_floating(a) else a for a in _jaxpr.avals(eqn.outvars)]
-    return _jaxpr.bind(eqn, args, avals)
+    return _evaluate.bind(eqn, args, avals)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._source_line import made_by_jamp, user_line
@@ -106,7 +106,7 @@ class Walker:
     def _operation(self, eqn: JaxprEqn, values: list[Value], line: str, backward: bool) -> list[Value]:
         self.count += 1
         arrays = [x.array for x in values]
-        results = _jaxpr.bind(eqn, arrays, _jaxpr.avals(eqn.outvars))
+        results = _evaluate.bind(eqn, arrays, _jaxpr.avals(eqn.outvars))
         bits = worst(results)
         origin = earliest(values)
         # If no operation made the inf (a mask of -inf), the operation that turns it into NaN is reported.

@@ -1,0 +1,128 @@
+"""Group the equations of a jaxpr: the cheap operations between two products are one run.
+
+The backward pass computes a run again from its inputs, most of which are 16-bit products, so that the float32 values
+inside it are not kept. A run is evaluated as a whole, so no path may leave it and come back. Therefore every equation
+that is not cheap is one step deeper than its operands, and a run holds equations of one depth.
+"""
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from jamp import _jaxpr
+from jamp._jaxpr import Jaxpr, JaxprEqn, Var
+
+
+class Kind(enum.Enum):
+    """What an equation is to a run: a part of it, a part of it that only moves data, or not in any."""
+
+    CHEAP = enum.auto()
+    MOVE = enum.auto()
+    OTHER = enum.auto()
+
+
+def group(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> list[tuple[bool, list[JaxprEqn]]]:
+    """Divide a jaxpr into groups of equations that can be evaluated in turn.
+
+    Args:
+      jaxpr: A jaxpr.
+      kind: The kind of an equation whose operands have a given depth.
+
+    Returns:
+      Pairs: whether a group is a run, and its equations. An equation outside all runs is a group of its own.
+    """
+    labels, runs = _label(jaxpr, kind)
+    members: dict[int, list[int]] = defaultdict(list)
+    for i, label in enumerate(labels):
+        members[label].append(i)
+    return [(label in runs, [jaxpr.eqns[i] for i in members[label]]) for label in _in_order(jaxpr, labels, members)]
+
+
+def _label(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[int], set[int]]:
+    """The group of each equation, and which groups are runs."""
+    depths: dict[Var, int] = {}
+    # Values that depend on a floating input or a product. The others are masks, positions and random bits. They are
+    # computed once, because what they are computed from is larger.
+    live = {v for v in (*jaxpr.constvars, *jaxpr.invars) if _jaxpr.is_inexact(v)}
+    labels = list(range(len(jaxpr.eqns)))  # a forest: each equation points towards the label of its group
+    neighbour: dict[Var, int] = {}  # an equation whose group a cheap reader of a value joins
+    at_start: set[int] = set()
+    runs: set[int] = set()
+    effects = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        reads = variables(eqn)
+        depth = max((depths.get(v, 0) for v in reads), default=0)
+        is_live = any(v in live for v in reads)
+        this = Kind.OTHER if eqn.effects else kind(eqn, depth)
+        if this is Kind.OTHER:
+            depth += 1
+        elif is_live:
+            for v in reads:
+                if v in live and depths.get(v, 0) == depth and (depth or v in neighbour):
+                    labels[_root(labels, i)] = _root(labels, neighbour.setdefault(v, i))
+            neighbour.update((v, i) for v in eqn.outvars)
+            if this is Kind.CHEAP:
+                runs.add(i)
+        if eqn.effects:
+            depth = effects = max(depth, effects + 1)
+        if this is not Kind.OTHER and depth == 0:
+            at_start.add(i)
+        depths.update((v, depth) for v in eqn.outvars)
+        if is_live:
+            live.update(eqn.outvars)
+    runs = {_root(labels, i) for i in runs}
+    labels = [root if (root := _root(labels, i)) in runs else i for i in range(len(labels))]
+    _sink(jaxpr, labels, runs, at_start)
+    return labels, runs
+
+
+def _root(labels: list[int], i: int) -> int:
+    while labels[i] != i:
+        labels[i] = i = labels[labels[i]]
+    return i
+
+
+def _sink(jaxpr: Jaxpr, labels: list[int], runs: set[int], at_start: set[int]) -> None:
+    """Move what only one run reads into it: the broadcast of a bias, an iota. Only what needs no product can move."""
+    readers: dict[Any, set[int]] = defaultdict(set)
+    for v in jaxpr.outvars:
+        if not _jaxpr.is_literal(v):
+            readers[v].add(-1)
+    for i in reversed(range(len(labels))):
+        eqn = jaxpr.eqns[i]
+        into = set().union(*(readers[v] for v in eqn.outvars))
+        if i in at_start and len(into) == 1 and into <= runs:
+            labels[i] = min(into)
+        for v in variables(eqn):
+            readers[v].add(labels[i])
+
+
+def _in_order(jaxpr: Jaxpr, labels: list[int], members: dict[int, list[int]]) -> list[int]:
+    """The groups, each after those that it reads from, and those with effects in the order of the program."""
+    maker = {v: label for eqn, label in zip(jaxpr.eqns, labels, strict=True) for v in eqn.outvars}
+    after: dict[int, int] = {}
+    previous = None
+    for eqn, label in zip(jaxpr.eqns, labels, strict=True):
+        if eqn.effects:
+            if previous is not None:
+                after[label] = previous
+            previous = label
+    done: dict[int, None] = {}
+    for label in labels:
+        stack = [label]
+        while stack:
+            label = stack[-1]
+            read = [maker[v] for i in members[label] for v in variables(jaxpr.eqns[i]) if v in maker]
+            first = {x for x in (*read, *([after[label]] if label in after else [])) if x != label and x not in done}
+            if first:
+                stack.extend(sorted(first, reverse=True))
+            else:
+                done.setdefault(stack.pop())
+    return list(done)
+
+
+def variables(eqn: JaxprEqn) -> list[Var]:
+    """The variables that an equation reads."""
+    atoms: list[Any] = eqn.invars
+    return [v for v in atoms if not _jaxpr.is_literal(v)]

@@ -1,0 +1,106 @@
+"""Build equations and jaxprs, and evaluate them."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jamp._jaxpr import BODIES, ClosedJaxpr, Env, JaxprEqn, Var, core, is_literal
+
+
+def closed_jaxpr(
+    constants: dict[Var, Any], inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[JaxprEqn]
+) -> ClosedJaxpr:
+    """A jaxpr of equations."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    # Without a DebugInfo of its own the Jaxpr warns.
+    debug_info = core().DebugInfo("jamp", "jamp", None, None)
+    jaxpr = core().Jaxpr(list(constants), list(inputs), list(outputs), list(eqns), effects, debug_info)
+    return core().ClosedJaxpr(jaxpr, list(constants.values()))
+
+
+def call(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr."""
+    values: list[Any] = core().jaxpr_as_fun(closed)(*args)
+    return values
+
+
+def evaluate(eqns: Sequence[JaxprEqn], env: Env, needed: Callable[[Var], bool]) -> None:
+    """Evaluate `eqns` at their traced dtypes and add to `env` those outputs that are `needed`."""
+    defined = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+    reads: dict[Any, None] = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v))
+    inputs = [v for v in reads if v not in defined]
+    outputs = [v for v in defined if needed(v)]
+    closed = closed_jaxpr({}, inputs, outputs, eqns)
+    env.update(zip(outputs, call(closed, [env[v] for v in inputs]), strict=True))
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation on values of any dtypes that it accepts. `results` are the types of its results."""
+    inputs = [core().Var(jax.typeof(x)) for x in args]
+    outputs = [core().Var(aval) for aval in results]
+    env: Env = dict(zip(inputs, args, strict=True))
+    evaluate([eqn.replace(invars=inputs, outvars=outputs)], env, lambda v: True)
+    return [env[v] for v in outputs]
+
+
+def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -> list[JaxprEqn]:
+    """The equations of a jaxpr with other variables for its inputs and outputs."""
+    literal = lambda x: core().Literal(x, jax.typeof(x))
+    names = dict(zip(closed.jaxpr.constvars, map(literal, closed.consts), strict=True))
+    names |= dict(zip(closed.jaxpr.invars, inputs, strict=True))
+    names |= dict(zip(closed.jaxpr.outvars, outputs, strict=True))
+    rename = lambda atoms: [v if is_literal(v) else names.get(v, v) for v in atoms]
+    return [eqn.replace(invars=rename(eqn.invars), outvars=rename(eqn.outvars)) for eqn in closed.jaxpr.eqns]
+
+
+def with_bodies(
+    eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], invars: Sequence[Any], outvars: Sequence[Var]
+) -> JaxprEqn:
+    """A construct with other bodies, in the order in which `bodies` gives them, other operands and results."""
+    params = dict(eqn.params)
+    if "branches" in params:
+        params["branches"] = tuple(bodies)
+    else:
+        names = [name for name in BODIES if name in params]
+        opened = [
+            body if hasattr(params[name], "consts") else body.jaxpr for name, body in zip(names, bodies, strict=True)
+        ]
+        params.update(zip(names, opened, strict=True))
+    effects = frozenset().union(*(body.effects for body in bodies))
+    return eqn.replace(params=params, invars=list(invars), outvars=list(outvars), effects=effects)
+
+
+def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
+    """An equation with another dtype in its parameters (preferred_element_type, new_dtype)."""
+    is_old = lambda param: isinstance(param, (np.dtype, type)) and param == old
+    return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
+
+
+def checkpoint(inputs: list[Any], outputs: list[Var], eqns: list[JaxprEqn], *, prevent_cse: bool) -> JaxprEqn:
+    """An equation that evaluates others, and evaluates them again in the backward pass, which keeps only `inputs`."""
+    jaxpr = closed_jaxpr({}, inputs, outputs, eqns).jaxpr
+    template = _checkpoint()
+    # With a value for each input, only those and the cotangents pass the barrier.
+    barrier = prevent_cse and tuple(v.aval.dtype.itemsize == 2 for v in inputs)
+    params = {**template.params, "jaxpr": jaxpr, "prevent_cse": barrier, "policy": _save_reductions}
+    return template.replace(invars=inputs, outvars=outputs, params=params)
+
+
+def _save_reductions(primitive: Any, operand: Any = None, *_: Any, axes: Any = (), **__: Any) -> bool:
+    """Keep the statistics of rows: they are small, and to compute them again is to read all of the input again."""
+    return primitive.name.startswith("reduce_") and math.prod(operand.shape[i] for i in axes) >= 16
+
+
+@functools.cache
+def _checkpoint() -> JaxprEqn:
+    return jax.make_jaxpr(jax.checkpoint(lambda x: x))(0.0).eqns[0]
+
+
+def weaken(x: Any) -> Any:
+    """A value with the weak type that a traced Python scalar has. No public function gives it to an array."""
+    eqn = jax.make_jaxpr(lambda y: jax.lax.convert_element_type(y, x.dtype))(np.uint8(0)).eqns[0]
+    return bind(eqn.replace(params={**eqn.params, "weak_type": True}), [x], [jax.typeof(x)])[0]
