@@ -74,14 +74,16 @@ _LAYOUTS = {
     "jit": [_JIT | {"keep_unused", "inline", "compiler_options_kvs"}],
     "scan": [_SCAN | {"num_consts", "num_carry"}, _SCAN | {"ft_in", "ft_out"}],  # jax 0.10, jax 0.12
     "while": [{"cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"}],
-    "cond": [{"branches"}],
+    "cond": [{"branches"}, {"branches", "branches_platforms"}],
+    "closed_call": [{"call_jaxpr"}],
+    "linear_call": [{"callee", "transpose_thunk", "num_callee_consts", "num_res"}],
     "remat2": [{"jaxpr", "prevent_cse", "differentiated", "policy"}],
     "custom_jvp_call": [{"call_jaxpr", "jvp_jaxpr_fun", "num_consts", "symbolic_zeros"}],
     "custom_vjp_call": [{"call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts", "out_trees", "symbolic_zeros"}],
     "shard_map": [_SHARD_MAP | {"manual_axes"}, _SHARD_MAP | {"newly_manual_axes"}],  # jax 0.10.0, later
 }
 CONSTRUCTS = frozenset(_LAYOUTS)
-BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr")
+BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr", "callee")
 
 
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
@@ -93,11 +95,7 @@ def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in inner)
     # A body that reads or writes a Ref has inputs that are not arrays.
     types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
-    if not all(isinstance(x, jax.core.ShapedArray) for x in types):
-        return None
-    # A custom rule may ask which tangents are zero, and an integer result has a tangent of its own dtype.
-    is_plain = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in closed[0].out_avals)
-    return None if "symbolic_zeros" in params and (params["symbolic_zeros"] or not is_plain) else closed
+    return closed if all(isinstance(x, jax.core.ShapedArray) for x in types) else None
 
 
 def body_operands(eqn: JaxprEqn) -> list[list[int]]:
@@ -122,6 +120,17 @@ def carry(eqn: JaxprEqn) -> range:
         return range(params["num_consts"], params["num_consts"] + params["num_carry"])
     consts, init, _ = params["ft_in"].unpack()
     return range(len(consts), len(consts) + len(init))
+
+
+def asks_for_zeros(eqn: JaxprEqn) -> bool:
+    """Whether a custom rule has to know which operands are differentiated: it asks, or it must not be for constants."""
+    params = eqn.params
+    return bool(params.get("symbolic_zeros") or (eqn.primitive.name == "custom_vjp_call" and params["num_consts"]))
+
+
+def residuals(eqn: JaxprEqn) -> int:
+    """How many of the first operands of a linear_call it is not linear in."""
+    return int(eqn.params["num_callee_consts"] + eqn.params["num_res"])
 
 
 def condition_constants(eqn: JaxprEqn) -> int:
@@ -149,8 +158,19 @@ def shard_map_options(eqn: JaxprEqn) -> dict[str, Any]:
 
 def has_body(eqn: JaxprEqn) -> bool:
     """Whether an equation holds a jaxpr, even if it is not in `CONSTRUCTS`."""
+    return bool(inner(eqn))
+
+
+def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
+    """Every jaxpr that an equation of any kind evaluates, and how often, as far as the equation says so."""
     has_eqns = lambda x: hasattr(x, "eqns")
-    return any(map(has_eqns, jax.tree.leaves(eqn.params, is_leaf=has_eqns)))
+    params: Any = eqn.params
+    if eqn.primitive.name == "custom_linear_solve":  # It holds the matrix and what solves the transpose, too.
+        params = params["jaxprs"].solve
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
+    times = iterations(eqn) * math.prod(n for n in grid if isinstance(n, int))
+    leaves = jax.tree.leaves(params, is_leaf=has_eqns)
+    return [(getattr(x, "jaxpr", x), times) for x in leaves if has_eqns(x)]
 
 
 def function_name(eqn: JaxprEqn) -> str | None:
@@ -158,7 +178,7 @@ def function_name(eqn: JaxprEqn) -> str | None:
     return eqn.params.get("name")
 
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:
@@ -169,20 +189,15 @@ def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 def summed_terms(eqn: JaxprEqn) -> int:
     """How many products are summed for each element of a product's result. 1 if it is an outer product."""
-    numbers = eqn.params["dimension_numbers"]
-    operand, axes = (0, numbers[0][0]) if eqn.primitive.name == "dot_general" else (1, numbers.rhs_spec[1:])
+    params = eqn.params
+    if eqn.primitive.name == "conv_general_dilated":
+        operand, axes = 1, params["dimension_numbers"].rhs_spec[1:]
+    else:
+        ragged = params.get("ragged_dot_dimension_numbers")
+        numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+        operand, axes = 0, numbers[0][0]
     shape = avals(eqn.invars)[operand].shape
     return math.prod(shape[i] for i in axes)
-
-
-def contracts(eqn: JaxprEqn) -> bool:
-    """Whether a dot_general sums over any axis."""
-    return bool(eqn.params["dimension_numbers"][0][0])
-
-
-def has_batch_axes(eqn: JaxprEqn) -> bool:
-    """Whether a dot_general is a batch of products."""
-    return bool(eqn.params["dimension_numbers"][1][0])
 
 
 def exponent(eqn: JaxprEqn) -> int:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-PRODUCTS = ("dot_general", "conv_general_dilated")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def equations(jaxpr):

@@ -157,8 +157,34 @@ def test_a_product_whose_precision_was_asked_for_stays_float32():
     for precision in ("highest", lax.DotAlgorithmPreset.F32_F32_F32):
         fun = jamp.autocast(lambda x, precision=precision: jnp.matmul(x, x, precision=precision))
         assert products(fun, normal(4, 4)) == {F32}
+        with jax.default_matmul_precision("bfloat16"):
+            assert products(fun, normal(4, 4)) == {F32}
     with jax.default_matmul_precision("highest"):  # A default for the whole program asks for nothing.
         assert products(jamp.autocast(lambda x: x @ x), normal(4, 4)) == {F16}
+
+
+IN_RANGE = {
+    "a norm near 300": (lambda x, y: jnp.linalg.norm(x @ y), (300 * jnp.ones((4, 256)), jnp.eye(256))),
+    "a square": (lambda x, y: (x @ y) * (x @ y), (300 * jnp.ones((4, 4)), jnp.eye(4))),
+    "a mask": (lambda x, y: jax.nn.softmax(x @ x.T + y), (normal(4, 4), jnp.full((4, 4), -1e9))),
+    "what is added to a product": (lambda x, y: x @ x + y, (normal(4, 4), jnp.full((4, 4), 1e5))),
+    "an axis of length 1": (lambda x, y: (x @ x)[:, None] + y, (normal(4, 4), normal(1, 4))),
+    "scatters": (
+        lambda x, y: (x @ y).at[0].max(0.5).at[2].mul(2.0) + jax.ops.segment_max(x @ y, jnp.arange(4), 4),
+        (normal(4, 4), normal(4, 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_RANGE)
+def test_what_stands_between_two_products_has_the_range_and_digits_of_float32(name):
+    fun, args = IN_RANGE[name]
+    loss = lambda fun: lambda x, y: jnp.sum(fun(x, y) * 1e-3)
+    both = jax.jit(
+        lambda *args: [jax.value_and_grad(f, argnums=(0, 1))(*args) for f in (loss(jamp.autocast(fun)), loss(fun))]
+    )
+    mine, plain = both(*args)
+    assert distance(mine, plain) < 5e-3
 
 
 def test_a_bias_keeps_its_digits_and_its_gradient_is_summed_in_float32():
@@ -258,6 +284,11 @@ def test_autocast_comes_before_or_after_other_transformations(wrap, batched):
     both = wrap(jamp.autocast(fun)), jamp.autocast(wrap(fun))
     *mine, plain = jax.jit(lambda *args: [f(*args) for f in (*both, wrap(fun))])(*args)
     assert all(products(f, *args) == {F16} and distance(x, plain) < 2e-2 for f, x in zip(both, mine, strict=True))
+
+
+def test_integers_and_flags_of_numpy_are_not_traced():
+    fun = jamp.autocast(lambda x, flag, axis: (x @ x).sum(axis) if flag else x)
+    assert fun(normal(4, 4), np.bool_(True), np.int64(1)).shape == (4,)
 
 
 def test_closed_over_parameters_are_cast_and_differentiated_under_a_loss_scale():

@@ -1,5 +1,6 @@
 """What a transformed function is called with and returns: arrays to trace, and all the rest."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class Call:
         self._boxes = list({id(x): x for x in nodes if _is_box(x)}.values())
         self._structures: list[Any] = [jax.tree.structure(box) for box in self._boxes]
         self._nodes = nodes
-        self._arrays = [i for i, x in enumerate(nodes) if isinstance(x, (jax.Array, np.ndarray, np.generic))]
+        self._arrays = [i for i, x in enumerate(nodes) if _is_array(x)]
         self._in_boxes = [x for box in self._boxes for x in jax.tree.leaves(box)]
         self.leaves = [nodes[i] for i in self._arrays] + self._in_boxes
         self._result: Any = None
@@ -65,6 +66,32 @@ class Call:
             if any(i in new for i in mine):
                 box.set_value(jax.tree.unflatten(structure, [new.get(i, self._in_boxes[i]) for i in mine]).get_value())
         return jax.tree.unflatten(self._result, values[:n])
+
+
+def _is_array(x: Any) -> bool:
+    """Whether a leaf is traced. NumPy's integers and bools stay what they are, like Python's: an axis, a flag."""
+    return isinstance(x, (jax.Array, np.ndarray, np.inexact))
+
+
+def paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Where each of the `leaves` of a call of `fun` stands in its arguments: "params['w']"."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # a builtin has no signature
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [(names[i] if i < len(names) else f"args[{i}]", x) for i, x in enumerate(args)]
+    nodes = [
+        (name + keystr(path), x)
+        for name, arg in (*named, *sorted(kwargs.items()))
+        for path, x in tree_flatten_with_path(arg, is_leaf=_is_box)[0]
+    ]
+    boxes: dict[int, tuple[str, Any]] = {}
+    for path, x in nodes:
+        if _is_box(x):
+            boxes.setdefault(id(x), (path, x))
+    in_boxes = [path for path, box in boxes.values() for _ in jax.tree.leaves(box)]
+    return [path for path, x in nodes if _is_array(x)] + in_boxes
 
 
 def _is_box(x: Any) -> bool:

@@ -1,12 +1,17 @@
 """Enter control flow, calls and custom derivatives: the same construct around planned bodies."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.tree_util import Partial
 
 from jamp import _evaluate, _jaxpr
+from jamp._cast import is_inexact
 from jamp._jaxpr import JaxprEqn, Var
 
 
@@ -35,77 +40,108 @@ def _shard_map(eqn: JaxprEqn, body: Any, low: Sequence[bool], args: Sequence[Any
 
 def _custom_jvp(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
     """Keep the author's rule. It is traced through the original call and planned like any other code."""
-    n = len(args)
+    inputs, outputs = _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+    n, floating = len(inputs), [i for i, x in enumerate(outputs) if is_inexact(x)]
 
     @jax.custom_jvp
     def call(*xs: Any) -> list[Any]:
         return _run(body, xs, result_low)
 
-    @call.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        differentiable = _differentiable(eqn)
+        # Only with respect to what has a tangent: the author's rule may ask what has.
+        moving = [i for i, t in enumerate(tangents) if is_inexact(inputs[i]) and not isinstance(t, SymbolicZero)]
 
         def original(*values: Any) -> Any:
-            primals, tangents = values[:n], values[n:]
-            fun = _as_function_of(eqn, primals, differentiable)
-            return jax.jvp(fun, [primals[i] for i in differentiable], list(tangents))
+            fun = _as_function_of(eqn, values[:n], moving)
+            results, derivatives = jax.jvp(fun, [values[i] for i in moving], list(values[n:]))
+            return [*results, *(derivatives[i] for i in floating)]
 
-        avals = _jaxpr.avals(eqn.invars)
-        values = _replay(
-            body,
-            original,
-            [*avals, *(avals[i] for i in differentiable)],
-            [*primals, *(tangents[i] for i in differentiable)],
-            lambda _: [*result_low, *result_low],
-        )
-        return values[: len(result_low)], values[len(result_low) :]
+        types, values = [*inputs, *(inputs[i] for i in moving)], [*primals, *(tangents[i] for i in moving)]
+        low = [*result_low, *(result_low[i] for i in floating)]
+        results = _replay(body, original, types, values, lambda _: low)
+        derivatives = dict(zip(floating, results[len(outputs) :], strict=True))
+        zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        return results[: len(outputs)], [derivatives[i] if i in derivatives else zero(x) for i, x in enumerate(outputs)]
 
+    call.defjvp(rule, symbolic_zeros=_jaxpr.asks_for_zeros(eqn))
     result: list[Any] = call(*args)
     return result
 
 
 def _custom_vjp(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
     """As `_custom_jvp`. The residuals of the forward rule have the dtypes that were planned for them."""
-    differentiable = _differentiable(eqn)
-    avals = _jaxpr.avals(eqn.invars)
-    saved: dict[str, Any] = {}
+    inputs, outputs = _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+    asks = _jaxpr.asks_for_zeros(eqn)
 
     @jax.custom_vjp
     def call(*xs: Any) -> list[Any]:
         return _run(body, xs, result_low)
 
-    def forward(*xs: Any) -> tuple[list[Any], list[Any]]:
+    def forward(*primals: Any) -> tuple[list[Any], Any]:
+        xs = [x.value for x in primals] if asks else primals
+        moving = [i for i, x in enumerate(primals) if is_inexact(inputs[i]) and (not asks or x.perturbed)]
+        traced: list[Any] = []
+
         def original(*values: Any) -> Any:
-            fun = _as_function_of(eqn, values, differentiable)
-            results, backward = jax.vjp(fun, *(values[i] for i in differentiable))
-            residuals, saved["backward"] = jax.tree.flatten(backward)
-            saved["avals"] = [jax.typeof(r) for r in residuals]
+            results, pull_back = jax.vjp(_as_function_of(eqn, values, moving), *(values[i] for i in moving))
+            residuals, structure = jax.tree.flatten(pull_back)
+            traced[:] = structure, [jax.typeof(x) for x in residuals]
             return [*results, *residuals]
 
-        values = _replay(body, original, avals, xs, lambda planned: [*result_low, *planned.low[len(result_low) :]])
-        return values[: len(result_low)], values[len(result_low) :]
+        low = lambda planned: [*result_low, *planned.low[len(outputs) :]]
+        values = _replay(body, original, inputs, xs, low)
+        # What is static goes to the backward rule as the function of a Partial.
+        rest = functools.partial(_pull_back, body, inputs, outputs, moving, *traced)
+        return values[: len(outputs)], Partial(rest, *values[len(outputs) :])
 
-    def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        def original(*values: Any) -> Any:
-            pull_back = jax.tree.unflatten(saved["backward"], values[: len(residuals)])
-            return pull_back(list(values[len(residuals) :]))
-
-        types = [*saved["avals"], *_jaxpr.avals(eqn.outvars)]
-        operand_low = [x.dtype != aval.dtype for x, aval in zip(args, avals, strict=True)]
-        values = _replay(
-            body, original, types, [*residuals, *cotangents], lambda _: [operand_low[i] for i in differentiable]
-        )
-        by_position = dict(zip(differentiable, values, strict=True))
-        return tuple(by_position.get(i) for i in range(len(args)))
-
-    call.defvjp(forward, backward)
+    call.defvjp(forward, lambda rest, cotangents: rest(cotangents=cotangents), symbolic_zeros=asks)
     result: list[Any] = call(*args)
     return result
 
 
-def _differentiable(eqn: JaxprEqn) -> list[int]:
-    """The operands with respect to which a call can be differentiated."""
-    return [i for i, x in enumerate(_jaxpr.avals(eqn.invars)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+def _pull_back(
+    body: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    moving: Sequence[int],
+    structure: Any,
+    types: Sequence[Any],
+    *residuals: Any,
+    cotangents: Sequence[Any],
+) -> tuple[Any, ...]:
+    """The backward rule of a custom_vjp: the cotangents of its inputs."""
+    floating = [i for i, x in enumerate(outputs) if is_inexact(x)]
+
+    def original(*values: Any) -> Any:
+        given = dict(zip(floating, values[len(residuals) :], strict=True))
+        zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        pull_back = jax.tree.unflatten(structure, values[: len(residuals)])
+        return pull_back([given[i] if i in given else zero(x) for i, x in enumerate(outputs)])
+
+    dense = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+    values = [*residuals, *(dense(cotangents[i]) for i in floating)]
+    low = [body.inputs[i].low for i in moving]
+    found = _replay(body, original, [*types, *(outputs[i] for i in floating)], values, lambda _: low)
+    by_position = dict(zip(moving, found, strict=True))
+    return tuple(by_position.get(i) for i in range(len(inputs)))
+
+
+def _linear_call(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+    """A linear function with its own transpose, traced through the original call."""
+    inputs, n = _jaxpr.avals(eqn.invars), _jaxpr.residuals(eqn)
+    low = [known.low for known in body.inputs[n:]]
+
+    def transposed(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def original(*values: Any) -> Any:
+            fun = _as_function_of(eqn, [*values[:n], *inputs[n:]], range(n, len(inputs)))
+            return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
+
+        types = [*inputs[:n], *_jaxpr.avals(eqn.outvars)]
+        return _replay(body, original, types, [*residuals, *cotangents], lambda _: low)
+
+    fun = lambda residuals, operands: _run(body, [*residuals, *operands], result_low)
+    values: Sequence[Any] = linear_call(fun, transposed, list(args[:n]), list(args[n:]))
+    return values
 
 
 def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int]) -> Callable[..., list[Any]]:
@@ -123,7 +159,7 @@ def _replay(
 ) -> list[Any]:
     """Trace `fun` at `avals`, and evaluate it on `args`, of which some are low."""
     closed = jax.make_jaxpr(fun)(*avals)
-    body = like.same_as(closed, [x.dtype != aval.dtype for x, aval in zip(args, avals, strict=True)])
+    body = like.same_as(closed, [jax.typeof(x).dtype != aval.dtype for x, aval in zip(args, avals, strict=True)])
     return _run(body, args, low(body))
 
 
@@ -131,4 +167,5 @@ _RETRACED: dict[str, Callable[[JaxprEqn, Any, Sequence[bool], Sequence[Any]], Se
     "shard_map": _shard_map,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
+    "linear_call": _linear_call,
 }

@@ -32,10 +32,11 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """Where a jaxpr stands: are its runs computed again by the backward pass, and is it the body of a loop?"""
+    """Where a jaxpr stands: are its runs computed again by the backward pass, is it in a loop, in a shard_map?"""
 
     recompute: bool = True
     in_loop: bool = False
+    manual: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +89,18 @@ class PlannedJaxpr:
 
     def _enter(self, eqn: JaxprEqn) -> Decision:
         inner, name = _jaxpr.bodies(eqn), eqn.primitive.name
-        if inner is None:
+        # Inside shard_map, JAX does not tell a custom rule which of its operands are differentiated.
+        if inner is None or (self.where.manual and _jaxpr.asks_for_zeros(eqn)):
             return Decision(NOT_ENTERED, name, (False,) * len(eqn.outvars))
         # A carry keeps its traced dtypes, and is another value at every step.
         carry = _jaxpr.carry(eqn)
         known = tuple(Input() if i in carry else self._known(v) for i, v in enumerate(eqn.invars))
         # What the user's own checkpoint keeps and computes again is the user's decision.
-        where = Where(self.where.recompute and name != "remat2", self.where.in_loop or bool(carry))
+        where = Where(
+            recompute=self.where.recompute and name != "remat2",
+            in_loop=self.where.in_loop or bool(carry),
+            manual=self.where.manual or name == "shard_map",
+        )
         bodies = tuple(
             self.planner.body(closed, [known[i] for i in operands], where, len(carry))
             for closed, operands in zip(inner, _jaxpr.body_operands(eqn), strict=True)

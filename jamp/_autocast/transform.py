@@ -2,12 +2,14 @@
 
 import difflib
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
@@ -52,7 +54,7 @@ def autocast(
 
     Raises:
       ValueError: If the compute dtype is not a 16-bit float, or a rule is for an unknown primitive or category.
-      TypeError: When called, if `fun` returns what cannot be traced.
+      TypeError: When called, if `fun` returns what cannot be traced, or inside `hk.transform`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -109,13 +111,28 @@ def planned(
     dtype, table = _check_dtype(compute_dtype), _merge(rules or {})
 
     def trace_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PlannedJaxpr]:
+        if _inside_haiku():
+            raise TypeError(
+                "autocast traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
+                "cannot leave such a trace. Wrap the transformed function: jamp.autocast(hk.transform(net).apply)."
+            )
         call = Call(args, kwargs)
         closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
         planner = Planner(dtype, table)
-        body = planner.body(closed, [Input()] * len(call.leaves), Where(recompute), len(closed.out_avals))
+        manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+        where = Where(recompute=recompute, manual=manual)
+        body = planner.body(closed, [Input()] * len(call.leaves), where, len(closed.out_avals))
         return call, body
 
     return trace_plan
+
+
+def _inside_haiku() -> bool:
+    haiku = sys.modules.get("haiku")
+    try:
+        return haiku is not None and haiku.running_init() in (True, False)
+    except ValueError:  # Haiku's answer outside of hk.transform
+        return False
 
 
 def _weaken(x: Any, aval: Any) -> Any:
