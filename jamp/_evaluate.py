@@ -80,14 +80,32 @@ def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
     return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
 
 
-def checkpoint(inputs: list[Any], outputs: list[Var], eqns: list[JaxprEqn], *, prevent_cse: bool) -> JaxprEqn:
-    """An equation that evaluates others, and evaluates them again in the backward pass, which keeps only `inputs`."""
-    jaxpr = closed_jaxpr({}, inputs, outputs, eqns).jaxpr
+def checkpoint(inputs: list[Any], outputs: list[Var], body: ClosedJaxpr, *, prevent_cse: bool) -> JaxprEqn:
+    """An equation that evaluates a jaxpr, and evaluates it again in the backward pass, which keeps only `inputs`."""
     template = _checkpoint()
     # With a value for each input, only those and the cotangents pass the barrier.
     barrier = prevent_cse and tuple(v.aval.dtype.itemsize == 2 for v in inputs)
-    params = {**template.params, "jaxpr": jaxpr, "prevent_cse": barrier, "policy": _save_reductions}
+    params = {**template.params, "jaxpr": body.jaxpr, "prevent_cse": barrier, "policy": _save_reductions}
     return template.replace(invars=inputs, outvars=outputs, params=params)
+
+
+def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[JaxprEqn]) -> Any:
+    """What two pieces of code have in common if they are the same calls at the same lines and scopes, else None."""
+    numbers: dict[Any, int] = {v: i for i, v in enumerate(inputs)}
+    name = lambda v: (v.aval, np.asarray(v.val).item()) if is_literal(v) else numbers[v]
+    parts: list[Any] = [tuple(v.aval for v in inputs)]
+    for eqn in eqns:
+        source = eqn.source_info.traceback, eqn.source_info.name_stack
+        parts.append(
+            (eqn.primitive, *eqn.params.values(), *source, *map(name, eqn.invars), *(v.aval for v in eqn.outvars))
+        )
+        numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
+    key = (*parts, *map(name, outputs))
+    try:
+        hash(key)
+    except TypeError:  # A parameter is an array.
+        return None
+    return key
 
 
 def _save_reductions(primitive: Any, operand: Any = None, *_: Any, axes: Any = (), **__: Any) -> bool:

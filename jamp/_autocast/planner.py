@@ -26,6 +26,7 @@ class Planner:
         self.compute_dtype = np.dtype(compute_dtype)
         self.rules = rules
         self._bodies: dict[Any, PlannedJaxpr] = {}
+        self._runs: dict[Any, ClosedJaxpr] = {}
         to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, self.compute_dtype))(np.float32(0)).eqns[0]
         to_float32 = _evaluate.replace_dtype(to_low, self.compute_dtype, np.dtype(np.float32))
         self._converts = {True: to_low, False: to_float32}
@@ -80,6 +81,13 @@ class Planner:
         sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
         is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
         return is_large and name not in LINEAR and name not in MOVES
+
+    def run(self, inputs: list[Var], outputs: list[Var], eqns: list[JaxprEqn]) -> ClosedJaxpr:
+        """The body of a run. Those of equal layers are one, which JAX differentiates and transposes once."""
+        key = _evaluate.fingerprint(inputs, outputs, eqns)
+        if key is None or key not in self._runs:
+            self._runs[key] = _evaluate.closed_jaxpr({}, inputs, outputs, eqns)
+        return self._runs[key]
 
     def convert(self, source: Var, target: Var, low: bool) -> JaxprEqn:
         """The equation that casts one variable to another."""

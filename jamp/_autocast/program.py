@@ -148,4 +148,5 @@ class Program:
                 # decides better without one (docs/autocast.md has the measurements).
                 is_read = any(v not in self._runs for v in item.outputs)
                 prevent_cse = is_read and not self._plan.where.in_loop and jax.default_backend() != "tpu"
-                yield _evaluate.checkpoint(item.inputs, list(item.outputs), item.eqns, prevent_cse=prevent_cse)
+                body = self._planner.run(item.inputs, list(item.outputs), item.eqns)
+                yield _evaluate.checkpoint(item.inputs, list(item.outputs), body, prevent_cse=prevent_cse)
