@@ -1,19 +1,16 @@
-"""What autocast costs and saves: float32, autocast, and the same model written with `dtype=bfloat16`.
+"""The time of autocast: a training step, and tracing. The memory is in `benchmarks.memory`.
 
     python -m benchmarks.autocast               time a training step here (CPU or GPU), in turn
-    python -m benchmarks.autocast --aot tpu     compile for a TPU v5e or (h200) an H200 without one
     python -m benchmarks.autocast --trace       trace time of 24 layers, against plain tracing
 
-A step is forward, backward and AdamW on float32 parameters. Ahead-of-time numbers are the compiler's own: bytes that
-the step accesses, temporary memory, and the operand dtypes of the matrix products in the optimized program.
+A step is forward, backward and AdamW on float32 parameters: in float32, under autocast, and of the same model written
+with `dtype=bfloat16`.
 """
 
 import argparse
 import functools
 import gc
-import re
 import time
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,6 @@ import optax
 from jax import lax
 
 import jamp
-from benchmarks.ahead_of_time import TARGETS, on_device
 
 
 def cast(x, dtype):
@@ -165,28 +161,6 @@ def train_step(loss):
     return tx.init, jax.jit(step, donate_argnums=(0, 1))
 
 
-def products(text):
-    """The operand dtypes of the matrix products and convolutions of an optimized program, counted."""
-    dtype_of = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
-    calls = re.findall(r"= \w+\[[^=]*? (?:dot|convolution)\(([^)]*)\)", text)
-    operands = (tuple(dtype_of.get(name, "?") for name in re.findall(r"%[\w.-]+", call)) for call in calls)
-    return ", ".join(f"{n} {' x '.join(pair)}" for pair, n in Counter(operands).most_common())
-
-
-def ahead_of_time(model, target):
-    loss, params, batch = problem(model, small=False)
-    for name, fun in variants(loss).items():
-        init, step = train_step(fun)
-        shapes = (*jax.eval_shape(lambda init=init: ((p := params()), init(p))), batch)
-        compiled = step.lower(*on_device(target, shapes)).compile()
-        cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
-        print(
-            f"{model:12s} {name:36s} {cost.get('bytes accessed', np.nan) / 1e9:7.2f} GB accessed"
-            f" {memory.temp_size_in_bytes / 1e6:8.0f} MB temporary   {products(compiled.as_text())}",
-            flush=True,
-        )
-
-
 def timed(model, runs):
     on_gpu = jax.default_backend() == "gpu"
     loss, params, batch = problem(model, small=not on_gpu)
@@ -230,15 +204,12 @@ def trace_times():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--aot", choices=TARGETS)
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--model", choices=["transformer", "resnet"], nargs="*", default=["transformer", "resnet"])
     parser.add_argument("--runs", type=int, default=11)
     arguments = parser.parse_args()
-    if arguments.aot:
-        jax.config.update("jax_platforms", "cpu")
     if arguments.trace:
         trace_times()
     else:
         for model in arguments.model:
-            ahead_of_time(model, arguments.aot) if arguments.aot else timed(model, arguments.runs)
+            timed(model, arguments.runs)

@@ -81,8 +81,13 @@ def data(key: jax.Array, shape: Shape, batch: int) -> tuple[jax.Array, jax.Array
     return jax.random.randint(inputs, size, 0, shape.classes), jax.random.randint(targets, size, 0, shape.classes)
 
 
-def loss_fn(params: Any, batch: tuple[jax.Array, jax.Array], shape: Shape, dtype: Any = None) -> jax.Array:
-    """Mean cross entropy; with a dtype, written by hand to compute in it, but for norms, softmax and loss."""
+def loss_fn(
+    params: Any, batch: tuple[jax.Array, jax.Array], shape: Shape, dtype: Any = None, policy: Any = None
+) -> jax.Array:
+    """Mean cross entropy; with a dtype, written by hand to compute in it, but for norms, softmax and loss.
+
+    With a policy, each block is in a `jax.checkpoint`.
+    """
     inputs, targets = batch
     if shape.patch:
         x = conv(params["patches"]["w"], inputs, shape.patch, dtype) + cast(params["patches"]["b"], dtype)
@@ -96,6 +101,7 @@ def loss_fn(params: Any, batch: tuple[jax.Array, jax.Array], shape: Shape, dtype
         x = x + attention(p, layer_norm(p["norm1"], x, dtype), shape, dtype)
         return x + dense(p["down"], jax.nn.gelu(dense(p["up"], layer_norm(p["norm2"], x, dtype), dtype)), dtype), None
 
+    block = jax.checkpoint(block, policy=policy) if policy else block
     if shape.scanned:
         x, _ = jax.lax.scan(block, x, params["blocks"])
     else:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jamp._jaxpr import BODIES, ClosedJaxpr, Env, JaxprEqn, Var, core, is_literal
+from jamp._jaxpr import BODIES, PRODUCTS, ClosedJaxpr, Env, JaxprEqn, Var, core, is_literal
 
 
 def closed_jaxpr(
@@ -85,7 +85,7 @@ def checkpoint(inputs: list[Any], outputs: list[Var], body: ClosedJaxpr, *, prev
     template = _checkpoint()
     # With a value for each input, only those and the cotangents pass the barrier.
     barrier = prevent_cse and tuple(v.aval.dtype.itemsize == 2 for v in inputs)
-    params = {**template.params, "jaxpr": body.jaxpr, "prevent_cse": barrier, "policy": _save_reductions}
+    params = {**template.params, "jaxpr": body.jaxpr, "prevent_cse": barrier, "policy": _keep}
     return template.replace(invars=inputs, outvars=outputs, params=params)
 
 
@@ -108,9 +108,10 @@ def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[Ja
     return key
 
 
-def _save_reductions(primitive: Any, operand: Any = None, *_: Any, axes: Any = (), **__: Any) -> bool:
-    """Keep the statistics of rows: they are small, and to compute them again is to read all of the input again."""
-    return primitive.name.startswith("reduce_") and math.prod(operand.shape[i] for i in axes) >= 16
+def _keep(primitive: Any, operand: Any = None, *_: Any, axes: Any = (), **__: Any) -> bool:
+    """Keep products, and the statistics of rows: to compute these again is to read all of the input again."""
+    is_reduction = primitive.name.startswith("reduce_") and math.prod(operand.shape[i] for i in axes) >= 16
+    return primitive.name in PRODUCTS or is_reduction
 
 
 @functools.cache

@@ -169,7 +169,7 @@ def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
         params = params["jaxprs"].solve
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
     times = iterations(eqn) * math.prod(n for n in grid if isinstance(n, int))
-    leaves = jax.tree.leaves(params, is_leaf=has_eqns)
+    leaves: list[Any] = jax.tree.leaves(params, is_leaf=has_eqns)
     return [(getattr(x, "jaxpr", x), times) for x in leaves if has_eqns(x)]
 
 

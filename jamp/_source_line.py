@@ -1,28 +1,93 @@
-"""The line of source that an equation of a jaxpr comes from."""
+"""Where an equation of a jaxpr comes from: the line of source and the name scope."""
 
+import os
+import re
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from jamp._jaxpr import JaxprEqn
 
 
 def user_line(eqn: JaxprEqn) -> str | None:
-    """The innermost line of an equation's traceback that is not in an installed package or in jamp."""
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+    """The innermost line of an equation's traceback that is not in an installed package or in jamp.
+
+    If it calls a package that is not JAX, the innermost line there follows:
+    "model.py:12 (dense) > flax/linen/linear.py:287".
+    """
+    inside = ""
+    for frame in _frames(eqn):
         if not frame.file_name.startswith(_LIBRARIES):
-            return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
+            line = f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
+            return line + inside
+        package = next((root for root in _PACKAGES if frame.file_name.startswith(root)), None)
+        if package and not inside and not frame.file_name.startswith((_JAX, _JAMP)):
+            inside = f" > {Path(frame.file_name).relative_to(package).as_posix()}:{frame.line_num}"
     return None
 
 
-def made_by_jamp(eqn: JaxprEqn) -> bool:
-    """Whether jamp inserted an equation, such as a cast of autocast, and not the user."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    return next((f.file_name.startswith(_JAMP) for f in frames if not _is_others(f.file_name)), False)
+def made_by_jamp(eqn: JaxprEqn, package: str = "") -> bool:
+    """Whether jamp, or a package in it, inserted an equation, such as a cast of autocast, and not the user."""
+    root = str(Path(_JAMP, package))
+    return next((f.file_name.startswith(root) for f in _frames(eqn) if not _is_others(f.file_name)), False)
+
+
+def scope(eqn: JaxprEqn, caller: str = "") -> str:
+    """The name scopes around an equation, such as those of Linen modules: "Net/h_3/attn". `caller` is that of its call.
+
+    Transformations, jit and the scopes that JAX and jamp make are left out.
+    """
+    parts = [part for part in str(eqn.source_info.name_stack).split("/") if "jit(" not in part]
+    own = [part for part in (_WRAPPED.sub(r"\1", part, 1) for part in parts) if not _NO_SCOPE.search(part)]
+    # The backward pass of a checkpoint has the scopes twice.
+    half = len(own) // 2
+    own = own[:half] if own[:half] == own[half:] else own
+    return "/".join([caller] * bool(caller) + own)
+
+
+def pattern(names: Iterable[str]) -> str:
+    """A short form of several scopes or paths: "h/*/{attn,mlp}". A * is for numbers, or for more than four names."""
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in dict.fromkeys(names):
+        tokens = _SEPARATORS.split(name)
+        groups.setdefault(tuple(tokens[1::2]), []).append(tokens[::2])
+    return ", ".join(
+        "".join(map(str.__add__, map(_one, zip(*group, strict=True)), (*separators, "")))
+        for separators, group in groups.items()
+    )
+
+
+def _one(tokens: Iterable[str]) -> str:
+    distinct = list(dict.fromkeys(tokens))
+    if len(distinct) > 1:
+        distinct = list(dict.fromkeys(re.sub(r"\d+", "*", token) for token in distinct))
+    return distinct[0] if len(distinct) == 1 else "{" + ",".join(distinct) + "}" if len(distinct) <= 4 else "*"
+
+
+def _frames(eqn: JaxprEqn) -> Iterable[Any]:
+    frames: Iterable[Any] = getattr(eqn.source_info.traceback, "frames", ())
+    return frames
 
 
 def _is_others(file_name: str) -> bool:
     return file_name.startswith(_LIBRARIES) and not file_name.startswith(_JAMP)
 
 
+# Primitives that give a part of their first operand, or another order of it: a parameter is still a parameter.
+REARRANGES = frozenset(
+    [
+        *("broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "pad", "reshape", "rev"),
+        *("slice", "split", "squeeze", "transpose"),
+    ]
+)
 _JAMP = str(Path(__file__).parent)
-_LIBRARIES = (*(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")), _JAMP, "<")
+_PACKAGES = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
+_LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"), _JAMP, "<")
+_JAX = str(Path(jax.__file__).parent) + os.sep
+_WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")  # jvp(Net), transpose(jvp(Net))
+# An einsum is scoped by its subscripts, an Equinox layer by its class.
+_NO_SCOPE = re.compile(r"^$|->|^eqx\.|^jamp\.|^rematted_computation$|^checkpoint$")
+_SEPARATORS = re.compile(r"([/.'\"\[\]]+)")

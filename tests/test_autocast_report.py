@@ -4,8 +4,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 import jamp
 
@@ -107,3 +109,105 @@ def test_nothing_is_computed_and_the_text_is_a_table_with_aligned_columns():
     starts = [header.index(name) for name in header.split()]
     assert all(line[start - 1] == " " != line[start] for line in lines for start in starts[1:])
     assert str(jamp.autocast_report(lambda x: x)(1.0)).startswith("autocast to float16: no FLOPs counted")
+
+
+def ten_products(w):
+    return lax.scan(lambda c, _: (c @ w, None), w @ w, None, length=9)[0]
+
+
+@jax.custom_vjp
+def own_product(w):
+    return w @ w
+
+
+def kernel_product(w):
+    rows, whole = pl.BlockSpec((2, 4), lambda i: (i, 0)), pl.BlockSpec((4, 4), lambda i: (0, 0))
+
+    def kernel(x, w, y):
+        y[...] = x[...] @ w[...]
+
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    return pl.pallas_call(kernel, shape, grid=(2,), in_specs=(rows, whole), out_specs=rows)(w, w)
+
+
+def solution(w):
+    return lax.custom_linear_solve(lambda x: w @ x, w, lambda matvec, b: matvec(b), lambda vecmat, b: vecmat(b))
+
+
+own_product.defvjp(lambda w: (w @ w, w), lambda w, g: (w @ g,))
+
+
+@pytest.mark.parametrize(
+    ("fun", "rules", "share"),
+    [
+        (ten_products, {"scan": "float32"}, 0.1),
+        (lambda w: jamp.full_precision(jax.jit(ten_products))(w @ w), {}, 1 / 11),
+        (lambda w: own_product(w) @ w, {"custom_vjp_call": "float32"}, 0.5),
+        (lambda w: kernel_product(w) @ w, {}, 0.5),
+        (lambda w: solution(w) @ w, {}, 0.5),
+    ],
+)
+def test_what_is_not_entered_counts_with_the_flops_of_what_is_inside(fun, rules, share):
+    report = jamp.autocast_report(fun, rules=rules)(SQUARE)
+    assert report.share_16_bit == pytest.approx(share)
+    assert f"({1 - share:.1%} of the FLOPs) stays float32" in report.hints[0]
+
+
+PARAMS = {f"h_{i}": {"q": jnp.ones((8, 8)), "k": jnp.ones((8, 8))} for i in range(12)}
+
+
+def layers(params, x, scale):
+    for name, kernels in params.items():
+        for part, w in kernels.items():
+            with jax.named_scope(name), jax.named_scope(part):
+                x = jax.checkpoint(jax.jit(lambda w, x: x @ w.T))(w, x)
+    return (optax.l2_loss(x) * scale).sum()
+
+
+def test_layers_on_one_line_are_one_row_with_the_scopes_and_parameters_of_all():
+    args = PARAMS, jnp.ones((2, 8)), 2
+    for fun in (layers, jax.grad(layers), jax.vmap(layers, (None, 0, None)), jax.checkpoint(layers, static_argnums=2)):
+        row, *others = (r for r in jamp.autocast_report(fun)(*args).rows if r.operation == "dot_general")
+        assert (row.scope, row.parameter) == ("h_*/{k,q}", "params['h_*']['{k,q}']")
+    assert not others
+    report = jamp.autocast_report(layers)(*args)
+    inside = next(row for row in report.rows if "optax" in row.source)
+    assert f"test_autocast_report.py:{layers.__code__.co_firstlineno + 5} (layers) > optax/losses/" in inside.source
+    assert (inside.scope, inside.parameter) == ("", "")
+    header, product = str(report).splitlines()[2:4]
+    assert product[header.index("where") :].startswith("h_*/{k,q} ")
+    one = jamp.autocast_report(layers)({"h_3": PARAMS["h_3"]}, *args[1:]).rows[0]
+    assert (one.scope, one.parameter) == ("h_3/{k,q}", "params['h_3']['{k,q}']")
+
+
+def test_a_scanned_or_nameless_layer_is_known_by_its_parameter():
+    def scanned(model, x):
+        return lax.scan(lambda x, w: (x @ w.astype(jnp.float32), None), x, model["stack"])[0]
+
+    args = {"stack": jnp.ones((3, 8, 8))}, jnp.ones((2, 8))
+    report = jamp.autocast_report(scanned)(*args)
+    assert [(row.scope, row.parameter, row.count) for row in report.rows] == [("", "model['stack']", 3)]
+    assert "  model['stack']  test_" in str(report)
+    report = jamp.autocast_report(jamp.full_precision(scanned))(*args)
+    assert "scan with model['stack'] (100.0% of the FLOPs) stays float32" in report.hints[0]
+
+
+def test_shapes_will_do_for_arguments():
+    shapes = jax.eval_shape(lambda: (PARAMS, jnp.ones((2, 8))))
+    assert jamp.autocast_report(layers)(*shapes, 2) == jamp.autocast_report(layers)(PARAMS, jnp.ones((2, 8)), 2)
+
+
+def test_the_report_of_a_gradient_is_of_what_runs_or_says_that_it_differs():
+    rules = {"custom_vjp_call": "float32"}
+    loss = lambda w: own_product(w).sum()
+    before = jamp.autocast_report(jax.grad(loss), rules=rules)(SQUARE)
+    assert before.share_16_bit > 0.8  # the rule is gone once it is differentiated
+    assert "autocast_report(jax.grad(jamp.autocast(f))) shows it" in before.hints[-1]
+    for wrap in (lambda f: f, jax.jit):
+        runs = jamp.autocast_report(wrap(jax.grad(jamp.autocast(loss, rules=rules))))(SQUARE)
+        assert (runs.share_16_bit, runs.backward) == (0, False)
+    mixed = jamp.autocast(lambda w: loss(w @ w), rules=rules)
+    runs = jamp.autocast_report(lambda w: jax.grad(mixed)(w))(SQUARE)
+    products = [(row.category, row.after.split()[-1], row.count) for row in runs.rows if row.operation == "dot_general"]
+    assert sorted(products) == [("compute", "float16", 3), ("float32", "float32", 2)]
+    assert {row.after for row in runs.rows} == {row.before for row in runs.rows}

@@ -5,6 +5,7 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -23,10 +24,8 @@ FLOORS = [{"_cast", "_jaxpr"}, {"_evaluate", "_scale", "_source_line"}, {"_step"
 # Of these packages each module imports earlier ones only.
 ORDER = {
     "_scale": ["checks", "static", "dynamic", "adaptive", "stats", "config"],
-    "_step": [
-        "state", "finite", "scaling", "skip", "lookup", "loss_scaled", "master_params", "plain", "state_dict",
-    ],
-}  # fmt: skip
+    "_step": ["state", "finite", "scaling", "skip", "lookup", "loss_scaled", "master_params", "plain", "state_dict"],
+}
 
 
 def floor(module):
@@ -40,13 +39,12 @@ def imports(module):
     """The modules that a module imports, anywhere in its code."""
     package = module if module in PACKAGES else module.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(SOURCES[module])):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+    for node in (n for n in ast.walk(ast.parse(SOURCES[module])) if isinstance(n, (ast.Import, ast.ImportFrom))):
+        names = {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names = {f"{base}.{alias.name}" for alias in node.names} & SOURCES.keys()
-            found |= names or {base}
+            names = {f"{base}.{name}" for name in names} & SOURCES.keys() or {base}
+        found |= names
     return found
 
 
@@ -62,39 +60,26 @@ def test_imports_inside_jamp_go_down_and_have_no_circle():
     tuple(TopologicalSorter(INSIDE).static_order())
 
 
-def test_casts_and_autocast_do_not_import_optax():
+def test_two_modules_know_primitives_none_private_jax_and_casts_know_no_optax():
+    assert [module for module, source in SOURCES.items() if "eqn.params" in source] == ["jamp._evaluate", "jamp._jaxpr"]
+    assert not [module for module, source in SOURCES.items() if "_src" in source]
     modules = [m for m in SOURCES if m.startswith(("jamp._cast", "jamp._autocast"))]
     assert not [(m, name) for m in modules for name in IMPORTS[m] if name.startswith("optax")]
 
 
-def test_only_two_modules_know_parameters_of_primitives_and_none_private_jax():
-    assert [module for module, source in SOURCES.items() if "eqn.params" in source] == ["jamp._evaluate", "jamp._jaxpr"]
-    assert not [module for module, source in SOURCES.items() if "_src" in source]
-
-
-def test_every_module_is_under_250_lines_and_the_top_level_has_at_most_46_names():
+def test_modules_have_under_250_lines_the_top_46_names_and_tests_80_characters():
     assert not {module: n for module, source in SOURCES.items() if (n := len(source.splitlines())) >= 250}
     assert len([name for name in vars(jamp) if not name.startswith("_") and name in SOURCES["jamp"]]) <= 46
-
-
-def test_the_names_of_tests_have_at_most_80_characters():
-    files = Path(__file__).parent.rglob("*.py")
-    functions = [
-        node for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
-    ]
-    assert not [f.name for f in functions if f.name.startswith("test_") and len(f.name) > 80]
+    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("*.py"))
+    assert not re.findall(r"^def (test_\w{76,})", tests, re.MULTILINE)
 
 
 def test_init_is_a_table_of_contents():
     """Relative imports of `name as name`, and the version."""
     _, *body = ast.parse(SOURCES["jamp"]).body
-    for node in body:
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 1
-            assert all(alias.asname == alias.name for alias in node.names)
-        else:
-            assert isinstance(node, ast.Assign)
-            assert [target.id for target in node.targets] == ["__version__"]
+    imported = [node for node in body if isinstance(node, ast.ImportFrom) and node.level == 1]
+    assert all(alias.asname == alias.name for node in imported for alias in node.names)
+    assert [ast.unparse(node.targets) for node in body if node not in imported] == ["__version__"]
 
 
 def test_import_jamp_imports_jax_and_optax_only_and_touches_no_device():
@@ -124,21 +109,13 @@ def importable(module):
 IMPORTABLE = [module for module in SOURCES if not module.endswith("__main__") and importable(module)]
 
 
-def public_names():
-    """What `jamp` lists, and what its public modules define."""
-    modules = [m for m in IMPORTABLE if not any(part.startswith("_") for part in m.split("."))]
-    for module in modules:
-        for name, value in vars(importlib.import_module(module)).items():
-            listed = not name.startswith("_") and not inspect.ismodule(value)
-            if listed and (module == "jamp" or getattr(value, "__module__", None) == module):
-                yield f"{value.__module__}.{name}", value
-
-
-PUBLIC = dict(public_names())
-
-
 def test_every_public_name_has_a_docstring_with_an_example():
-    assert not [name for name, value in PUBLIC.items() if ">>> " not in (value.__doc__ or "")]
+    """What `jamp` lists, and what its public modules define."""
+    for module in (module for module in IMPORTABLE if "._" not in module):
+        for name, value in vars(importlib.import_module(module)).items():
+            own = module == "jamp" or getattr(value, "__module__", None) == module
+            if own and not name.startswith("_") and not inspect.ismodule(value):
+                assert ">>> " in (value.__doc__ or ""), f"{module}.{name}"
 
 
 @pytest.mark.promotes("Optax, Flax and Equinox in the examples")

@@ -1,7 +1,7 @@
 """Every usage example of the five requirement documents, translated and run. docs/from-pytorch.md includes them."""
 
-import functools
 import pathlib
+import pkgutil
 import re
 import runpy
 
@@ -36,10 +36,7 @@ def batches():
     return [(x[i], x[i].sum(axis=1, keepdims=True)) for i in range(3)]
 
 
-# 000: the dynamic loss scaler.
-
-
-def test_dynamic_loss_scaler(params, batches, capsys):
+def test_dynamic_loss_scaler(params, batches, capsys):  # 000
     # --8<-- [start:dynamic_loss_scaler]
     loss_scale = jamp.DynamicLossScale(
         init_scale=65536.0,
@@ -74,16 +71,12 @@ def test_dynamic_loss_scaler(params, batches, capsys):
         if iteration % 100 == 0:
             print(f"Scale: {state.loss_scale}, Overflows: {stats.overflow_steps}")
     # --8<-- [end:dynamic_loss_scaler]
-    applied, skipped = capsys.readouterr().out.splitlines()
-    assert applied == "Scale: 65536.0, Overflows: 0"
-    assert skipped == "Overflow detected, skipping step (scale: 32768.0)"
+    skipped = "Overflow detected, skipping step (scale: 32768.0)"
+    assert capsys.readouterr().out.splitlines() == ["Scale: 65536.0, Overflows: 0", skipped]
     assert bool(jamp.all_finite(params))
 
 
-# 001: GradScaler.
-
-
-def test_grad_scaler(params, batches, capsys):
+def test_grad_scaler(params, batches, capsys):  # 001
     # --8<-- [start:grad_scaler]
     optimizer = jamp.optimizers.sgd(0.1)
     opt_state = optimizer.init(params)
@@ -97,8 +90,7 @@ def test_grad_scaler(params, batches, capsys):
     for batch in batches:
         params, opt_state, scaler, stepped = train_step(params, opt_state, scaler, batch)
     # --8<-- [end:grad_scaler]
-    assert bool(stepped)
-    assert (int(scaler.stats.finite_steps), int(scaler.stats.overflow_steps)) == (2, 1)
+    assert (int(scaler.stats.finite_steps), int(scaler.stats.overflow_steps), bool(stepped)) == (2, 1, True)
     assert bool(jamp.all_finite(params))
     batch = batches[1]
     # --8<-- [start:context_manager]
@@ -138,10 +130,7 @@ def test_grad_scaler(params, batches, capsys):
     assert not np.array_equal(params["w"], before["w"])
 
 
-# 002: the adaptive loss scale.
-
-
-def test_adaptive_loss_scale(params, batches):
+def test_adaptive_loss_scale(params, batches):  # 002
     # --8<-- [start:mindspore]
     net = {"weight": jnp.ones((16, 10))}
     manager = jamp.AdaptiveLossScale(
@@ -162,8 +151,7 @@ def test_adaptive_loss_scale(params, batches):
     input, labels = jnp.ones((10, 16)), jnp.ones(10)
     net, opt_state, output = train_network(net, opt_state, input, labels)
     # --8<-- [end:mindspore]
-    assert float(output) == 225.0
-    assert int(jamp.get_stats(opt_state).finite_steps) == 1
+    assert (float(output), int(jamp.get_stats(opt_state).finite_steps)) == (225.0, 1)
     # --8<-- [start:mindformers]
     manager = jamp.AdaptiveLossScale(init_scale=1, scale_factor=2, initial_window=20, max_window=1000, min_window=20)
     optimizer = jamp.loss_scaled(jamp.optimizers.sgd(0.1, momentum=0.9), manager)
@@ -208,21 +196,15 @@ def test_adaptive_loss_scale(params, batches):
     assert float(jamp.get_loss_scale(optimizer.init(jnp.ones(2)))) == 4294967296.0
 
 
-# 003: torch.cuda.amp.GradScaler. Its example is examples/from_pytorch.py.
-
-
 def test_the_example_of_003_runs(capsys):
     scaler = runpy.run_path(str(ROOT / "examples" / "from_pytorch.py"))["main"](num_epochs=2)
     # The first two overflow in float16 at a loss scale of 2**16, 2**15.
     assert (int(scaler.stats.finite_steps), int(scaler.stats.overflow_steps)) == (18, 2)
-    losses = [float(line.split()[3].rstrip(";")) for line in capsys.readouterr().out.splitlines()]
-    assert losses[1] < losses[0]
+    first, last = (float(line.split()[3].rstrip(";")) for line in capsys.readouterr().out.splitlines())
+    assert last < first
 
 
-# 004: the AMP optimizer.
-
-
-def test_amp_optimizer(params, batches):
+def test_amp_optimizer(params, batches):  # 004
     # --8<-- [start:amp_optimizer]
     optimizer = jamp.optimizers.adam(0.001)
     amp_optimizer = jamp.loss_scaled(optimizer)  # WrapOptimizer
@@ -237,8 +219,7 @@ def test_amp_optimizer(params, batches):
     for batch in batches:
         params, opt_state, loss = train_step(params, opt_state, batch)
     # --8<-- [end:amp_optimizer]
-    assert int(jamp.get_stats(opt_state).overflow_steps) == 1
-    assert bool(jamp.all_finite((params, loss)))
+    assert (int(jamp.get_stats(opt_state).overflow_steps), bool(jamp.all_finite((params, loss)))) == (1, True)
     # --8<-- [start:step_amp]
     scaler = jamp.GradScaler()
     optimizer = jamp.optimizers.adam(0.001)
@@ -252,9 +233,7 @@ def test_amp_optimizer(params, batches):
         # StepAmp:
         params, opt_state, scaler, stepped = scaler.step(optimizer, opt_state, params, scaled_grads=scaled_grads)
     # --8<-- [end:step_amp]
-    assert bool(stepped)
-    assert int(scaler.stats.overflow_steps) == 1
-    assert bool(jamp.all_finite(params))
+    assert (int(scaler.stats.overflow_steps), bool(stepped), bool(jamp.all_finite(params))) == (1, True, True)
     # --8<-- [start:create_adam]
     optimizer = jamp.loss_scaled(jamp.optimizers.adam(0.001))  # CreateAdam
     opt_state = optimizer.init(params)
@@ -276,38 +255,27 @@ def test_amp_optimizer_with_bfloat16_parameters(params, batches):
     assert {x.dtype for x in jax.tree.leaves((params, stepped))} == {jnp.dtype(jnp.bfloat16)}
 
 
-# docs/from-pytorch.md.
-
 PAGE = (ROOT / "docs" / "from-pytorch.md").read_text()
 
 
-def member_tables():
-    """The rows (member, what it is here, status) of each class."""
-    tables = re.findall(r"\| `([\w.]+)` \| Here \| \|\n\|---\|---\|---\|\n((?:\|.*\|\n)+)", PAGE)
-    cells = lambda row: [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
-    return {name: [cells(row) for row in rows.splitlines()] for name, rows in tables}
-
-
 def test_the_table_has_every_member_and_each_that_works_is_there_under_its_name():
-    tables, plain = member_tables(), lambda member: re.sub(r"\(.*\)", "", member).strip("`").removeprefix("the ")
+    found = re.findall(r"\| `([\w.]+)` \| Here \| \|\n\|---\|---\|---\|\n((?:\|.*\|\n)+)", PAGE)
+    cells = lambda row: [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+    tables = {name: [cells(row) for row in rows.splitlines()] for name, rows in found}  # member, here, status
+    plain = lambda member: re.sub(r"\(.*\)", "", member).strip("`").removeprefix("the ")
     names = {owner: [plain(member) for member, _, _ in rows] for owner, rows in tables.items()}
     # The members of the classes that the requirements define, and of torch's class as torch has it.
     assert names == {owner: members.split() for owner, members in recorded("required_members.json").items()}
-    rows = [row for rows in tables.values() for row in rows]
-    for member, here, status in rows:
-        assert status in ("works", "replaced"), member
-        found = re.findall(r"`(jamp(?:\.\w+)+)`", here)
+    for member, here, status in (rows := [row for rows in tables.values() for row in rows]):
         assert here, member
-        assert found or status == "replaced", member
-        for name in found:
-            functools.reduce(getattr, name.split(".")[1:], jamp)
+        found = [pkgutil.resolve_name(name) for name in re.findall(r"`(jamp(?:\.\w+)+)`", here)]
+        assert status == "replaced" or (status == "works" and found), member
     works = sum(status == "works" for _, _, status in rows)
     assert f"{len(rows)} members: {works} work, {len(rows) - works} are replaced, none is missing." in PAGE
 
 
 def test_every_example_that_the_page_includes_is_there_and_every_example_is_included():
-    included = re.findall(r'^--8<-- "([^":]+)(?::(\w+))?"$', PAGE, re.MULTILINE)
-    source = pathlib.Path(__file__).read_text()
+    included, source = re.findall(r'^--8<-- "([^":]+)(?::(\w+))?"$', PAGE, re.M), pathlib.Path(__file__).read_text()
     sections = re.findall(r"# --8<-- \[start:(\w+)\]\n.*?# --8<-- \[end:\1\]", source, re.DOTALL)
     assert sorted(name for _, name in included if name) == sorted(sections)
     assert all((ROOT / path).is_file() for path, _ in included)

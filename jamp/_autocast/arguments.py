@@ -73,17 +73,21 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.inexact))
 
 
-def paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Where each of the `leaves` of a call of `fun` stands in its arguments: "params['w']"."""
+def named(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of the parameters, or "args[0]" where they have none."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # a builtin has no signature
         parameters = []
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [(names[i] if i < len(names) else f"args[{i}]", x) for i, x in enumerate(args)]
+    return {names[i] if i < len(names) else f"args[{i}]": x for i, x in enumerate(args)} | dict(sorted(kwargs.items()))
+
+
+def paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """For each of the `leaves` of a call of `fun` its path, "params['w']", or "" if it is an argument itself."""
     nodes = [
-        (name + keystr(path), x)
-        for name, arg in (*named, *sorted(kwargs.items()))
+        (name + keystr(path) if path else "", x)
+        for name, arg in named(fun, args, kwargs).items()
         for path, x in tree_flatten_with_path(arg, is_leaf=_is_box)[0]
     ]
     boxes: dict[int, tuple[str, Any]] = {}

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.plan import Input, PlannedJaxpr, Where
+from jamp._autocast.plan import Decision, Input, PlannedJaxpr, Where
 from jamp._autocast.rules import CHEAP, COMPUTE, LINEAR, MOVES
 from jamp._autocast.runs import Kind
 from jamp._autocast.values import Values
@@ -55,32 +55,34 @@ class Planner:
         usual = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, *self._default_precision)
         return any(precision not in usual for precision in precisions)
 
-    def kind(self, eqn: JaxprEqn, key: str, depth: int) -> Kind:
-        """What an equation is to a run, if it has a key and its operands a depth."""
+    def kind(self, eqn: JaxprEqn, decision: Decision, depth: int) -> Kind:
+        """What an equation is to a run, if its operands have a depth."""
+        if decision.bodies and eqn.primitive.name not in ("jit", "custom_jvp_call"):
+            return Kind.OTHER
+        return self._kind(eqn, decision.key, depth)
+
+    def _kind(self, eqn: JaxprEqn, key: str, depth: int) -> Kind:
         name = eqn.primitive.name
         if key in self.rules and self.rules[key][0] == COMPUTE:
-            return Kind.OTHER
+            return Kind.PRODUCT if name in _jaxpr.PRODUCTS else Kind.OTHER
         if name in ("jit", "custom_jvp_call") and name not in self.rules:
-            return self._kind_of_all(_jaxpr.bodies(eqn), depth)
+            bodies = _jaxpr.bodies(eqn)
+            unknown = Values(self.compute_dtype, self.holds)
+            inner = [eqn for body in bodies or () for eqn in body.jaxpr.eqns]
+            kinds = {Kind.OTHER if e.effects else self._kind(e, self.rule(e, unknown), depth) for e in inner}
+            if bodies is None or Kind.OTHER in kinds or {Kind.PRODUCT, Kind.CHEAP} <= kinds:
+                return Kind.OTHER
+            return next((kind for kind in (Kind.PRODUCT, Kind.CHEAP) if kind in kinds), Kind.MOVE)
         if name in MOVES:
             # An embedding may lie on many devices: to look it up again could be a collective.
             return Kind.MOVE if depth or name != "gather" else Kind.OTHER
         return Kind.CHEAP if key in CHEAP else Kind.OTHER
 
-    def _kind_of_all(self, bodies: Sequence[ClosedJaxpr] | None, depth: int) -> Kind:
-        if bodies is None:
-            return Kind.OTHER
-        unknown = Values(self.compute_dtype, self.holds)
-        eqns = [eqn for body in bodies for eqn in body.jaxpr.eqns]
-        kinds = {Kind.OTHER if eqn.effects else self.kind(eqn, self.rule(eqn, unknown), depth) for eqn in eqns}
-        return next((kind for kind in (Kind.OTHER, Kind.CHEAP) if kind in kinds), Kind.MOVE)
-
-    def is_worth_recomputing(self, eqn: JaxprEqn) -> bool:
+    def is_worth_recomputing(self, eqn: JaxprEqn, kind: Kind) -> bool:
         """Whether the backward pass of an equation needs a large float32 array that it reads or computes."""
-        name = eqn.primitive.name
         sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
         is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
-        return is_large and name not in LINEAR and name not in MOVES
+        return kind is Kind.CHEAP and is_large and eqn.primitive.name not in LINEAR
 
     def run(self, inputs: list[Var], outputs: list[Var], eqns: list[JaxprEqn]) -> ClosedJaxpr:
         """The body of a run. Those of equal layers are one, which JAX differentiates and transposes once."""

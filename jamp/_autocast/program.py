@@ -11,7 +11,7 @@ import numpy as np
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.constructs import enter
-from jamp._autocast.runs import group, variables
+from jamp._autocast.runs import Kind, group
 from jamp._autocast.values import Atom, is_float32
 from jamp._jaxpr import JaxprEqn, Var
 
@@ -30,13 +30,67 @@ class PlannedEqn:
     bodies: tuple[Any, ...] = ()
 
 
-@dataclasses.dataclass
-class _Run:
-    """A run that the backward pass computes again: its inputs, its equations, and those results that are read."""
+class _Scope:
+    """Equations in their order, with casts where they are needed: a jaxpr, or (inside another scope) a run.
 
-    inputs: list[Var]
-    eqns: list[JaxprEqn]
-    outputs: dict[Var, Var] = dataclasses.field(default_factory=dict)  # by the variable that is read outside
+    Attributes:
+      items: The equations, and the runs between them.
+      inputs: What a run reads from outside.
+      outputs: What is read of a run outside.
+    """
+
+    def __init__(self, plan: Any, parent: _Scope | None = None):
+        self._planner, self._is_low, self._parent = plan.planner, plan.values.is_low, parent
+        self.items: list[JaxprEqn | _Scope] = []
+        self.inputs: list[Var] = []
+        self.outputs: dict[Var, None] = {}
+        self.makers: dict[Var, _Scope] = {}  # the run that computes a value
+        self._homes: dict[tuple[Var, bool], Var] = {}  # where a value is found in each of the two dtypes
+
+    def define(self, v: Var, low: bool) -> Var:
+        """A new value, low or as traced."""
+        self._homes[v, low] = self._new_low(v) if low else v
+        return self._homes[v, low]
+
+    def read(self, atom: Atom, low: bool) -> Atom:
+        """A value in one of its two dtypes. It is cast where the other one is first needed, and only once."""
+        if _jaxpr.is_literal(atom):
+            if not low:
+                return atom
+            value = np.asarray(atom.val).astype(self._planner.compute_dtype)
+            return _jaxpr.core().Literal(value, self._planner.low_aval(atom.aval))
+        if (atom, low) not in self._homes:
+            self._homes[atom, low] = self._find(atom, low)
+        return self._homes[atom, low]
+
+    def _find(self, v: Var, low: bool) -> Var:
+        if v in self.makers:
+            maker = self.makers[v]
+            is_made_low = (v, False) not in maker._homes  # a product: its result is cast outside
+            found = maker.read(v, low or is_made_low)
+            maker.outputs[found] = None
+            if low or not is_made_low:
+                return found
+            self._homes[v, True] = found
+            return self._cast(v, low)
+        is_stored_low = self._is_low(v)
+        if (v, not low) in self._homes and (low or is_stored_low):
+            return self._cast(v, low)
+        assert self._parent is not None
+        found = self._parent.read(v, low or is_stored_low)
+        self.inputs.append(found)
+        if low or not is_stored_low:
+            return found
+        self._homes[v, True] = found
+        return self._cast(v, low)
+
+    def _cast(self, v: Var, low: bool) -> Var:
+        target = self._new_low(v) if low else v
+        self.items.append(self._planner.convert(self._homes[v, not low], target, low))
+        return target
+
+    def _new_low(self, v: Var) -> Var:
+        return _jaxpr.core().Var(self._planner.low_aval(v.aval))
 
 
 class Program:
@@ -48,105 +102,54 @@ class Program:
     """
 
     def __init__(self, plan: Any, low: Sequence[bool]):
-        self._plan, self._planner, self._values = plan, plan.planner, plan.values
-        jaxpr = plan.closed.jaxpr
+        self._plan, self._planner = plan, plan.planner
+        jaxpr, is_low = plan.closed.jaxpr, plan.values.is_low
         decisions = dict(zip(map(id, jaxpr.eqns), plan.decisions, strict=True))
         self.eqns: list[PlannedEqn] = []
-        self._items: list[JaxprEqn | _Run] = []
-        self._homes: dict[tuple[Var, bool], Var] = {}  # where a value is found in each of the two dtypes
-        self._runs: dict[Var, _Run] = {}  # the run that computes a value
+        scope = _Scope(plan)
         for v in (*jaxpr.constvars, *jaxpr.invars):
-            self._define(v, self._values.is_low(v))
-        inputs = [self._read(v, self._values.is_low(v)) for v in jaxpr.invars]
-        kind = lambda eqn, depth: self._planner.kind(eqn, decisions[id(eqn)].key, depth)
-        for is_run, eqns in group(jaxpr, kind):
-            found = [decisions[id(eqn)] for eqn in eqns]
-            if not is_run:
-                self._single(eqns[0], found[0])
-            else:
-                self.eqns.extend(
-                    PlannedEqn(eqn, d.category, d.key, tuple(eqn.invars), tuple(eqn.outvars), d.bodies)
-                    for eqn, d in zip(eqns, found, strict=True)
-                )
-                keeps = not plan.where.recompute or not any(map(self._planner.is_worth_recomputing, eqns))
-                (self._in_place if keeps else self._recomputed)(eqns)
-        outputs = [self._read(v, is_low) for v, is_low in zip(jaxpr.outvars, low, strict=True)]
+            scope.define(v, is_low(v))
+        inputs = [scope.read(v, is_low(v)) for v in jaxpr.invars]
+        for eqns, kinds in group(jaxpr, lambda eqn, depth: self._planner.kind(eqn, decisions[id(eqn)], depth)):
+            into = scope
+            if plan.where.recompute and any(map(self._planner.is_worth_recomputing, eqns, kinds)):
+                into = _Scope(plan, scope)
+            for eqn, kind in zip(eqns, kinds, strict=True):
+                is_in_run = kind is Kind.CHEAP or (kind is Kind.MOVE and len(eqns) > 1)
+                self._add(into, eqn, decisions[id(eqn)], is_in_run)
+            if into is not scope:  # after the casts of what it reads
+                scope.items.append(into)
+                scope.makers.update((v, into) for eqn in eqns for v in eqn.outvars)
+        outputs = [scope.read(v, x) for v, x in zip(jaxpr.outvars, low, strict=True)]
         constants = dict(zip(jaxpr.constvars, plan.closed.consts, strict=True))
-        self.closed = _evaluate.closed_jaxpr(constants, inputs, outputs, list(self._finish()))
+        self.closed = _evaluate.closed_jaxpr(constants, inputs, outputs, list(self._flatten(scope)))
 
-    def _single(self, eqn: JaxprEqn, decision: Any) -> None:
-        """An equation outside all runs: its float32 operands and results are all low or none."""
+    def _add(self, scope: _Scope, eqn: JaxprEqn, decision: Any, is_in_run: bool) -> None:
+        """Add an equation: as it was traced in a run, else with its float32 operands and results all low or none."""
+        low = (False,) * len(eqn.outvars) if is_in_run else decision.low
+        is_entered = not is_in_run and any(body.changed for body in decision.bodies)
         reads: tuple[Atom, ...]
-        if any(body.changed for body in decision.bodies):
-            reads = tuple(self._read(v, x.low) for v, x in zip(eqn.invars, decision.known, strict=True))
+        if is_entered:
+            reads = tuple(scope.read(v, x.low) for v, x in zip(eqn.invars, decision.known, strict=True))
         else:
-            reads = tuple(self._read(v, any(decision.low) and is_float32(v)) for v in eqn.invars)
-        writes = tuple(self._define(v, low) for v, low in zip(eqn.outvars, decision.low, strict=True))
-        planned = PlannedEqn(eqn, decision.category, decision.key, reads, writes, decision.bodies)
-        self.eqns.append(planned)
-        if any(body.changed for body in decision.bodies):
-            self._items.extend(enter(eqn, decision.bodies, decision.low, reads, writes))
+            reads = tuple(scope.read(v, any(low) and is_float32(v)) for v in eqn.invars)
+        writes = tuple(scope.define(v, x) for v, x in zip(eqn.outvars, low, strict=True))
+        self.eqns.append(PlannedEqn(eqn, decision.category, decision.key, reads, writes, decision.bodies))
+        if is_entered:
+            scope.items.extend(enter(eqn, decision.bodies, low, reads, writes))
         else:
-            run = _evaluate.replace_dtype(eqn, _FLOAT32, self._planner.compute_dtype) if any(decision.low) else eqn
-            self._items.append(run.replace(invars=list(reads), outvars=list(writes)))
+            run = _evaluate.replace_dtype(eqn, _FLOAT32, self._planner.compute_dtype) if any(low) else eqn
+            scope.items.append(run.replace(invars=list(reads), outvars=list(writes)))
 
-    def _in_place(self, eqns: list[JaxprEqn]) -> None:
-        """A run whose values are kept."""
-        made = {v for eqn in eqns for v in eqn.outvars}
-        for v in dict.fromkeys(v for eqn in eqns for v in variables(eqn) if v not in made):
-            assert self._read(v, False) is v
-        self._items.extend(eqns)
-        self._homes.update(((v, False), v) for v in made)
-
-    def _recomputed(self, eqns: list[JaxprEqn]) -> None:
-        """A run of which the backward pass keeps the inputs. What is low is cast inside."""
-        made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
-        run = _Run([], [])
-        for v in dict.fromkeys(v for eqn in eqns for v in variables(eqn) if v not in made):
-            low = self._values.is_low(v)
-            run.inputs.append(self._read(v, low))
-            if low:
-                run.eqns.append(self._planner.convert(run.inputs[-1], v, low=False))
-        run.eqns.extend(eqns)
-        self._runs.update(dict.fromkeys(made, run))
-        self._items.append(run)
-
-    def _define(self, v: Var, low: bool) -> Var:
-        """A new value, low or as traced."""
-        self._homes[v, low] = self._new_low(v) if low else v
-        return self._homes[v, low]
-
-    def _read(self, atom: Atom, low: bool) -> Atom:
-        """A value in one of its two dtypes. It is cast where the other one is first needed, and only once."""
-        if _jaxpr.is_literal(atom):
-            if not low:
-                return atom
-            value = np.asarray(atom.val).astype(self._planner.compute_dtype)
-            return _jaxpr.core().Literal(value, self._planner.low_aval(atom.aval))
-        if (atom, low) not in self._homes:
-            target = self._new_low(atom) if low else atom
-            if atom in self._runs:
-                run = self._runs[atom]
-                run.outputs[target] = atom
-                if low:
-                    run.eqns.append(self._planner.convert(atom, target, low))
-            else:
-                self._items.append(self._planner.convert(self._homes[atom, not low], target, low))
-            self._homes[atom, low] = target
-        return self._homes[atom, low]
-
-    def _new_low(self, atom: Atom) -> Var:
-        return _jaxpr.core().Var(self._planner.low_aval(atom.aval))
-
-    def _finish(self) -> Iterator[JaxprEqn]:
-        for item in self._items:
-            if not isinstance(item, _Run):
+    def _flatten(self, scope: _Scope) -> Iterator[JaxprEqn]:
+        for item in scope.items:
+            if not isinstance(item, _Scope):
                 yield item
             elif item.outputs:
                 # A barrier keeps XLA:GPU from finding that the values are computed already, and keeping them. A loop is
                 # a barrier. After a run that no product reads, such as a loss, its gradient follows at once. XLA:TPU
                 # decides better without one (docs/autocast.md has the measurements).
-                is_read = any(v not in self._runs for v in item.outputs)
+                is_read = any(v not in scope.makers for v in item.outputs)
                 prevent_cse = is_read and not self._plan.where.in_loop and jax.default_backend() != "tpu"
-                body = self._planner.run(item.inputs, list(item.outputs), item.eqns)
+                body = self._planner.run(item.inputs, list(item.outputs), list(self._flatten(item)))
                 yield _evaluate.checkpoint(item.inputs, list(item.outputs), body, prevent_cse=prevent_cse)

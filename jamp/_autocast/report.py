@@ -2,19 +2,22 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp import _jaxpr
-from jamp._autocast.plan import ENTERED, NO_RULE, NOT_ENTERED, REGION, PlannedJaxpr
-from jamp._autocast.program import PlannedEqn
-from jamp._autocast.rules import COMPUTE, MOVES_DATA, RULES, WIDEST
+from jamp._autocast.arguments import paths
+from jamp._autocast.equations import Found, all_equations, flat_equations, flops
+from jamp._autocast.plan import NO_RULE, NOT_ENTERED, REGION, Where
+from jamp._autocast.planner import Planner
+from jamp._autocast.rules import COMPUTE, FLOAT32, RULES, WIDEST
 from jamp._autocast.transform import planned
 from jamp._jaxpr import JaxprEqn
-from jamp._source_line import user_line
+from jamp._source_line import made_by_jamp, pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +29,12 @@ class AutocastRow:
       category: compute, float32 or widest; or full_precision, not entered, no rule.
       before: The dtypes of its operands and results as traced: "float32, float32 -> float32".
       after: The same under autocast.
-      source: The user's line: "model.py:12 (dense)".
+      source: The user's line, "model.py:12 (dense)", and after a `>` the innermost line of a package that it calls.
       reason: Why it is in its category.
       count: How often a call runs it. The body of a while counts once, and each branch of a cond.
-      flops: Of all of them together; 0 where that is not known.
+      flops: Of all of them together; 0 where that is not known. What is not entered has those of all that is inside.
+      scope: The name scopes around them, such as the names of Linen modules: "h_*/attn/{query,key}" for many layers.
+      parameter: Where the parameters that they read stand in the arguments: "params['h_*']['attn']['kernel']".
     """
 
     operation: str
@@ -40,6 +45,8 @@ class AutocastRow:
     reason: str
     count: int = 0
     flops: float = 0.0
+    scope: str = ""
+    parameter: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +56,12 @@ class AutocastReport:
     Attributes:
       rows: One row for each kind of floating operation and source line, the most FLOPs first.
       compute_dtype: The name of the compute dtype.
+      backward: Whether the function takes a gradient of what autocast has not transformed.
     """
 
     rows: tuple[AutocastRow, ...]
     compute_dtype: str
+    backward: bool = False
 
     @property
     def share_16_bit(self) -> float:
@@ -64,14 +73,17 @@ class AutocastReport:
     def hints(self) -> tuple[str, ...]:
         """For each operation of 1 % of the FLOPs or more that stayed float32, and each one not entered: why."""
         total = sum(row.flops for row in self.rows)
-        return tuple(
+        stays = tuple(
             f"{row.source}: {row.operation} "
+            + (f"in {row.scope} " if row.scope else "")
+            + (f"with {row.parameter} " if row.parameter else "")
             + (f"({row.flops / total:.1%} of the FLOPs) stays {_results(row.after)}" if row.flops else "runs as traced")
             + f": {row.reason}"
             for row in self.rows
             if (row.flops >= 0.01 * total > 0 and "float32" in row.after and not self._is_low(row))
             or (row.category in (NOT_ENTERED, NO_RULE) and "float32" in row.after)
         )
+        return stays + ((_BACKWARD,) if self.backward else ())
 
     def _is_low(self, row: AutocastRow) -> bool:
         return self.compute_dtype in row.after and "float32" not in row.after
@@ -80,15 +92,15 @@ class AutocastReport:
         share = self.share_16_bit
         title = "no FLOPs counted" if math.isnan(share) else f"{share:.1%} of the FLOPs in 16 bit"
         total = sum(row.flops for row in self.rows)
-        header = ("operation", "category", "count", "FLOPs", "before", "after", "source")
+        where = [row.scope or row.parameter for row in self.rows]
+        header = ("operation", "category", "count", "FLOPs", "before", "after", *["where"] * any(where), "source")
         lines = []
-        for row in self.rows:
+        for row, place in zip(self.rows, where, strict=True):
             if row.flops or row.category != WIDEST:
                 flops = f"{row.flops / total:.1%}" if row.flops else "-"
                 after = _short(row.after) if row.after != row.before else "same"
-                lines.append(
-                    (row.operation, row.category, str(row.count), flops, _short(row.before), after, row.source)
-                )
+                cells = [row.operation, row.category, str(row.count), flops, _short(row.before), after]
+                lines.append((*cells, *[place] * any(where), row.source))
         hidden = len(self.rows) - len(lines)
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
         padded = ([cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in (header, *lines))
@@ -103,7 +115,8 @@ def autocast_report(
 ) -> Callable[..., AutocastReport]:
     """What `autocast` does to a function, without running it.
 
-    Its arguments and errors are those of `autocast`. The gradient of a loss, `jax.grad(loss)`, is a function too.
+    Its arguments and errors are those of `autocast`. Arrays may be given as `jax.ShapeDtypeStruct`. For a gradient pass
+    `jax.grad(jamp.autocast(loss))`: a function that has autocast inside is reported as it runs.
 
     Returns:
       A function of the arguments of `fun` that returns an `AutocastReport`. It traces `fun` and computes nothing.
@@ -118,49 +131,85 @@ def autocast_report(
     """
     trace_plan = planned(fun, compute_dtype, rules)
 
-    def report(*args: Any, **kwargs: Any) -> AutocastReport:
+    def of_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AutocastReport:
         _, body = trace_plan(args, kwargs)
-        merged: dict[AutocastRow, list[float]] = {}
-        for planned_eqn, times, source in _flat_equations(body, 1, ""):
-            row = _row(planned_eqn, body, source)
+        traced = list(all_equations(body.closed.jaxpr))
+        as_run = _has_autocast(fun, traced)
+        if as_run:
+            body = Planner(compute_dtype, _AS_RUN).body(body.closed, body.inputs, Where(recompute=False))
+        parameters = dict(zip(body.closed.jaxpr.invars, paths(fun, args, kwargs), strict=True))
+        merged: dict[AutocastRow, list[Found]] = {}
+        for found in flat_equations(body, parameters):
+            row = _row(found, body.planner, as_run)
             if row is not None:
-                counted = merged.setdefault(row, [0, 0.0])
-                counted[0] += times
-                counted[1] += times * _flops(planned_eqn.eqn)
-        rows = [dataclasses.replace(row, count=int(n), flops=flops) for row, (n, flops) in merged.items()]
-        return AutocastReport(tuple(sorted(rows, key=lambda row: -row.flops)), str(jnp.dtype(compute_dtype)))
+                merged.setdefault(row, []).append(found)
+        rows = [_summed(row, found) for row, found in merged.items()]
+        backward = not as_run and any("transpose(" in str(eqn.source_info.name_stack) for eqn in traced)
+        return AutocastReport(tuple(sorted(rows, key=lambda row: -row.flops)), str(jnp.dtype(compute_dtype)), backward)
+
+    def report(*args: Any, **kwargs: Any) -> AutocastReport:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+        reports: list[AutocastReport] = []
+
+        def of_shapes(arrays: dict[int, Any]) -> None:
+            given = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
+            reports.append(of_arrays(*given))
+
+        if not shapes:
+            return of_arrays(args, kwargs)
+        jax.eval_shape(of_shapes, shapes)
+        return reports[0]
 
     return report
 
 
-def _flat_equations(body: PlannedJaxpr, times: int, caller: str) -> Iterator[tuple[PlannedEqn, int, str]]:
-    """Every planned equation that is not a construct, how often it runs, and where it comes from."""
-    for planned_eqn in body.program().eqns:
-        source = user_line(planned_eqn.eqn) or caller
-        if planned_eqn.category == ENTERED:
-            for inner in planned_eqn.bodies:
-                yield from _flat_equations(inner, times * _jaxpr.iterations(planned_eqn.eqn), source)
-        else:
-            yield planned_eqn, times, source
+def _has_autocast(fun: Callable[..., Any] | None, eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether a function, such as the gradient of a function that `autocast` returned, has its casts already."""
+    while fun is not None:
+        if getattr(getattr(fun, "__code__", None), "co_qualname", "") == "autocast.<locals>.with_casts":
+            return True
+        fun = getattr(fun, "__wrapped__", None)
+    return any(eqn.primitive.name == "convert_element_type" and made_by_jamp(eqn, "_autocast") for eqn in eqns)
 
 
-def _row(planned_eqn: PlannedEqn, body: PlannedJaxpr, source: str) -> AutocastRow | None:
-    """The row of an equation, without its counts, or None if it reads and writes no floating value."""
-    eqn, category = planned_eqn.eqn, planned_eqn.category
+def _row(found: Found, planner: Planner, as_run: bool) -> AutocastRow | None:
+    """The row of an equation, without what is summed, or None if it reads and writes no floating value."""
+    planned_eqn, category = found.planned, found.planned.category
+    eqn = planned_eqn.eqn
     before = _dtypes(eqn.invars), _dtypes(eqn.outvars)
     if "float" not in before[0] or eqn.primitive.name == "convert_element_type":
         return None
     after = _dtypes(planned_eqn.reads), _dtypes(planned_eqn.writes)
-    if category == COMPUTE and after == before:
+    if as_run and eqn.primitive.name in _jaxpr.PRODUCTS and after[1] == str(planner.compute_dtype):
+        category = COMPUTE
+    if category in _WHY or as_run:
+        reason = _WHY.get(category, "it runs like this: the function has autocast inside")
+    elif category == COMPUTE and after == before:
         reason = "its operands have other dtypes, which autocast leaves alone"
     elif category == WIDEST and after == before:
         reason = "an operand of it is float32, or a constant that 16 bit cannot hold"
     else:
-        reason = _WHY[category] if category in _WHY else body.planner.rules[planned_eqn.key][1]
+        reason = planner.rules[planned_eqn.key][1]
     operation = planned_eqn.key if category != REGION else eqn.primitive.name
-    return AutocastRow(operation, category, " -> ".join(before), " -> ".join(after), source, reason)
+    return AutocastRow(operation, category, " -> ".join(before), " -> ".join(after), found.source, reason)
 
 
+def _summed(row: AutocastRow, found: list[Found]) -> AutocastRow:
+    return dataclasses.replace(
+        row,
+        count=sum(x.times for x in found),
+        flops=sum(x.times * flops(x.planned.eqn) for x in found),
+        scope=pattern(x.scope for x in found if x.scope),
+        parameter=pattern(path for x in found for path in x.parameters),
+    )
+
+
+_AS_RUN = {key: (FLOAT32 if category == COMPUTE else category, reason) for key, (category, reason) in RULES.items()}
+_BACKWARD = (
+    "this is autocast(jax.grad(f)). jax.grad(autocast(f)) may have other dtypes in custom rules and in loops, and "
+    "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f))) shows it"
+)
 _WHY = {
     REGION: "it is inside jamp.full_precision",
     NOT_ENTERED: "what is inside is of a kind or a layout that autocast does not enter",
@@ -180,13 +229,3 @@ def _short(dtypes: str) -> str:
     for long, short in {"bfloat": "bf", "float": "f", "int": "i"}.items():
         dtypes = dtypes.replace(long, short)
     return dtypes
-
-
-def _flops(eqn: JaxprEqn) -> float:
-    """Two for each multiply-add of a product, one for each element of any other arithmetic."""
-    shapes = [tuple(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
-    name, size = eqn.primitive.name, math.prod(shapes[-1])
-    if name in _jaxpr.PRODUCTS:
-        return 2.0 * size * _jaxpr.summed_terms(eqn)
-    is_arithmetic = name in RULES and RULES[name][1] != MOVES_DATA
-    return float(max(map(math.prod, shapes))) if is_arithmetic else 0.0

@@ -1,8 +1,9 @@
-"""Group the equations of a jaxpr: the cheap operations between two products are one run.
+"""Group the equations of a jaxpr: the cheap operations between products, and the products that read them, are a run.
 
-The backward pass computes a run again from its inputs, most of which are 16-bit products, so that the float32 values
-inside it are not kept. A run is evaluated as a whole, so no path may leave it and come back. Therefore every equation
-that is not cheap is one step deeper than its operands, and a run holds equations of one depth.
+The backward pass computes the cheap operations of a run again from its inputs, most of which are 16-bit products. So
+neither the float32 values inside it are kept, nor the operands of its products. A run is evaluated as a whole, so no
+path may leave it and come back. Therefore every equation that is not cheap is one step deeper than its operands; a run
+holds cheap equations of one depth, and products one step below.
 """
 
 import enum
@@ -15,14 +16,15 @@ from jamp._jaxpr import Jaxpr, JaxprEqn, Var
 
 
 class Kind(enum.Enum):
-    """What an equation is to a run: a part of it, a part of it that only moves data, or not in any."""
+    """What an equation is to a run: computed again, computed again and only moving data, kept, or not in any."""
 
     CHEAP = enum.auto()
     MOVE = enum.auto()
+    PRODUCT = enum.auto()
     OTHER = enum.auto()
 
 
-def group(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> list[tuple[bool, list[JaxprEqn]]]:
+def group(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> list[tuple[list[JaxprEqn], list[Kind]]]:
     """Divide a jaxpr into groups of equations that can be evaluated in turn.
 
     Args:
@@ -30,22 +32,24 @@ def group(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> list[tuple[boo
       kind: The kind of an equation whose operands have a given depth.
 
     Returns:
-      Pairs: whether a group is a run, and its equations. An equation outside all runs is a group of its own.
+      The equations of each group, and their kinds. An equation outside all runs is a group of its own.
     """
-    labels, runs = _label(jaxpr, kind)
+    labels, kinds = _label(jaxpr, kind)
     members: dict[int, list[int]] = defaultdict(list)
     for i, label in enumerate(labels):
         members[label].append(i)
-    return [(label in runs, [jaxpr.eqns[i] for i in members[label]]) for label in _in_order(jaxpr, labels, members)]
+    groups = [members[label] for label in _in_order(jaxpr, labels, members)]
+    return [([jaxpr.eqns[i] for i in group], [kinds[i] for i in group]) for group in groups]
 
 
-def _label(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[int], set[int]]:
-    """The group of each equation, and which groups are runs."""
+def _label(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[int], list[Kind]]:
+    """The group of each equation, and its kind. One that does not depend on a floating input is not in a run."""
     depths: dict[Var, int] = {}
     # Values that depend on a floating input or a product. The others are masks, positions and random bits. They are
     # computed once, because what they are computed from is larger.
     live = {v for v in (*jaxpr.constvars, *jaxpr.invars) if _jaxpr.is_inexact(v)}
     labels = list(range(len(jaxpr.eqns)))  # a forest: each equation points towards the label of its group
+    kinds: list[Kind] = []
     neighbour: dict[Var, int] = {}  # an equation whose group a cheap reader of a value joins
     at_start: set[int] = set()
     runs: set[int] = set()
@@ -54,27 +58,32 @@ def _label(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[in
         reads = variables(eqn)
         depth = max((depths.get(v, 0) for v in reads), default=0)
         is_live = any(v in live for v in reads)
-        this = Kind.OTHER if eqn.effects else kind(eqn, depth)
-        if this is Kind.OTHER:
+        kinds.append(Kind.OTHER if eqn.effects else kind(eqn, depth))
+        if kinds[i] in (Kind.OTHER, Kind.PRODUCT):
             depth += 1
         elif is_live:
             for v in reads:
                 if v in live and depths.get(v, 0) == depth and (depth or v in neighbour):
                     labels[_root(labels, i)] = _root(labels, neighbour.setdefault(v, i))
             neighbour.update((v, i) for v in eqn.outvars)
-            if this is Kind.CHEAP:
+            if kinds[i] is Kind.CHEAP:
                 runs.add(i)
         if eqn.effects:
             depth = effects = max(depth, effects + 1)
-        if this is not Kind.OTHER and depth == 0:
+        if kinds[i] in (Kind.CHEAP, Kind.MOVE) and depth == 0:
             at_start.add(i)
         depths.update((v, depth) for v in eqn.outvars)
         if is_live:
             live.update(eqn.outvars)
     runs = {_root(labels, i) for i in runs}
+    maker = {v: root for i, eqn in enumerate(jaxpr.eqns) if (root := _root(labels, i)) in runs for v in eqn.outvars}
     labels = [root if (root := _root(labels, i)) in runs else i for i in range(len(labels))]
-    _sink(jaxpr, labels, runs, at_start)
-    return labels, runs
+    for i, eqn in enumerate(jaxpr.eqns):
+        if kinds[i] is Kind.PRODUCT:
+            above = [maker[v] for v in variables(eqn) if v in maker and depths[v] == depths[eqn.outvars[0]] - 1]
+            labels[i] = above[0] if above else i
+    _sink(jaxpr, labels, kinds, runs, at_start)
+    return labels, kinds
 
 
 def _root(labels: list[int], i: int) -> int:
@@ -83,7 +92,7 @@ def _root(labels: list[int], i: int) -> int:
     return i
 
 
-def _sink(jaxpr: Jaxpr, labels: list[int], runs: set[int], at_start: set[int]) -> None:
+def _sink(jaxpr: Jaxpr, labels: list[int], kinds: list[Kind], runs: set[int], at_start: set[int]) -> None:
     """Move what only one run reads into it: the broadcast of a bias, an iota. Only what needs no product can move."""
     readers: dict[Any, set[int]] = defaultdict(set)
     for v in jaxpr.outvars:
@@ -95,7 +104,7 @@ def _sink(jaxpr: Jaxpr, labels: list[int], runs: set[int], at_start: set[int]) -
         if i in at_start and len(into) == 1 and into <= runs:
             labels[i] = min(into)
         for v in variables(eqn):
-            readers[v].add(labels[i])
+            readers[v].add(-1 if kinds[i] is Kind.PRODUCT else labels[i])
 
 
 def _in_order(jaxpr: Jaxpr, labels: list[int], members: dict[int, list[int]]) -> list[int]:

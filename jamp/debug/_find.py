@@ -1,7 +1,6 @@
 """`find_nonfinite`, which names the operation that made inf or NaN."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from jamp import _jaxpr
-from jamp._autocast.arguments import Call
+from jamp._autocast.arguments import Call, named, paths
 from jamp._cast import is_inexact
 from jamp.debug._finding import Finding, NonfiniteSearch, Values
 from jamp.debug._walk import Value, Walker, known, worst
@@ -45,20 +44,24 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
         call = Call(args, kwargs)
         held = _nonfinite_inputs(fun, args, kwargs)
         flat = call.traceable(fun)
-        forward, results = _walk(flat, call.leaves)
+        parameters = paths(fun, args, kwargs)
+        forward, results = _walk(flat, call.leaves, parameters)
         found = _report(forward, results, held)
         if not grad or (found.finding and found.reaches_results):
             return found
-        both, gradients = _walk(lambda *leaves: _gradients(flat, leaves), call.leaves)
+        both, gradients = _walk(lambda *leaves: _gradients(flat, leaves), call.leaves, parameters)
         return _report(both, gradients, held, {(f.primitive, f.source) for f in forward.found})
 
     return search
 
 
-def _walk(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> tuple[Walker, list[Value]]:
+def _walk(
+    flat: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str]
+) -> tuple[Walker, list[Value]]:
     closed = jax.make_jaxpr(flat)(*leaves)
     walker = Walker()
-    return walker, walker.run(closed, [known(jnp.asarray(x), "input") for x in leaves])
+    named_leaves = zip(leaves, parameters, strict=True)
+    return walker, walker.run(closed, [known(jnp.asarray(x), "input", path) for x, path in named_leaves])
 
 
 def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
@@ -89,12 +92,7 @@ def _report(
 
 def _nonfinite_inputs(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """The inputs that are not finite, each with the name of its parameter and its path."""
-    try:
-        names = list(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):  # a builtin has no signature
-        names = []
-    named = {names[i] if i < len(names) else f"args[{i}]": x for i, x in enumerate(args)} | kwargs
-    flat = [(path, x) for path, x in jax.tree.leaves_with_path(named) if is_inexact(x)]
+    flat = [(path, x) for path, x in jax.tree.leaves_with_path(named(fun, args, kwargs)) if is_inexact(x)]
     bad = worst([x for _, x in flat])
     return tuple(
         f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for (path, x), b in zip(flat, bad, strict=True) if b

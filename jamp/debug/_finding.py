@@ -67,6 +67,8 @@ class Finding:
     inputs: tuple[Values, ...]
     outputs: tuple[Values, ...]
     order: int
+    scope: str = ""  # the name scopes around it, such as the names of Linen modules: "Net/h_3/attn"
+    parameter: str = ""  # where a parameter that it reads stands in the arguments: "params['h_3']['kernel']"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +92,12 @@ class NonfiniteSearch:
         found = self.finding
         kinds = [kind for kind in ("inf", "nan") if any(getattr(x, kind) for x in found.outputs)]
         of = "in the backward pass of " if found.backward else ""
+        layer = [found.scope] * bool(found.scope) + [f"with {found.parameter}"] * bool(found.parameter)
         masked = "  note    no result shows it; what hides it may still give a nan gradient"
         lines = [
             f"{found.primitive} gave {' and '.join(kinds)}: {found.cause}",
             f"  line    {of}{found.source or 'unknown'}",
+            *([f"  layer   {' '.join(layer)}"] if layer else []),
             *([f"  inside  {' > '.join(found.path)}"] if found.path else []),
             *(f"  input   {x}" for x in found.inputs[:3]),
             *(f"  output  {x}" for x in found.outputs if x.first is not None),

@@ -12,7 +12,7 @@ from jax import Array
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._source_line import made_by_jamp, user_line
+from jamp._source_line import REARRANGES, made_by_jamp, pattern, scope, user_line
 from jamp.debug._cause import explain
 from jamp.debug._finding import Finding, Values
 
@@ -25,17 +25,27 @@ Origin = Finding | Literal["input", "constant"]
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array, the worst kind of number in it, and where that comes from."""
+    """An array, the worst kind of number in it, where that comes from, and the path of the argument that it is."""
 
     array: Any
     bits: int = 0  # 0, INF or NAN
     origin: Origin | None = None
+    parameter: str = ""
 
 
-def known(array: Any, origin: Origin) -> Value:
+def known(array: Any, origin: Origin, parameter: str = "") -> Value:
     """A value that is not the result of an operation."""
     (bits,) = worst([array])
-    return Value(array, bits, origin if bits else None)
+    return Value(array, bits, origin if bits else None, parameter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an operation stands: the user's line, the name scopes, and whether it is part of a backward pass."""
+
+    line: str = ""
+    scope: str = ""
+    backward: bool = False
 
 
 def worst(arrays: Sequence[Any]) -> list[int]:
@@ -76,20 +86,20 @@ class Walker:
         self.count = 0
         self._path: list[str] = []
 
-    def run(self, closed: ClosedJaxpr, args: Sequence[Value], line: str = "", backward: bool = False) -> list[Value]:
-        """Return the results of a jaxpr. `line` is the line of the call, for operations that have none of their own."""
-        jaxpr = closed.jaxpr
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value], caller: Place | None = None) -> list[Value]:
+        """Return the results of a jaxpr. Operations that have no line of their own have that of the caller."""
+        jaxpr, caller = closed.jaxpr, caller or Place()
         env: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
         env |= {v: known(x, "constant") for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
         last_use = _jaxpr.last_uses(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
             values = [_read(env, v) for v in eqn.invars]
-            here = _line(jaxpr.eqns, index) or line, backward or "transpose(" in str(eqn.source_info.name_stack)
+            here = _place(jaxpr.eqns, index, caller)
             bodies = _jaxpr.bodies(eqn) if eqn.primitive.name in _ENTER else None
             if bodies is None:
-                results = self._operation(eqn, values, *here)
+                results = self._operation(eqn, values, here)
             else:
-                inside = lambda step, body, args, here=here: self._inside(step, body, args, *here)
+                inside = lambda step, body, args, here=here: self._inside(step, body, args, here)
                 results = _ENTER[eqn.primitive.name](eqn, bodies, values, inside)
             env.update(zip(eqn.outvars, results, strict=True))
             for v in {v for v in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(v)}:
@@ -97,13 +107,13 @@ class Walker:
                     del env[v]  # The activations of a model would not all fit in memory.
         return [_read(env, v) for v in jaxpr.outvars]
 
-    def _inside(self, step: str, body: ClosedJaxpr, args: Sequence[Value], line: str, backward: bool) -> list[Value]:
+    def _inside(self, step: str, body: ClosedJaxpr, args: Sequence[Value], here: Place) -> list[Value]:
         self._path.append(step)
-        results = self.run(body, args, line, backward)
+        results = self.run(body, args, here)
         self._path.pop()
         return results
 
-    def _operation(self, eqn: JaxprEqn, values: list[Value], line: str, backward: bool) -> list[Value]:
+    def _operation(self, eqn: JaxprEqn, values: list[Value], here: Place) -> list[Value]:
         self.count += 1
         arrays = [x.array for x in values]
         results = _evaluate.bind(eqn, arrays, _jaxpr.avals(eqn.outvars))
@@ -115,23 +125,27 @@ class Walker:
             origin = Finding(
                 eqn.primitive.name,
                 explain(eqn, arrays, results),
-                line,
-                tuple(self._path),
-                backward,
+                here.line,
+                tuple(filter(None, self._path)),
+                here.backward,
                 tuple(map(Values.of, filter(is_inexact, arrays))),
                 tuple(map(Values.of, filter(is_inexact, results))),
                 order=len(self.found),
+                scope=here.scope,
+                parameter=pattern(x.parameter for x in values if x.parameter),
             )
             self.found.append(origin)
-        return [Value(x, b, origin if b else None) for x, b in zip(results, bits, strict=True)]
+        parameter = values[0].parameter if eqn.primitive.name in REARRANGES else ""
+        return [Value(x, b, origin if b else None, parameter) for x, b in zip(results, bits, strict=True)]
 
 
-def _line(eqns: Sequence[JaxprEqn], index: int) -> str | None:
-    """The user's line of an operation. For a cast that autocast inserted, the line of the operation that reads it."""
+def _place(eqns: Sequence[JaxprEqn], index: int, caller: Place) -> Place:
+    """Where an operation stands. A cast that autocast inserted stands where the operation that reads it does."""
     eqn = eqns[index]
     if eqn.primitive.name == "convert_element_type" and made_by_jamp(eqn):
         eqn = next((later for later in eqns[index + 1 :] if eqn.outvars[0] in later.invars), eqn)
-    return user_line(eqn)
+    backward = caller.backward or "transpose(" in str(eqns[index].source_info.name_stack)
+    return Place(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
 
 
 def _read(env: dict[Any, Value], atom: Any) -> Value:
@@ -148,7 +162,8 @@ Bodies = Sequence["ClosedJaxpr"]
 def _call(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) -> list[Value]:
     kind = {"remat2": "remat", "custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}
     name = _jaxpr.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
-    return inside(f"{kind.get(eqn.primitive.name, eqn.primitive.name)}({name})", bodies[0], values)
+    step = f"{kind.get(eqn.primitive.name, eqn.primitive.name)}({name})"
+    return inside("" if name == "jamp" else step, bodies[0], values)  # autocast puts cheap operations in a checkpoint
 
 
 def _cond(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) -> list[Value]:
@@ -173,7 +188,10 @@ def _scan(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) ->
     rows: list[list[Value]] = []
     steps = reversed(range(length)) if is_reverse else range(length)
     for i in steps:
-        slices = [known(x.array[i], x.origin) if x.origin else Value(x.array[i]) for x in xs]
+        slices = [
+            known(x.array[i], x.origin, x.parameter) if x.origin else Value(x.array[i], parameter=x.parameter)
+            for x in xs
+        ]
         results = inside(f"scan, iteration {i} of {length}", bodies[0], [*consts, *state, *slices])
         state = results[: len(carry)]
         rows.append(results[len(carry) :])
@@ -193,6 +211,8 @@ _ENTER: dict[str, Callable[[JaxprEqn, Bodies, list[Value], Inside], list[Value]]
     "remat2": _call,
     "custom_jvp_call": _call,
     "custom_vjp_call": _call,
+    "closed_call": _call,
+    "linear_call": _call,
     "cond": _cond,
     "while": _while,
     "scan": _scan,

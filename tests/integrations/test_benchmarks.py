@@ -27,10 +27,9 @@ RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "accuracy.json"
 
 def run(recipe, *factors):
     """The parameters, flat, after a step on the gradients times each of some factors."""
-    carry = recipe.carry
-    for factor in factors:
-        carry = recipe.step(carry, jax.tree.map(lambda g, f=factor: g * np.float32(recipe.scale * f), GRADS))
-    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(recipe.params(carry))])
+    times = lambda factor: jax.tree.map(lambda g: g * np.float32(recipe.scale * factor), GRADS)
+    params = recipe.params(functools.reduce(recipe.step, map(times, factors), recipe.carry))
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
 
 
 @functools.cache
@@ -51,36 +50,29 @@ def test_every_step_is_plain_optax_s_and_skips_an_overflow(name):
     np.testing.assert_allclose(run(recipe, 1.0, np.inf, halved), run(plain, 1.0, 1.0), rtol=1e-6)
 
 
-@functools.cache
-def stepped():
-    grads = jax.jit(jax.grad(train.mlp_loss))(LAYERS, X, LABELS)
-    return optax.apply_updates(LAYERS, TX.update(grads, TX.init(LAYERS), LAYERS)[0])
-
-
 @pytest.mark.parametrize("name", whole_step.installed())
 def test_every_whole_step_is_plain_optax_s_and_skips_an_overflow(name):
     step, carry = whole_step.RECIPES[name](train.mlp_loss, TX, LAYERS)
     step = jax.jit(step)
     carry = step(carry, X, LABELS)
-    assert_close(carry[0], stepped(), rtol=0, atol=1e-6)
+    updates, _ = TX.update(jax.jit(jax.grad(train.mlp_loss))(LAYERS, X, LABELS), TX.init(LAYERS), LAYERS)
+    assert_close(carry[0], optax.apply_updates(LAYERS, updates), rtol=0, atol=1e-6)
     if name != "optax":
         assert bits(step(carry, X * np.float32(np.inf), LABELS)[0]) == bits(carry[0])
 
 
 def test_the_tables_of_the_accuracy_page_are_those_that_the_results_give(tmp_path):
-    page = Path(shutil.copy(RESULTS.with_suffix(".md"), tmp_path))
-    accuracy_report.write_page(page, json.loads(RESULTS.read_text()))
+    page, results = Path(shutil.copy(RESULTS.with_suffix(".md"), tmp_path)), json.loads(RESULTS.read_text())
+    accuracy_report.write_page(page, results)
     assert page.read_text() == RESULTS.with_suffix(".md").read_text()
     page.write_text("# No marks\n")
     with pytest.raises(ValueError, match="has no marks <!-- about -->"):
-        accuracy_report.write_page(page, json.loads(RESULTS.read_text()))
+        accuracy_report.write_page(page, results)
 
 
 def test_the_measures_of_the_accuracy_study_are_what_they_are_called():
-    # A scale is too low where more than a hundredth of the gradients is lost.
-    assert accuracy_report.too_low({"lost_scaled": [0.5, 0.02, 0.01, 0.0]}) == 0.5
-    # The loss is reached at the first evaluation at or below it.
-    row = {"steps": [10, 20, 30], "loss": [3.0, None, 1.0]}
+    assert accuracy_report.too_low({"lost_scaled": [0.5, 0.02, 0.01, 0.0]}) == 0.5  # of more than a hundredth
+    row = {"steps": [10, 20, 30], "loss": [3.0, None, 1.0]}  # reached at the first evaluation at or below it
     assert [accuracy_report.steps_to(row, loss) for loss in (3.5, 1.0, 0.5)] == [10, 30, None]
     # The first step that is applied comes after the unbroken run of skipped ones.
     assert [accuracy_report.first_applied({"skipped": x}) for x in ([], [0, 1, 5], [3])] == [0, 2, 0]

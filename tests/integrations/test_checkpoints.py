@@ -1,6 +1,7 @@
 """Every format, loss scale and integration: a restored run goes on bit for bit; what does not fit is an error."""
 
 import functools
+import io
 import itertools
 import json
 import os
@@ -80,11 +81,6 @@ def from_named(saved, like):
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def load_npz(path, like):
-    with path.open("rb") as file, np.load(file) as archive:
-        return from_named(archive, like)
-
-
 FORMATS = {
     "orbax": (save_orbax, load_orbax),
     "flax": (
@@ -95,7 +91,10 @@ FORMATS = {
         lambda path, tree: path.write_bytes(pickle.dumps(jax.device_get(jax.tree.leaves(tree)))),
         lambda path, like: jax.tree.unflatten(jax.tree.structure(like), pickle.loads(path.read_bytes())),
     ),
-    "npz": (lambda path, tree: np.savez(path, **named(tree)), load_npz),
+    "npz": (
+        lambda path, tree: np.savez(path, **named(tree)),
+        lambda path, like: from_named(np.load(io.BytesIO(path.read_bytes())), like),
+    ),
     "safetensors": (
         lambda path, tree: safetensors.save_file(named(tree), path),
         lambda path, like: from_named(safetensors.load_file(path), like),
@@ -112,27 +111,21 @@ FLAX_KNOWS = ("loss_scaled", "mixed_precision", "linen")  # for others it needs 
 CASES = list(itertools.product(INTEGRATIONS, SCALES))
 
 
-def place(tree):
-    """On one device and committed to it, as Orbax restores: otherwise each step is compiled twice."""
-    return jax.device_put(tree, jax.devices()[0])
+# On one device and committed to it, as Orbax restores: otherwise each step is compiled twice.
+place = lambda tree: jax.device_put(tree, jax.devices()[0])
+go_on = lambda case, k, run: functools.reduce(start(*case)[1], BATCHES[k:], run)
 
 
 @functools.cache
-def start(integration, scale):
-    """A fresh run, and its step."""
+def start(integration, scale):  # a fresh run, and its step
     run, step, *_ = INTEGRATIONS[integration](SCALES[scale])
     return place(run), jax.jit(step)
 
 
 @functools.cache
-def undisturbed(integration, scale):
-    """The states before each step, and after the last."""
+def undisturbed(integration, scale):  # the states before each step, and after the last
     run, step = start(integration, scale)
     return [run] + [run := step(run, x) for x in BATCHES]
-
-
-def go_on(case, k, run):
-    return functools.reduce(start(*case)[1], BATCHES[k:], run)
 
 
 def saved(form):
@@ -174,7 +167,7 @@ def test_a_truncated_or_foreign_checkpoint_is_an_error_and_changes_no_state(form
     for n, run in enumerate([{"params": params, "opt_state": opt_state}, undisturbed("linen", "dynamic")[4]]):
         before, path = bits(run), tmp_path / f"{n}.npz"
         save(path, run)
-        for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+        for file in (file for file in (path, *path.rglob("*")) if file.is_file()):
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         with pytest.raises(Exception, match=truncated):
             restore(path, run)
@@ -184,7 +177,7 @@ def test_a_truncated_or_foreign_checkpoint_is_an_error_and_changes_no_state(form
         assert bits(run) == before
 
 
-def test_another_kind_of_loss_scale_is_an_error_that_says_how_to_convert_it():
+def test_another_loss_scale_or_what_does_not_fit_is_an_error_that_names_both():
     fresh = {name: start("loss_scaled", name)[0] for name in SCALES}
     for old, new in itertools.permutations(SCALES, 2):
         config = json.loads(json.dumps(interop.checkpoint_config(fresh[old], SCALES[old])))
@@ -194,9 +187,6 @@ def test_another_kind_of_loss_scale_is_an_error_that_says_how_to_convert_it():
         interop.check_checkpoint_config(config, INTEGRATIONS["loss_scaled"](was)[0], was)
         converted = jamp.convert_loss_scale(fresh[old], SCALES[new])
         interop.check_checkpoint_config(interop.checkpoint_config(converted, SCALES[new]), fresh[new], SCALES[new])
-
-
-def test_what_does_not_fit_is_an_error_that_names_both():
     arrays, static = {"w": jnp.ones((3, 4)), "n": 3}, jamp.StaticLossScale()
     config = json.loads(json.dumps(interop.checkpoint_config(arrays | {"f": place}, static)))  # a function is no array
     interop.check_checkpoint_config(config, jax.eval_shape(lambda: arrays), jamp.StaticLossScale(2.0))  # other numbers
@@ -217,21 +207,11 @@ def test_what_does_not_fit_is_an_error_that_names_both():
     assert interop.checkpoint_config({}, Halving())["loss_scale"] == {"type": "Halving"}
 
 
-def test_a_plain_optax_run_goes_on_loss_scaled_and_back_to_the_same_bits():
-    p, tx = contract.params(), contract.INNER
-    plain, scaled = (jax.jit(tx.update) for tx in (tx, jamp.loss_scaled(tx)))
-    _, state = plain(p, tx.init(p), p)
-    updates, wrapped = scaled(p, interop.wrap_state(state), p)
-    assert int(jamp.get_stats(wrapped).finite_steps) == 1
-    assert bits((updates, interop.unwrap_state(wrapped))) == bits(plain(p, state, p))
-
-
 def train(folder):
     """In a process of its own: train to the last step from the last checkpoint, if any. Each step is announced."""
     run, step = start("loss_scaled", "dynamic")
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
-        first = manager.latest_step() or 0
-        if first:
+        if first := manager.latest_step() or 0:
             run = manager.restore(first, args=ocp.args.StandardRestore(run))
         for k in range(first + 1, STEPS + 1):
             run = step(run, BATCHES[k % len(BATCHES)] + np.float32(k / STEPS))
@@ -243,10 +223,9 @@ def train(folder):
 
 @pytest.mark.slow
 def test_killed_at_random_steps_twenty_times_a_training_ends_with_the_same_bits(tmp_path):
-    path, seed = os.pathsep.join(sys.path), random.SystemRandom().randrange(10**6)
+    path, seed, began = os.pathsep.join(sys.path), random.SystemRandom().randrange(10**6), []
     command = [sys.executable, "-W", "error", __file__, "train", tmp_path / "killed"]
-    options = {"env": environment(PYTHONPATH=path), "stdout": subprocess.PIPE, "text": True}
-    rng, began = random.Random(seed), []
+    options, rng = {"env": environment(PYTHONPATH=path), "stdout": subprocess.PIPE, "text": True}, random.Random(seed)
     for _ in range(LIVES):
         with subprocess.Popen(command, **options) as child:
             began.append(int(child.stdout.readline()))
@@ -258,8 +237,7 @@ def test_killed_at_random_steps_twenty_times_a_training_ends_with_the_same_bits(
     assert len(set(began)) > LIVES // 2, f"{seed=}: it hardly went on from one life to the next, {began}"
     for name in ("killed", "undisturbed"):
         run_python(__file__, "train", tmp_path / name, PYTHONPATH=path)
-    ends = [(tmp_path / f"{name}.end").read_bytes() for name in ("killed", "undisturbed")]
-    assert ends[0] == ends[1], f"{seed=} {began}"
+    assert (tmp_path / "killed.end").read_bytes() == (tmp_path / "undisturbed.end").read_bytes(), f"{seed=} {began}"
 
 
 if __name__ == "__main__":

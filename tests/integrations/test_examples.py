@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import matplotlib.image
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from processes import environment
+from trees import bits
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ["float32", "float16, unscaled", "float16 with jamp"]
@@ -25,10 +25,8 @@ RUNS = ["float32", "float16, unscaled", "float16 with jamp"]
 def table(output):
     """That of digits.py: accuracy (%), loss, zero gradients by quarter (%), skipped steps, exponent of the scale."""
     numbers = lambda line: map(float, re.findall(r"[\d.]+(?:e[-+]\d+)?", line.replace("2**", "")))
-    lines = [line.removeprefix(name) for name in RUNS for line in output.splitlines() if line.startswith(f"{name} ")]
-    rows = [(accuracy, loss, zeros, skips, scale) for accuracy, loss, *zeros, skips, scale in map(numbers, lines)]
-    assert len(rows) == len(RUNS), output
-    return rows
+    [lines] = re.findall("".join(rf"^{name} (.*)\n" for name in RUNS), output, re.MULTILINE)
+    return [(accuracy, loss, zeros, skips, scale) for accuracy, loss, *zeros, skips, scale in map(numbers, lines)]
 
 
 def begin(name, *args):
@@ -53,11 +51,10 @@ def run(monkeypatch, capsys):
 
     def run(name, *args, **smaller):
         example = runpy.run_path(ROOT / "examples" / name)
-        main = example["main"]
-        for attribute, change in smaller.items():
-            main.__globals__[attribute] = functools.partial(example[attribute], **change)
+        changed = {attribute: functools.partial(example[attribute], **change) for attribute, change in smaller.items()}
+        example["main"].__globals__.update(changed)
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
-        main()
+        example["main"]()
         return capsys.readouterr()
 
     return run
@@ -72,9 +69,8 @@ def test_digits_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
     out = tmp_path / "new" / "folder"
     output, progress = run("digits.py", "--epochs", 4, "--steps", 5, "--out", out, init_params={"sizes": (64, 16, 10)})
     for name, (accuracy, loss, zeros, _, _) in zip(RUNS, table(output), strict=True):
-        assert 0 < accuracy <= 100
-        assert 0 < loss < 3
-        assert [0 <= zero <= 100 for zero in zeros] == [True] * 4
+        assert 0 < accuracy <= 100 > max(zeros) >= min(zeros) >= 0
+        assert (0 < loss < 3, len(zeros)) == (True, 4)
         # The epochs, of which there are fewer than steps.
         assert re.search(rf"{name}: 100%.* 4/4 .*loss=\S+, scale=2\*\*\d+, skipped=0]", progress)
     assert matplotlib.image.imread(out / "digits.png").shape[:2] == (600, 800)
@@ -88,16 +84,13 @@ def test_digits_with_jamp_is_as_good_as_float32_and_without_it_gradients_vanish(
     # "Without loss scaling most gradients vanish in the end, and the training loss stalls several times higher."
     assert zeros[1][0] < zeros[1][-1] > 60
     assert losses[1] > 3 * losses[0]
-    # "The test accuracy hardly notices."
+    # "The test accuracy hardly notices. With jamp nearly no gradient vanishes, and the training loss is float32's."
     assert abs(accuracies[1] - accuracies[0]) <= 1
-    # "With jamp nearly no gradient vanishes, and the training loss is float32's."
     assert max(zeros[2]) < 2
     assert losses[2] < 1.5 * losses[0]
     assert abs(accuracies[2] - accuracies[0]) <= 0.5
-    # The scale follows the shrinking gradients until they overflow.
-    assert exponents[2] > 24
-    assert skipped[:2] == (0, 0)
-    assert 1 <= skipped[2] <= 100
+    assert exponents[2] > 24  # The scale follows the shrinking gradients until they overflow.
+    assert (skipped[:2], 1 <= skipped[2] <= 100) == ((0, 0), True)
 
 
 def test_linen_transformer_shows_progress_and_makes_a_picture_and_scalars(run, tmp_path):
@@ -113,12 +106,11 @@ def test_linen_transformer_shows_progress_and_makes_a_picture_and_scalars(run, t
 
 @pytest.mark.slow
 def test_linen_transformer_killed_and_resumed_ends_with_the_bits_of_one_undisturbed(tmp_path):
-    def last_checkpoint(name):
-        """The bits of the train state, and the history."""
+    def last_checkpoint(name):  # the train state, and the history
         with ocp.CheckpointManager(tmp_path / name / "checkpoints") as manager:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(), about=ocp.args.JsonRestore())
             restored = manager.restore(manager.latest_step(), args=args)
-        return [np.asarray(x).tobytes() for x in jax.tree.leaves(restored.state)], restored.about["history"]
+        return bits(restored.state), restored.about["history"]
 
     start, delay = ("linen_transformer.py", "--steps", 130, "--out"), random.SystemRandom().uniform(0, 1.5)
     with begin(*start, tmp_path / "killed") as child:
@@ -128,18 +120,16 @@ def test_linen_transformer_killed_and_resumed_ends_with_the_bits_of_one_undistur
         time.sleep(delay)
         child.kill()
         child.communicate()
-    assert child.returncode == -signal.SIGKILL, f"{delay=}"
     with begin(*start, tmp_path / "killed") as anew:  # which would mix two runs
         assert "go on with --resume" in anew.communicate()[1]
-    assert anew.returncode == 2
+    assert (child.returncode, anew.returncode) == (-signal.SIGKILL, 2), f"{delay=}"
     finish(*start, tmp_path / "killed", "--resume")
     finish(*start, tmp_path / "undisturbed")
     undisturbed = last_checkpoint("undisturbed")
     assert last_checkpoint("killed") == undisturbed, f"{delay=}"
     losses, scales, _ = np.transpose(undisturbed[1])
-    assert len(losses) == 130
     assert np.log(256) < losses[0] < 1.5 * np.log(256)
-    assert losses[-20:].mean() < 3
+    assert (len(losses), losses[-20:].mean() < 3) == (130, True)
     assert scales[[0, 40, 80]].tolist() == [2.0**16, 2.0**17, 2.0**18]  # a growth every 40 steps
 
 
@@ -147,31 +137,23 @@ def test_linen_transformer_killed_and_resumed_ends_with_the_bits_of_one_undistur
 @pytest.mark.parametrize(("devices", "processes"), [(8, 1), (4, 2)])
 def test_fsdp_transformer_learns_and_prints_speed_loss_scale_and_agreement(devices, processes):
     output, _ = finish("fsdp_transformer.py", "--steps", 70, "--devices", devices, "--processes", processes)
-    found = re.search(
-        rf"{devices} devices in {processes} processes, [\d,]+ tokens per second\n"
-        r"loss ([\d.]+) -> ([\d.]+), loss scale 2\*\*(\d+)\n"
-        rf"{devices} devices agreed on all 70 steps: (\d+) were skipped",
-        output,
-    )
+    said = rf"{devices} devices in {processes} processes, [\d,]+ tokens per second\n"
+    said += r"loss ([\d.]+) -> ([\d.]+), loss scale 2\*\*(\d+)\n"
+    found = re.search(said + rf"{devices} devices agreed on all 70 steps: (\d+) were skipped", output)
     first, last, exponent, skipped = map(float, found.groups())
     assert last < 0.6 * first
-    assert 0 < skipped < 10
-    assert 16 < exponent < 24
-
-
-SAID = {  # how it went
-    "nnx_resnet.py": (12, r"1 of 12 steps skipped; BatchNorm's statistics are finite\.\n[\d.]+% of the"),
-    "equinox_mlp.py": (3, r"training loss  skipped\nfloat32 .* 0\nautocast +[\d.]+% +\S+ +\d"),
-}
+    assert (0 < skipped < 10, 16 < exponent < 24) == (True, True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAID)
-def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went(name):
-    steps, said = SAID[name]
-    output, progress = finish(name, "--steps", steps)
-    assert re.search(said, output), output
-    assert re.search(r"100%.*loss=\S+, scale=2\*\*\d+, skipped=\d+]", progress)
+def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went():
+    for name, steps, said in (
+        ("nnx_resnet.py", 12, r"1 of 12 steps skipped; BatchNorm's statistics are finite\.\n[\d.]+% of the"),
+        ("equinox_mlp.py", 3, r"training loss  skipped\nfloat32 .* 0\nautocast +[\d.]+% +\S+ +\d"),
+    ):
+        output, progress = finish(name, "--steps", steps)
+        assert re.search(said, output), output
+        assert re.search(r"100%.*loss=\S+, scale=2\*\*\d+, skipped=\d+]", progress)
 
 
 @pytest.mark.slow

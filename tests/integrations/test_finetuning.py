@@ -15,8 +15,7 @@ LABELS = (X[:, 0] > 0).astype(np.int32)
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
-def init(outputs):
-    return {"body": normal(8, 16, scale=8**-0.5), "head": normal(16, outputs, scale=0.25)}
+init = lambda outputs: {"body": normal(8, 16, scale=8**-0.5), "head": normal(16, outputs, scale=0.25)}
 
 
 def apply(params, x):
@@ -24,8 +23,8 @@ def apply(params, x):
     return (jnp.tanh(x @ params["body"]) @ params["head"]).astype(jnp.float32)
 
 
-def classify(params, x, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(apply(params, x), labels).mean()
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+classify = lambda params, x, labels: cross_entropy(apply(params, x), labels).mean()
 
 
 def policy_and_value(models, reference, x, actions):
@@ -38,15 +37,11 @@ def policy_and_value(models, reference, x, actions):
 def make_train(tx, loss_fn):
     @jax.jit
     def step(params, opt_state, *batch):
-        grads = jamp.grad(loss_fn, opt_state)(params, *batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = tx.update(jamp.grad(loss_fn, opt_state)(params, *batch), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def train(run, batches):
-        """The parameters and the optimizer state before each batch, and at the end."""
-        return [run] + [run := step(*run, *batch) for batch in batches]
-
-    return train
+    # The parameters and the optimizer state before each batch, and at the end.
+    return lambda run, batches: [run] + [run := step(*run, *batch) for batch in batches]
 
 
 def through_a_checkpoint(path, tree):

@@ -1,0 +1,80 @@
+"""find_nonfinite names the layer and the parameter of an overflow, and does not blame a deliberate inf."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import jamp
+from jamp.debug import find_nonfinite
+
+LAYERS = [f"h_{i}" for i in range(12)]
+
+
+def net(params, x):
+    for name in LAYERS:
+        with jax.named_scope(name), jax.named_scope("attn"):
+            x = jax.jit(lambda w, x: jnp.tanh(x @ w.T))(params[name]["kernel"], x)
+    return x.sum()
+
+
+@pytest.mark.parametrize("planted", [6e4, 1e5])  # the product overflows, or the cast
+def test_an_overflow_in_one_of_12_layers_is_named_by_layer_and_parameter(planted):
+    params = {name: {"kernel": jnp.full((8, 8), planted if name == "h_7" else 1.0)} for name in LAYERS}
+    search = find_nonfinite(jamp.autocast(net))(params, jnp.ones((2, 8)))
+    assert search.finding.primitive == ("dot_general" if planted == 6e4 else "convert_element_type")
+    assert (search.finding.scope, search.finding.parameter) == ("h_7/attn", "params['h_7']['kernel']")
+    assert "  layer   h_7/attn with params['h_7']['kernel']" in str(search).splitlines()
+
+
+def test_in_a_linen_model_the_layer_is_the_name_of_the_module():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in LAYERS:
+                x = jnp.tanh(nn.Dense(8, name=name)(x))
+            return x.sum()
+
+    x = jnp.ones((2, 8))
+    variables = Net().init(jax.random.key(0), x)
+    variables["params"]["h_3"]["kernel"] *= 1e5
+    found = find_nonfinite(jamp.autocast(Net().apply), grad=True)(variables, x).finding
+    assert (found.scope, found.parameter) == ("Net/h_3", "variables['params']['h_3']['kernel']")
+    assert "(__call__) > flax/linen/linear.py:" in found.source
+
+
+def test_a_scanned_layer_is_named_by_its_iteration_and_the_stacked_parameter():
+    scanned = lambda params, x: lax.scan(lambda x, w: (x @ w, None), x, params["w"])[0]
+    stack = {"w": jnp.ones((12, 4, 4)).at[5].set(3e38)}
+    found = find_nonfinite(scanned)(stack, jnp.ones((2, 4))).finding
+    assert (found.path, found.parameter) == (("scan, iteration 5 of 12",), "params['w']")
+
+
+def test_the_backward_pass_is_in_the_layer_and_the_line_in_a_library_is_named():
+    def loss(params, x):
+        with jax.named_scope("head"):
+            return optax.tree.norm(params) + x
+
+    found = find_nonfinite(loss, grad=True)({"w": jnp.zeros(2)}, 1.0).finding
+    assert (found.scope, found.backward) == ("head", True)
+    assert f"test_debug_names.py:{loss.__code__.co_firstlineno + 2} (loss) > optax/" in found.source
+
+
+def buffer(x):
+    return jnp.full(4, jnp.inf).at[0].set(x), jnp.int32(1)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_custom_rule_that_returns_a_buffer_padded_with_inf_is_not_blamed(grad):
+    padded = jax.custom_vjp(buffer)
+    padded.defvjp(lambda x: (buffer(x.value), None), lambda _, g: (g[0][0],), symbolic_zeros=True)
+    assert not find_nonfinite(lambda x: padded(x)[0][0], grad=grad)(jnp.float32(2))
+
+
+def test_a_run_of_cheap_operations_under_autocast_is_not_a_construct_of_the_user():
+    fun = jamp.autocast(lambda w, x: jnp.exp(jnp.square(x @ w)) @ w)
+    found = find_nonfinite(fun)(jnp.ones((64, 64)), jnp.ones((64, 64))).finding
+    assert (found.primitive, found.path) == ("exp", ())
