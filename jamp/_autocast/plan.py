@@ -14,6 +14,7 @@ from typing import Any
 
 from jamp import _jaxpr
 from jamp._autocast.program import Program
+from jamp._autocast.runs import Kind
 from jamp._autocast.values import Atom, Values, is_float32
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
@@ -84,7 +85,7 @@ class PlannedJaxpr:
             # A function in the parameters (that of a scatter) is for the dtypes it was traced with.
             low = self.values.runs_low(eqn, category) and not _jaxpr.has_body(eqn)
             decision = Decision(category, key, tuple(low and is_float32(v) for v in eqn.outvars))
-        self.values.follow(eqn, decision.low)
+        self.values.follow(eqn, decision.low, self.planner.kind(eqn, decision, 1) is Kind.CHEAP)
         return decision
 
     def _enter(self, eqn: JaxprEqn) -> Decision:
@@ -94,7 +95,12 @@ class PlannedJaxpr:
             return Decision(NOT_ENTERED, name, (False,) * len(eqn.outvars))
         # A carry keeps its traced dtypes, and is another value at every step.
         carry = _jaxpr.carry(eqn)
-        known = tuple(Input() if i in carry else self._known(v) for i, v in enumerate(eqn.invars))
+        # A constant of a loop is, too: its gradient is the sum over all steps.
+        wide = range(carry.stop) if carry else ()
+        exact = self.planner.kind(eqn, Decision(ENTERED, name, ()), 1) is Kind.OTHER and not self.planner.holds_product(
+            inner
+        )
+        known = tuple(Input() if i in wide else self._known(v, exact) for i, v in enumerate(eqn.invars))
         # What the user's own checkpoint keeps and computes again is the user's decision.
         where = Where(
             recompute=self.where.recompute and name != "remat2",
@@ -108,8 +114,9 @@ class PlannedJaxpr:
         low = tuple(i >= len(carry) and all(body.low[i] for body in bodies) for i in range(len(eqn.outvars)))
         return Decision(ENTERED, name, low, bodies, known)
 
-    def _known(self, atom: Atom) -> Input:
-        return Input(self.values.is_low(atom), self.values.constant(atom))
+    def _known(self, atom: Atom, exact: bool) -> Input:
+        low = self.values.is_low(atom) and not (exact and self.values.is_rounded(atom))
+        return Input(low, self.values.constant(atom))
 
     @functools.cache  # noqa: B019
     def program(self, low: tuple[bool, ...] | None = None) -> Program:

@@ -10,7 +10,7 @@ from jax import lax
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.plan import Decision, Input, PlannedJaxpr, Where
-from jamp._autocast.rules import CHEAP, COMPUTE, LINEAR, MOVES
+from jamp._autocast.rules import CHEAP, COMPUTE, COPIES, LINEAR, MOVES
 from jamp._autocast.runs import Kind
 from jamp._autocast.values import Values
 from jamp._cast import is_inexact
@@ -73,10 +73,20 @@ class Planner:
             if bodies is None or Kind.OTHER in kinds or {Kind.PRODUCT, Kind.CHEAP} <= kinds:
                 return Kind.OTHER
             return next((kind for kind in (Kind.PRODUCT, Kind.CHEAP) if kind in kinds), Kind.MOVE)
-        if name in MOVES:
-            # An embedding may lie on many devices: to look it up again could be a collective.
-            return Kind.MOVE if depth or name != "gather" else Kind.OTHER
-        return Kind.CHEAP if key in CHEAP else Kind.OTHER
+        if name == "gather" and not depth:  # An embedding may lie on many devices: to look it up is a collective.
+            return Kind.OTHER
+        sizes = {aval.size for aval in _jaxpr.avals((*eqn.invars[:1], *eqn.outvars))} if name in COPIES else ()
+        is_copy = name == "gather" or len(sizes) > 1
+        if name in MOVES and not is_copy:
+            return Kind.MOVE
+        return Kind.CHEAP if key in CHEAP or is_copy else Kind.OTHER
+
+    def holds_product(self, bodies: Sequence[ClosedJaxpr]) -> bool:
+        """Whether there is a product in the bodies of a construct, however deep."""
+        eqns = [eqn for body in bodies for eqn in body.jaxpr.eqns]
+        return any(
+            eqn.primitive.name in _jaxpr.PRODUCTS or self.holds_product(_jaxpr.bodies(eqn) or ()) for eqn in eqns
+        )
 
     def is_worth_recomputing(self, eqn: JaxprEqn, kind: Kind) -> bool:
         """Whether the backward pass of an equation needs a large float32 array that it reads or computes."""

@@ -77,11 +77,15 @@ class _Scope:
         if (v, not low) in self._homes and (low or is_stored_low):
             return self._cast(v, low)
         assert self._parent is not None
+        if (v, False) in self._parent._homes and not low:  # an operation before this run has cast it
+            is_stored_low = False
         found = self._parent.read(v, low or is_stored_low)
         self.inputs.append(found)
         if low or not is_stored_low:
             return found
         self._homes[v, True] = found
+        # An operation after this run reads its cast: two casts would have two gradients, added in 16 bit.
+        self._parent.makers[v] = self
         return self._cast(v, low)
 
     def _cast(self, v: Var, low: bool) -> Var:

@@ -36,7 +36,7 @@ RULES: dict[str, tuple[str, str]] = {
     **_rules(
         WIDEST,
         MOVES_DATA,
-        "broadcast_in_dim concatenate convert_element_type copy copy_p cummax cummin device_put dynamic_slice "
+        "broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice "
         "dynamic_update_slice gather iota pad reduce_window_max reduce_window_min reshape rev scatter "
         "select_and_gather_add select_and_scatter slice split squeeze stop_gradient tile transpose "
         "all_gather all_gather_invariant all_to_all collective_permute mesh_cast name optimization_barrier pbroadcast "
@@ -58,8 +58,8 @@ RULES: dict[str, tuple[str, str]] = {
     **_rules(
         FLOAT32,
         ONCE,
-        "cumlogsumexp cumprod cumsum psum psum_invariant reduce reduce_scatter reduce_window reduce_window_sum "
-        "scatter-add scatter-max scatter-min scatter-mul select_and_scatter_add "
+        "cumlogsumexp cummax cummin cumprod cumsum psum psum_invariant reduce reduce_scatter reduce_window "
+        "reduce_window_sum scatter-add scatter-max scatter-min scatter-mul select_and_scatter_add "
         "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma regularized_incomplete_beta zeta "
         "cholesky eig eigh fft hessenberg householder_product lu qr schur svd triangular_solve tridiagonal "
         "tridiagonal_solve approx_top_k bitcast_convert_type reduce_precision sort top_k",
@@ -70,8 +70,10 @@ CHEAP = frozenset(key for key, (_, reason) in RULES.items() if reason in (ROUNDE
 MOVES = frozenset(
     [
         *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather"),
-        *("iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"),
+        *("iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "tile", "transpose"),
     ]
 )
+# Of these, the ones that may copy an element many times: their transpose is a sum, which has to be in float32.
+COPIES = frozenset(["broadcast_in_dim", "gather", "tile"])
 # Operations whose backward pass does not need their values.
-LINEAR = frozenset(["add", "add_any", "neg", "reduce_sum", "sub"])
+LINEAR = COPIES | {"add", "add_any", "neg", "reduce_sum", "sub"}

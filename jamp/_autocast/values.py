@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jamp import _jaxpr
-from jamp._autocast.rules import COMPUTE, WIDEST
+from jamp._autocast.rules import CHEAP, COMPUTE, MOVES, WIDEST
 from jamp._jaxpr import JaxprEqn, Var
 
 Atom: TypeAlias = Any  # Var | Literal
@@ -20,11 +20,14 @@ class Values:
 
     Attributes:
       low: The values that were traced as float32 and are stored in 16 bit.
+      rounded: Those of them that are computed in float32, in a run. Only products and later runs read them in 16 bit:
+        who reads the same number in two precisions may see a difference where there is none.
       constants: The numbers that arrays are filled with.
     """
 
     def __init__(self, compute_dtype: np.dtype[Any], holds: Callable[[Any], bool]):
         self.low: set[Var] = set()
+        self.rounded: set[Var] = set()
         self.constants: dict[Var, Any] = {}
         self._extents: dict[Var, Any] = {}
         self._compute_dtype, self._holds = compute_dtype, holds
@@ -39,9 +42,16 @@ class Values:
             return atom.val if np.ndim(atom.val) == 0 else None
         return self.constants.get(atom)
 
-    def follow(self, eqn: JaxprEqn, low: Iterable[bool]) -> None:
-        """Note what the results of an equation are, of which some are low."""
-        self.low.update(v for v, is_low in zip(eqn.outvars, low, strict=True) if is_low)
+    def is_rounded(self, atom: Atom) -> bool:
+        """Whether a value is low, but not exactly."""
+        return not _jaxpr.is_literal(atom) and atom in self.rounded
+
+    def follow(self, eqn: JaxprEqn, low: Iterable[bool], is_run: bool) -> None:
+        """Note what the results of an equation are, of which some are low. It may be part of a run."""
+        found = [v for v, is_low in zip(eqn.outvars, low, strict=True) if is_low]
+        self.low.update(found)
+        is_moved = eqn.primitive.name in MOVES and any(map(self.is_rounded, eqn.invars))
+        self.rounded.update(found if is_run or is_moved else ())
         if eqn.primitive.name in _BROADCASTS:
             source, out = eqn.invars[0], eqn.outvars[0]
             if self.constant(source) is not None:
@@ -59,6 +69,8 @@ class Values:
             others = {_dtype(v) for v in eqn.invars if _jaxpr.is_inexact(v)}
             return bool(floats) and others <= {_FLOAT32, self._compute_dtype}
         if category != WIDEST or not any(map(self.is_low, floats)):
+            return False
+        if eqn.primitive.name not in CHEAP | MOVES and any(map(self.is_rounded, floats)):
             return False
         constants = [self.constant(v) for v in floats if self.constant(v) is not None]
         arrays = [v for v in floats if self.constant(v) is None]
