@@ -356,6 +356,18 @@ def test_residuals_kept_for_the_backward_pass_shrink():
     assert saved(jamp.autocast(loss)) < 0.7 * saved(loss)
 
 
+def test_runs_have_a_barrier_on_gpus_outside_of_loops(monkeypatch):
+    layer = lambda x, w: (jnp.tanh(x @ w) + x, None)
+    unrolled = lambda x, w: layer(layer(x, w)[0], w)[0] @ w
+    looped = lambda x, w: jax.lax.scan(layer, x, jnp.stack([w, w]))[0] @ w
+    for platform, fun, expected in (("gpu", unrolled, True), ("gpu", looped, False), ("tpu", unrolled, False)):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        found = equations(jax.make_jaxpr(jamp.autocast(fun))(normal(64, 64), normal(64, 64)))
+        runs = [eqn.params["prevent_cse"] for eqn in found if eqn.primitive.name == "remat2"]
+        assert runs
+        assert any(map(np.any, runs)) == expected
+
+
 # Rules and errors.
 
 

@@ -6,12 +6,15 @@ import os
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributed import test_sharding
 from distributed.hlo import SCALAR, collectives
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+
+import jamp
 
 jax.config.update("jax_enable_compilation_cache", False)  # A cached program for an absent device cannot be read.
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -35,3 +38,22 @@ def test_the_check_of_a_step_is_one_scalar_all_reduce_for_each_way_to_shard(kind
     # Scalars that are reduced in one operation cross together. `up` and `down` name the axes in two orders.
     instructions = [text.count(" all-reduce(") for text in texts]
     assert instructions[0] - instructions[1] <= {"data": 0, "fsdp": 1, "fsdp and tensor": 2}[layout]
+
+
+def test_the_compiler_keeps_the_recomputation_of_autocast(monkeypatch):
+    def block(x, w):
+        y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+        return x + jax.nn.gelu(y @ w) @ w.T, None
+
+    loss = lambda ws, x: jnp.mean(jax.lax.scan(block, x, ws)[0] ** 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=SingleDeviceSharding(device))
+    memory, flops = {}, {}
+    for recompute in (True, False):
+        fun = jamp.autocast(loss, jnp.bfloat16, recompute=recompute)
+        compiled = jax.jit(jax.grad(fun)).lower(shape(3, 256, 1024), shape(2**15, 256)).compile()
+        memory[recompute] = compiled.memory_analysis().temp_size_in_bytes
+        flops[recompute] = compiled.cost_analysis()["flops"]
+    assert 0 < memory[True] < 0.6 * memory[False]
+    assert flops[True] < 1.1 * flops[False]
