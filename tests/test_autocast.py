@@ -39,7 +39,7 @@ OPERATIONS = {name: getattr(lax, name) for name in SAME_NAME.split()} | {
     "reduce_min": lambda x: x.min(0),
     "reduce_max reduce_sum reduce_prod": lambda x: (x.max(0), x.sum(0), x.prod(0)),
     "rev transpose reshape slice split": lambda x: (x[::-1], x.T, x.reshape(-1), x[1:], jnp.split(x, 2)),
-    "concatenate pad": lambda x: (jnp.concatenate([x, x]), jnp.pad(x, 1)),
+    "concatenate pad": lambda x: (jnp.concatenate([x, x.T]), jnp.pad(x, 1)),
     "gather": lambda x: x[jnp.array([1, 0])],
     "broadcast_in_dim": lambda x: jnp.broadcast_to(x, (2, 4, 4)),
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (jnp.int32(1), 0), (1, 1)),

@@ -28,7 +28,9 @@ MODULES = {
 }
 # Not for arrays, without a derivative that is a number, or large.
 SKIPPED = "array_str cond diagflat dlpack empty file hankel kron load outer pinv print repr save stage svd tensordot"
+SKIPPED += " expn"  # JAX's own rule for it leaks a tracer if its jaxpr is traced before it is differentiated
 SKIPPED += " toeplitz circulant lstsq matrix_norm"
+EXACT = {"xla_allow_excess_precision": False}  # Else XLA:CPU leaves out a rounding here and there.
 SHAPE = jax.ShapeDtypeStruct((N, N), jnp.float32)
 
 
@@ -90,7 +92,10 @@ def evaluate(found, dtype, change):
     """
     args = [dtype(x) for x in matrices()]
     wide = lambda x: np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-    return {name: jax.tree.map(wide, jax.jit(with_gradient(change(fun)))(*args)) for name, fun in found.items()}
+    return {
+        name: jax.tree.map(wide, jax.jit(with_gradient(change(fun)), compiler_options=EXACT)(*args))
+        for name, fun in found.items()
+    }
 
 
 def check(found, dtype):
@@ -115,7 +120,8 @@ def is_close(mine, careful, true, dtype):
     """In each domain, the error is at most four times that of careful casts and two roundings of the largest number."""
     leaves = zip(*map(jax.tree.leaves, (mine, careful, true)), strict=True)
     for m, c, t in [domain for leaf in leaves for domain in zip(*leaf, strict=True)]:
-        known = np.isfinite(c) & np.isfinite(t)
+        # A gradient beyond float16's range overflows: the loss scale is for that.
+        known = np.isfinite(c) & np.isfinite(t) & (np.abs(t) < float(jnp.finfo(dtype).max) / 4)
         largest = error(t, 0, known)
         if not error(m, t, known) <= 4 * error(c, t, known) + jnp.finfo(dtype).eps * largest:
             return False

@@ -76,7 +76,9 @@ class Planner:
         if name == "gather" and not depth:  # An embedding may lie on many devices: to look it up is a collective.
             return Kind.OTHER
         sizes = {aval.size for aval in _jaxpr.avals((*eqn.invars[:1], *eqn.outvars))} if name in COPIES else ()
-        is_copy = name == "gather" or len(sizes) > 1
+        is_copy = (
+            name == "gather" or len(sizes) > 1 or (name == "concatenate" and len(set(eqn.invars)) < len(eqn.invars))
+        )
         if name in MOVES and not is_copy:
             return Kind.MOVE
         return Kind.CHEAP if key in CHEAP or is_copy else Kind.OTHER

@@ -37,7 +37,7 @@ RULES: dict[str, tuple[str, str]] = {
         WIDEST,
         MOVES_DATA,
         "broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice "
-        "dynamic_update_slice gather iota pad reduce_window_max reduce_window_min reshape rev scatter "
+        "dynamic_update_slice gather iota pad reshape rev scatter "
         "select_and_gather_add select_and_scatter slice split squeeze stop_gradient tile transpose "
         "all_gather all_gather_invariant all_to_all collective_permute mesh_cast name optimization_barrier pbroadcast "
         "pmax pmin ppermute pvary reshard sharding_constraint",
@@ -47,19 +47,19 @@ RULES: dict[str, tuple[str, str]] = {
         ROUNDED,
         "abs add add_any and argmax argmin atan ceil clamp cos div[constant] dot_general[outer] eq eq_to erf erfc "
         "floor ge gt is_finite le le_to logistic lt lt_to max min mul ne neg not or reduce_and reduce_max reduce_min "
-        "reduce_or round select_n sign sin sub tanh xor",
+        "reduce_or reduce_window_max reduce_window_min round select_n sign sin sub tanh xor",
     ),
     **_rules(
         FLOAT32,
         IN_A_RUN,
         "acos acosh asin asinh atan2 atanh cbrt cosh div erf_inv exp exp2 expm1 integer_pow log log1p log2 nextafter "
-        "pow reduce_prod reduce_sum rem rsqrt sinh sqrt square tan",
+        "pow reduce_prod reduce_sum reduce_window_sum rem rsqrt sinh sqrt square tan",
     ),
     **_rules(
         FLOAT32,
         ONCE,
         "cumlogsumexp cummax cummin cumprod cumsum psum psum_invariant reduce reduce_scatter reduce_window "
-        "reduce_window_sum scatter-add scatter-max scatter-min scatter-mul select_and_scatter_add "
+        "scatter-add scatter-max scatter-min scatter-mul select_and_scatter_add "
         "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma regularized_incomplete_beta zeta "
         "cholesky eig eigh fft hessenberg householder_product lu qr schur svd triangular_solve tridiagonal "
         "tridiagonal_solve approx_top_k bitcast_convert_type reduce_precision sort top_k",
