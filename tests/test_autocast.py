@@ -5,12 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.lax.linalg import cholesky
 from jaxprs import PRODUCTS, dtypes, equations, normal, operand_dtypes, products
-from norms import distance, with_and_without
+from norms import distance
 
 import jamp
 from jamp._autocast.rules import CATEGORIES, COPIES, MOVES_DATA, RULES
@@ -106,29 +105,6 @@ def test_softmax_logsumexp_and_layer_norm_are_float32_throughout():
 # Numbers.
 
 
-LOSSES = {
-    "logsumexp - take_along_axis": lambda x, y: jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, y[:, None], -1)[:, 0],
-    "take_along_axis first": lambda x, y: -jnp.take_along_axis(x, y[:, None], 1)[:, 0] + jax.nn.logsumexp(x, 1),
-    "an index": lambda x, y: jax.nn.logsumexp(x, -1) - x[jnp.arange(y.size), y],
-    "where": lambda x, y: jax.nn.logsumexp(x, -1) - jnp.where(jax.nn.one_hot(y, 3, dtype=bool), x, 0).sum(-1),
-    "one-hot": lambda x, y: jax.nn.logsumexp(x, -1) - (x * jax.nn.one_hot(y, 3)).sum(-1),
-    "log_softmax": lambda x, y: -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], -1)[:, 0],
-    "optax": optax.softmax_cross_entropy_with_integer_labels,
-    "transposed": lambda x, y: jax.nn.logsumexp(x, -1) - x.T[0],
-    "sigmoid": lambda x, y: jnp.maximum(x, 0) - x * (1.0 - jnp.float32(y)[:, None]) + jnp.log1p(jnp.exp(-jnp.abs(x))),
-}
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_two_gradients_of_a_product_that_nearly_cancel_are_added_in_float32(dtype):
-    """The gradient of a class that is nearly certain is p - 1: in 16 bit that is 0."""
-    x, y, ws = jnp.ones((3, 1)), jnp.zeros(3, int), dict.fromkeys(LOSSES, jnp.array([[12.0, 0.25, 0.125]]))
-    losses = lambda ws: {name: 2.0**10 * LOSSES[name](x @ w, y).sum() for name, w in ws.items()}
-    _, (mine, true) = with_and_without(losses, ws, dtype=dtype)
-    for name in LOSSES:
-        np.testing.assert_allclose(mine[name] / 2.0**10, true[name] / 2.0**10, rtol=0.02, atol=1e-7, err_msg=name)
-
-
 @pytest.mark.parametrize(
     ("fun", "expected"),
     [
@@ -166,9 +142,7 @@ def test_a_product_whose_precision_was_asked_for_stays_float32():
 
 
 IN_RANGE = {
-    "a norm near 300": (lambda x, y: jnp.linalg.norm(x @ y), (300 * jnp.ones((4, 256)), jnp.eye(256))),
     "a square": (lambda x, y: (x @ y) * (x @ y), (300 * jnp.ones((4, 4)), jnp.eye(4))),
-    "a mask": (lambda x, y: jax.nn.softmax(x @ x.T + y), (normal(4, 4), jnp.full((4, 4), -1e9))),
     "what is added to a product": (lambda x, y: x @ x + y, (normal(4, 4), jnp.full((4, 4), 1e5))),
     "an axis of length 1": (lambda x, y: (x @ x)[:, None] + y, (normal(4, 4), normal(1, 4))),
     "scatters": (
