@@ -139,6 +139,7 @@ def test_every_function_is_as_accurate_as_careful_casts_by_hand(module):
 QUICK = {"softmax": (nn.softmax, 1), "power": (jnp.power, 2), "cumsum": (jnp.cumsum, 1), "clamp": (lax.clamp, 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("jnp")
 def test_some_functions_are_as_accurate_as_careful_casts_and_compose():
     found = {name: of_products(*args) for name, args in QUICK.items()}

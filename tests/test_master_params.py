@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from processes import run_python
 from steps import check_skips, stepper
 from trees import assert_equal
 
@@ -117,20 +116,3 @@ def test_masters_compose_with_chain_multisteps_and_map_params_and_need_params():
             tx.update(grads, tx.init(params))
     with pytest.raises(TypeError, match="loss_scale must be a loss scale"):
         jamp.mixed_precision(SGD, 2.0**16)
-
-
-SHARDED = """
-import jax, jax.numpy as jnp, optax, jamp
-mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-sharding, tx = jax.NamedSharding(mesh, jax.P("x")), jamp.mixed_precision(optax.sgd(0.1))
-for dtype in (jnp.bfloat16, jnp.float32):
-    params = jax.device_put(jnp.ones((8, 2), dtype), sharding)
-    for init in (tx.init, jax.jit(tx.init)):
-        updates, after = jax.jit(tx.update)(params, state := init(params), params)
-        for x in (updates, *(optax.tree.get(s, "master_params") for s in (state, after))):
-            assert x.sharding.is_equivalent_to(sharding, 2)
-"""
-
-
-def test_the_state_is_sharded_like_the_parameters():
-    run_python("-c", SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")

@@ -152,6 +152,7 @@ def continue_all(folder):
         print(form)
 
 
+@pytest.mark.slow
 def test_restored_in_a_new_process_every_run_goes_on_bit_for_bit(tmp_path):
     for form, (save, _) in FORMATS.items():
         save(tmp_path / f"{form}.npz", [undisturbed(*case)[k] for case, k in saved(form)])
