@@ -298,10 +298,13 @@ def test_jax_checks_pass_on_every_value():
 def test_arrays_that_are_sharded_in_their_types_keep_their_sharding():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        x = jax.device_put(LAYERS[2], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i", None)))
-        mine, plain = jax.jit(lambda *args: (jamp.autocast(layers)(*args), layers(*args)))(*LAYERS[:2], x)
+        specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i", None)
+        args = [
+            jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x, spec in zip(LAYERS, specs, strict=True)
+        ]
+        mine, plain = jax.jit(lambda *args: (jamp.autocast(layers)(*args), layers(*args)))(*args)
         assert mine.sharding == plain.sharding
-        assert jax.jit(jax.grad(lambda *args: jamp.autocast(layers)(*args).sum()))(*LAYERS[:2], x).dtype == F32
+        assert jax.jit(jax.grad(lambda *args: jamp.autocast(layers)(*args).sum()))(*args).dtype == F32
 
 
 def test_shapes_may_be_symbolic():
