@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jamp._jaxpr import BODIES, PRODUCTS, ClosedJaxpr, Env, JaxprEqn, Var, core, is_literal
+from jamp._jaxpr import BODIES, ClosedJaxpr, Env, JaxprEqn, Var, core, is_literal
 
 
 def closed_jaxpr(
@@ -109,9 +109,8 @@ def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[Ja
 
 
 def _keep(primitive: Any, operand: Any = None, *_: Any, axes: Any = (), **__: Any) -> bool:
-    """Keep products, and the statistics of rows: to compute these again is to read all of the input again."""
-    is_reduction = primitive.name.startswith("reduce_") and math.prod(operand.shape[i] for i in axes) >= 16
-    return primitive.name in PRODUCTS or is_reduction
+    """Keep the statistics of rows: they are small, and to compute them again is to read all of the input again."""
+    return primitive.name.startswith("reduce_") and math.prod(operand.shape[i] for i in axes) >= 16
 
 
 @functools.cache

@@ -345,6 +345,30 @@ def test_runs_have_a_barrier_on_gpus_outside_of_loops(monkeypatch):
         assert any(map(np.any, runs)) == expected
 
 
+def test_what_is_computed_again_holds_no_product_no_callback_and_nothing_of_yours():
+    seen = []
+
+    def layer(x, w):
+        return jax.nn.gelu(x @ w - jnp.mean(x @ w)) @ w
+
+    def loss(x, w):
+        h = layer(x, w)
+        jax.debug.callback(seen.append, h[0, 0])
+        return jnp.sum(jnp.tanh(h @ w) ** 2)
+
+    def count(fun, names):
+        return sum(e.primitive.name in names for e in equations(jax.make_jaxpr(fun)(normal(64, 64), normal(64, 64))))
+
+    assert count(jax.grad(jamp.autocast(loss)), PRODUCTS) == count(jax.grad(loss), PRODUCTS)
+    jax.block_until_ready(jax.jit(jax.grad(jamp.autocast(loss)))(normal(64, 64), normal(64, 64)))
+    jax.effects_barrier()
+    assert len(seen) == 1
+    softmax = jamp.autocast(lambda x, w: jnp.sum(jax.nn.softmax(x @ w) @ w))
+    assert count(jax.grad(softmax), ["reduce_max"]) == 1  # the statistics of rows are kept
+    assert count(jamp.autocast(jax.checkpoint(layer)), ["remat2"]) == 1
+    assert count(jamp.autocast(layer), ["remat2"]) > 0 == count(jamp.autocast(layer, recompute=False), ["remat2"])
+
+
 # Rules and errors.
 
 

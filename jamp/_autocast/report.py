@@ -34,7 +34,7 @@ class AutocastRow:
       count: How often a call runs it. The body of a while counts once, and each branch of a cond.
       flops: Of all of them together; 0 where that is not known. What is not entered has those of all that is inside.
       scope: The name scopes around them, such as the names of Linen modules: "h_*/attn/{query,key}" for many layers.
-      parameter: Where the parameters that they read stand in the arguments: "params['h_*']['attn']['kernel']".
+      parameter: Where the parameters that they read stand in the arguments: `params['h_*']['attn']['kernel']`.
     """
 
     operation: str
