@@ -33,8 +33,8 @@ def loss_fn(params, input, target):  # nn.MSELoss()
 
 @jax.jit
 def train_step(params, opt_state, scaler, input, target):
-    # scaler.scale(loss).backward(): it scales inside and returns the true loss and gradients. There is no zero_grad,
-    # because gradients are values.
+    # scaler.scale(loss).backward(): scales the loss internally, and returns the true loss and gradients. Gradients are
+    # values, so zero_grad is not needed.
     loss, grads = scaler.value_and_grad(loss_fn)(params, input, target)
     # scaler.step(optimizer); scaler.update(): it checks the gradients, skips on an overflow and adapts the scale.
     params, opt_state, scaler, _ = scaler.step(optimizer, opt_state, params, grads=grads)

@@ -92,7 +92,8 @@ def checkpoint(inputs: list[Any], outputs: list[Var], body: ClosedJaxpr, *, prev
 def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[JaxprEqn]) -> Any:
     """What two pieces of code have in common if they are the same calls at the same lines and scopes, else None."""
     numbers: dict[Any, int] = {v: i for i, v in enumerate(inputs)}
-    name = lambda v: (v.aval, np.asarray(v.val).item()) if is_literal(v) else numbers[v]
+    # By its bytes: 0.0 == -0.0, and nan != nan.
+    name = lambda v: (v.aval, np.asarray(v.val).tobytes()) if is_literal(v) else numbers[v]
     parts: list[Any] = [tuple(v.aval for v in inputs)]
     for eqn in eqns:
         source = eqn.source_info.traceback, eqn.source_info.name_stack
@@ -110,7 +111,8 @@ def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[Ja
 
 def _keep(primitive: Any, operand: Any = None, *_: Any, axes: Any = (), **__: Any) -> bool:
     """Keep the statistics of rows: they are small, and to compute them again is to read all of the input again."""
-    return primitive.name.startswith("reduce_") and math.prod(operand.shape[i] for i in axes) >= 16
+    terms = math.prod(operand.shape[i] for i in axes) if primitive.name.startswith("reduce_") else 1
+    return not isinstance(terms, int) or terms >= 16  # A symbolic size is not compared.
 
 
 @functools.cache

@@ -211,12 +211,6 @@ def primitive_names() -> frozenset[str]:
     return frozenset(getattr(listed, name).name for name in dir(listed) if name.endswith("_p"))
 
 
-def is_inexact(atom: Var | Literal) -> bool:
-    """Whether a variable or literal is a floating or complex array."""
-    aval = atom.aval
-    return isinstance(aval, jax.core.ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
 def avals(atoms: Sequence[Any]) -> list[Any]:
     """The types of variables and literals."""
     return [atom.aval for atom in atoms]

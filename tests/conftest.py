@@ -16,12 +16,12 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-import jax  # noqa: E402
-
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Forbid implicit dtype promotion, unless a test is marked `promotes` with the code that does it."""
+    import jax
+
     with jax.numpy_dtype_promotion("standard" if item.get_closest_marker("promotes") else "strict"):
         return (yield)
 
@@ -29,5 +29,7 @@ def pytest_runtest_call(item):
 @pytest.fixture
 def x64():
     """64-bit dtypes for one test."""
+    import jax
+
     with jax.enable_x64(True):
         yield

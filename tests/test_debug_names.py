@@ -28,24 +28,6 @@ def test_an_overflow_in_one_of_12_layers_is_named_by_layer_and_parameter(planted
     assert "  layer   h_7/attn with params['h_7']['kernel']" in str(search).splitlines()
 
 
-def test_in_a_linen_model_the_layer_is_the_name_of_the_module():
-    nn = pytest.importorskip("flax.linen")
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for name in LAYERS:
-                x = jnp.tanh(nn.Dense(8, name=name)(x))
-            return x.sum()
-
-    x = jnp.ones((2, 8))
-    variables = Net().init(jax.random.key(0), x)
-    variables["params"]["h_3"]["kernel"] *= 1e5
-    found = find_nonfinite(jamp.autocast(Net().apply), grad=True)(variables, x).finding
-    assert (found.scope, found.parameter) == ("Net/h_3", "variables['params']['h_3']['kernel']")
-    assert "(__call__) > flax/linen/linear.py:" in found.source
-
-
 def test_a_scanned_layer_is_named_by_its_iteration_and_the_stacked_parameter():
     scanned = lambda params, x: lax.scan(lambda x, w: (x @ w, None), x, params["w"])[0]
     stack = {"w": jnp.ones((12, 4, 4)).at[5].set(3e38)}

@@ -29,7 +29,7 @@ def enter(
 
 
 def _run(body: Any, args: Sequence[Any], low: Sequence[bool]) -> list[Any]:
-    return _evaluate.call(body.program(tuple(low)).closed, args)
+    return _evaluate.call(body.program(low).closed, args)
 
 
 def _shard_map(eqn: JaxprEqn, body: Any, low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
@@ -60,8 +60,7 @@ def _custom_jvp(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequ
         low = [*result_low, *(result_low[i] for i in floating)]
         results = _replay(body, original, types, values, lambda _: low)
         derivatives = dict(zip(floating, results[len(outputs) :], strict=True))
-        zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-        return results[: len(outputs)], [derivatives[i] if i in derivatives else zero(x) for i, x in enumerate(outputs)]
+        return results[: len(outputs)], [derivatives.get(i, _no_tangent(x)) for i, x in enumerate(outputs)]
 
     call.defjvp(rule, symbolic_zeros=_jaxpr.asks_for_zeros(eqn))
     result: list[Any] = call(*args)
@@ -114,9 +113,8 @@ def _pull_back(
 
     def original(*values: Any) -> Any:
         given = dict(zip(floating, values[len(residuals) :], strict=True))
-        zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         pull_back = jax.tree.unflatten(structure, values[: len(residuals)])
-        return pull_back([given[i] if i in given else zero(x) for i, x in enumerate(outputs)])
+        return pull_back([given.get(i, _no_tangent(x)) for i, x in enumerate(outputs)])
 
     dense = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
     values = [*residuals, *(dense(cotangents[i]) for i in floating)]
@@ -124,6 +122,10 @@ def _pull_back(
     found = _replay(body, original, [*types, *(outputs[i] for i in floating)], values, lambda _: low)
     by_position = dict(zip(moving, found, strict=True))
     return tuple(by_position.get(i) for i in range(len(inputs)))
+
+
+def _no_tangent(aval: Any) -> Any:
+    return np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def _linear_call(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:

@@ -62,6 +62,7 @@ class PlannedJaxpr:
 
     def __init__(self, planner: Any, closed: ClosedJaxpr, inputs: Sequence[Input], where: Where, as_traced: int):
         self.planner, self.closed, self.where, self.inputs = planner, closed, where, inputs
+        self._programs: dict[tuple[bool, ...], Program] = {}
         jaxpr = closed.jaxpr
         self.values = Values(planner.compute_dtype, planner.holds)
         for v, known in zip(jaxpr.invars, inputs, strict=True):
@@ -97,9 +98,8 @@ class PlannedJaxpr:
         carry = _jaxpr.carry(eqn)
         # A constant of a loop is, too: its gradient is the sum over all steps.
         wide = range(carry.stop) if carry else ()
-        exact = self.planner.kind(eqn, Decision(ENTERED, name, ()), 1) is Kind.OTHER and not self.planner.holds_product(
-            inner
-        )
+        kind = self.planner.kind(eqn, Decision(ENTERED, name, ()), 1)
+        exact = kind is Kind.OTHER and not self.planner.holds_product(inner)
         known = tuple(Input() if i in wide else self._known(v, exact) for i, v in enumerate(eqn.invars))
         # What the user's own checkpoint keeps and computes again is the user's decision.
         where = Where(
@@ -118,10 +118,12 @@ class PlannedJaxpr:
         low = self.values.is_low(atom) and not (exact and self.values.is_rounded(atom))
         return Input(low, self.values.constant(atom))
 
-    @functools.cache  # noqa: B019
-    def program(self, low: tuple[bool, ...] | None = None) -> Program:
+    def program(self, low: Sequence[bool] | None = None) -> Program:
         """What to evaluate, if some outputs are to be low: by default, those that are."""
-        return Program(self, self.low if low is None else low)
+        wanted = tuple(self.low if low is None else low)
+        if wanted not in self._programs:
+            self._programs[wanted] = Program(self, wanted)
+        return self._programs[wanted]
 
     def same_as(self, closed: ClosedJaxpr, low: Sequence[bool]) -> PlannedJaxpr:
         """The plan of another jaxpr in the place of this one: that of a custom rule."""

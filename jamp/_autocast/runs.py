@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jamp import _jaxpr
+from jamp._cast import is_inexact
 from jamp._jaxpr import Jaxpr, JaxprEqn, Var
 
 
@@ -47,7 +48,7 @@ def _label(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[in
     depths: dict[Var, int] = {}
     # Values that depend on a floating input or a product. The others are masks, positions and random bits. They are
     # computed once, because what they are computed from is larger.
-    live = {v for v in (*jaxpr.constvars, *jaxpr.invars) if _jaxpr.is_inexact(v)}
+    live = {v for v in (*jaxpr.constvars, *jaxpr.invars) if is_inexact(v.aval)}
     labels = list(range(len(jaxpr.eqns)))  # a forest: each equation points towards the label of its group
     kinds: list[Kind] = []
     neighbour: dict[Var, int] = {}  # an equation whose group a cheap reader of a value joins

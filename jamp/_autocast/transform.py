@@ -161,7 +161,7 @@ def _merge(rules: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]!r}?" if close else " The keys are names of JAX primitives."
-            raise ValueError(f"There is no operation {name!r} to give a rule.{hint}")
+            raise ValueError(f"{name!r} is not the name of an operation.{hint}")
         if name in _jaxpr.CONSTRUCTS and category != FLOAT32:
             raise ValueError(f"{name!r} is entered, or with the rule 'float32' is not; got {category!r}.")
     kept = {key: rule for key, rule in RULES.items() if key.split("[")[0] not in rules}

@@ -8,10 +8,12 @@ import numpy as np
 
 from jamp import _jaxpr
 from jamp._autocast.rules import CHEAP, COMPUTE, MOVES, WIDEST
+from jamp._cast import is_inexact
 from jamp._jaxpr import JaxprEqn, Var
 
 Atom: TypeAlias = Any  # Var | Literal
 _FLOAT32 = np.dtype(np.float32)
+_IN_RUNS = CHEAP | MOVES
 _BROADCASTS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 
 
@@ -66,11 +68,11 @@ class Values:
         """
         floats = [v for v in eqn.invars if is_float32(v)]
         if category == COMPUTE:
-            others = {_dtype(v) for v in eqn.invars if _jaxpr.is_inexact(v)}
+            others = {_dtype(v) for v in eqn.invars if is_inexact(v.aval)}
             return bool(floats) and others <= {_FLOAT32, self._compute_dtype}
         if category != WIDEST or not any(map(self.is_low, floats)):
             return False
-        if eqn.primitive.name not in CHEAP | MOVES and any(map(self.is_rounded, floats)):
+        if eqn.primitive.name not in _IN_RUNS and any(map(self.is_rounded, floats)):
             return False
         constants = [self.constant(v) for v in floats if self.constant(v) is not None]
         arrays = [v for v in floats if self.constant(v) is None]

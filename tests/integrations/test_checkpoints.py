@@ -189,7 +189,7 @@ def test_another_loss_scale_or_what_does_not_fit_is_an_error_that_names_both():
         converted = jamp.convert_loss_scale(fresh[old], SCALES[new])
         interop.check_checkpoint_config(interop.checkpoint_config(converted, SCALES[new]), fresh[new], SCALES[new])
     arrays, static = {"w": jnp.ones((3, 4)), "n": 3}, jamp.StaticLossScale()
-    config = json.loads(json.dumps(interop.checkpoint_config(arrays | {"f": place}, static)))  # a function is no array
+    config = json.loads(json.dumps(interop.checkpoint_config(arrays | {"f": place}, static)))  # not an array
     interop.check_checkpoint_config(config, jax.eval_shape(lambda: arrays), jamp.StaticLossScale(2.0))  # other numbers
     was, no_config = r"\['w'\] was saved as float32\[3,4\], the state has ", r"is not what .*_config returned: got "
     for wrong, like, message in (

@@ -192,3 +192,19 @@ def test_fp8_state_is_replaced_and_skipped_and_has_no_optimizer_state(kind):
     new, skipped = (state.apply_gradients(grads=grads, extra_args={"grads_finite": ok}) for ok in (True, False))
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert (bits(new.params[OWG]), bits(skipped.params)) == (bits(grads[OWG]), bits(state.params))
+
+
+def test_in_a_linen_model_the_layer_is_the_name_of_the_module():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in [f"h_{i}" for i in range(4)]:
+                x = jnp.tanh(nn.Dense(8, name=name)(x))
+            return x.sum()
+
+    x = jnp.ones((2, 8))
+    variables = Net().init(jax.random.key(0), x)
+    variables["params"]["h_3"]["kernel"] *= 1e5
+    found = jamp.debug.find_nonfinite(jamp.autocast(Net().apply), grad=True)(variables, x).finding
+    assert (found.scope, found.parameter) == ("Net/h_3", "variables['params']['h_3']['kernel']")
+    assert "(__call__) > flax/linen/linear.py:" in found.source
