@@ -91,11 +91,15 @@ def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     params = eqn.params
     if set(params) not in _LAYOUTS.get(eqn.primitive.name, []):
         return None
-    inner = params["branches"] if "branches" in params else [params[name] for name in BODIES if name in params]
-    closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in inner)
-    # A body that reads or writes a Ref has inputs that are not arrays.
-    types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
-    return closed if all(isinstance(x, jax.core.ShapedArray) for x in types) else None
+    found = params["branches"] if "branches" in params else [params[name] for name in BODIES if name in params]
+    closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in found)
+    return None if has_refs(eqn) else closed
+
+
+def has_refs(eqn: JaxprEqn) -> bool:
+    """Whether a body of an equation reads or writes a Ref: it has inputs that are not arrays."""
+    types = [v.aval for jaxpr, _ in inner(eqn) for v in (*jaxpr.invars, *jaxpr.outvars)]
+    return not all(isinstance(x, jax.core.ShapedArray) for x in types)
 
 
 def body_operands(eqn: JaxprEqn) -> list[list[int]]:

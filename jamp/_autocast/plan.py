@@ -86,6 +86,8 @@ class PlannedJaxpr:
             # A function in the parameters (that of a scatter) is for the dtypes it was traced with.
             low = self.values.runs_low(eqn, category) and not _jaxpr.has_body(eqn)
             decision = Decision(category, key, tuple(low and is_float32(v) for v in eqn.outvars))
+        if decision.category in (NOT_ENTERED, NO_RULE):
+            self.planner.left_out.append(eqn)
         self.values.follow(eqn, decision.low, self.planner.kind(eqn, decision, 1) is Kind.CHEAP)
         return decision
 

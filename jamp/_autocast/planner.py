@@ -25,6 +25,7 @@ class Planner:
     def __init__(self, compute_dtype: Any, rules: Mapping[str, tuple[str, str]]):
         self.compute_dtype = np.dtype(compute_dtype)
         self.rules = rules
+        self.left_out: list[JaxprEqn] = []  # what is not entered, or has no rule
         self._bodies: dict[Any, PlannedJaxpr] = {}
         self._runs: dict[Any, ClosedJaxpr] = {}
         to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, self.compute_dtype))(np.float32(0)).eqns[0]

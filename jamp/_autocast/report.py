@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 from jamp import _jaxpr
 from jamp._autocast.arguments import paths
 from jamp._autocast.equations import Found, all_equations, flat_equations, flops
+from jamp._autocast.left_out import cause
 from jamp._autocast.plan import NO_RULE, NOT_ENTERED, REGION, Where
 from jamp._autocast.planner import Planner
-from jamp._autocast.rules import COMPUTE, FLOAT32, RULES, WIDEST
+from jamp._autocast.rules import CHEAP, COMPUTE, FLOAT32, RULES, WIDEST
 from jamp._autocast.transform import planned
 from jamp._jaxpr import JaxprEqn
 from jamp._source_line import made_by_jamp, pattern
@@ -71,19 +72,18 @@ class AutocastReport:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """For each operation of 1 % of the FLOPs or more that stayed float32, and each one not entered: why."""
+        """Why an operation with 1 % of the FLOPs or more stayed float32 (if that costs time), or was not entered."""
         total = sum(row.flops for row in self.rows)
-        stays = tuple(
-            f"{row.source}: {row.operation} "
-            + (f"in {row.scope} " if row.scope else "")
-            + (f"with {row.parameter} " if row.parameter else "")
-            + (f"({row.flops / total:.1%} of the FLOPs) stays {_results(row.after)}" if row.flops else "runs as traced")
-            + f": {row.reason}"
-            for row in self.rows
-            if (row.flops >= 0.01 * total > 0 and "float32" in row.after and not self._is_low(row))
-            or (row.category in (NOT_ENTERED, NO_RULE) and "float32" in row.after)
-        )
-        return stays + ((_BACKWARD,) if self.backward else ())
+        stays = []
+        for row in self.rows:
+            is_large = row.flops >= 0.01 * total > 0 and row.operation not in CHEAP  # In a run float32 is free.
+            is_reached = row.category not in (NOT_ENTERED, NO_RULE)
+            if "float32" in row.after and not self._is_low(row) and (is_large or not is_reached):
+                share = f"({row.flops / total:.1%} of the FLOPs) stays {_results(row.after)}"
+                place = f"in {row.scope} " * bool(row.scope) + f"with {row.parameter} " * bool(row.parameter)
+                what = share if row.flops else "runs as traced"
+                stays.append(f"{row.source}: {row.operation} {place}{what}: {row.reason}")
+        return (*stays, *[_BACKWARD] * self.backward)
 
     def _is_low(self, row: AutocastRow) -> bool:
         return self.compute_dtype in row.after and "float32" not in row.after
@@ -136,7 +136,7 @@ def autocast_report(
         traced = list(all_equations(body.closed.jaxpr))
         as_run = _has_autocast(fun, traced)
         if as_run:
-            body = Planner(compute_dtype, _AS_RUN).body(body.closed, body.inputs, Where(recompute=False))
+            body = Planner(body.planner.compute_dtype, _AS_RUN).body(body.closed, body.inputs, Where(recompute=False))
         parameters = dict(zip(body.closed.jaxpr.invars, paths(fun, args, kwargs), strict=True))
         merged: dict[AutocastRow, list[Found]] = {}
         for found in flat_equations(body, parameters):
@@ -145,7 +145,9 @@ def autocast_report(
                 merged.setdefault(row, []).append(found)
         rows = [_summed(row, found) for row, found in merged.items()]
         backward = not as_run and any("transpose(" in str(eqn.source_info.name_stack) for eqn in traced)
-        return AutocastReport(tuple(sorted(rows, key=lambda row: -row.flops)), str(jnp.dtype(compute_dtype)), backward)
+        return AutocastReport(
+            tuple(sorted(rows, key=lambda row: -row.flops)), str(body.planner.compute_dtype), backward
+        )
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -183,8 +185,12 @@ def _row(found: Found, planner: Planner, as_run: bool) -> AutocastRow | None:
     after = _dtypes(planned_eqn.reads), _dtypes(planned_eqn.writes)
     if as_run and eqn.primitive.name in _jaxpr.PRODUCTS and after[1] == str(planner.compute_dtype):
         category = COMPUTE
-    if category in _WHY or as_run:
-        reason = _WHY.get(category, "it runs like this: the function has autocast inside")
+    if category in (NOT_ENTERED, NO_RULE):
+        reason = cause(eqn)
+    elif category == REGION:
+        reason = "it is inside jamp.full_precision"
+    elif as_run:
+        reason = "it runs like this: the function has autocast inside"
     elif category == COMPUTE and after == before:
         reason = "its operands have other dtypes, which autocast leaves alone"
     elif category == WIDEST and after == before:
@@ -210,11 +216,6 @@ _BACKWARD = (
     "this is autocast(jax.grad(f)). jax.grad(autocast(f)) may have other dtypes in custom rules and in loops, and "
     "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f))) shows it"
 )
-_WHY = {
-    REGION: "it is inside jamp.full_precision",
-    NOT_ENTERED: "what is inside is of a kind or a layout that autocast does not enter",
-    NO_RULE: "autocast has no rule for it: give it one with rules={...} if 16 bit is right",
-}
 
 
 def _dtypes(atoms: Any) -> str:

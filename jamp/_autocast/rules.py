@@ -40,7 +40,8 @@ RULES: dict[str, tuple[str, str]] = {
         "dynamic_update_slice gather iota pad reshape rev scatter "
         "select_and_gather_add select_and_scatter slice split squeeze stop_gradient tile transpose "
         "all_gather all_gather_invariant all_to_all collective_permute mesh_cast name optimization_barrier pbroadcast "
-        "pmax pmin ppermute pvary reshard sharding_constraint",
+        "pmax pmin ppermute pvary reshard sharding_constraint "
+        "nonbatchable nondifferentiable_backward nontraceable select_if_vmap",  # Equinox
     ),
     **_rules(
         WIDEST,

@@ -9,11 +9,13 @@ holds cheap equations of one depth, and products one step below.
 import enum
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from jamp import _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import Jaxpr, JaxprEqn, Var
+
+Reads: TypeAlias = list[list[Var]]  # the variables that each equation reads
 
 
 class Kind(enum.Enum):
@@ -35,15 +37,17 @@ def group(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> list[tuple[lis
     Returns:
       The equations of each group, and their kinds. An equation outside all runs is a group of its own.
     """
-    labels, kinds = _label(jaxpr, kind)
+    atoms: list[list[Any]] = [eqn.invars for eqn in jaxpr.eqns]
+    reads = [[v for v in each if not _jaxpr.is_literal(v)] for each in atoms]
+    labels, kinds = _label(jaxpr, reads, kind)
     members: dict[int, list[int]] = defaultdict(list)
     for i, label in enumerate(labels):
         members[label].append(i)
-    groups = [members[label] for label in _in_order(jaxpr, labels, members)]
+    groups = [members[label] for label in _in_order(jaxpr, reads, labels)]
     return [([jaxpr.eqns[i] for i in group], [kinds[i] for i in group]) for group in groups]
 
 
-def _label(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[int], list[Kind]]:
+def _label(jaxpr: Jaxpr, reads: Reads, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[int], list[Kind]]:
     """The group of each equation, and its kind. One that does not depend on a floating input is not in a run."""
     depths: dict[Var, int] = {}
     # Values that depend on a floating input or a product. The others are masks, positions and random bits. They are
@@ -56,14 +60,13 @@ def _label(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[in
     runs: set[int] = set()
     effects = 0
     for i, eqn in enumerate(jaxpr.eqns):
-        reads = variables(eqn)
-        depth = max((depths.get(v, 0) for v in reads), default=0)
-        is_live = any(v in live for v in reads)
+        depth = max((depths.get(v, 0) for v in reads[i]), default=0)
+        is_live = any(v in live for v in reads[i])
         kinds.append(Kind.OTHER if eqn.effects else kind(eqn, depth))
         if kinds[i] in (Kind.OTHER, Kind.PRODUCT):
             depth += 1
         elif is_live:
-            for v in reads:
+            for v in reads[i]:
                 if v in live and depths.get(v, 0) == depth and (depth or v in neighbour):
                     labels[_root(labels, i)] = _root(labels, neighbour.setdefault(v, i))
             neighbour.update((v, i) for v in eqn.outvars)
@@ -81,9 +84,9 @@ def _label(jaxpr: Jaxpr, kind: Callable[[JaxprEqn, int], Kind]) -> tuple[list[in
     labels = [root if (root := _root(labels, i)) in runs else i for i in range(len(labels))]
     for i, eqn in enumerate(jaxpr.eqns):
         if kinds[i] is Kind.PRODUCT:
-            above = [maker[v] for v in variables(eqn) if v in maker and depths[v] == depths[eqn.outvars[0]] - 1]
+            above = [maker[v] for v in reads[i] if v in maker and depths[v] == depths[eqn.outvars[0]] - 1]
             labels[i] = above[0] if above else i
-    _sink(jaxpr, labels, kinds, runs, at_start)
+    _sink(jaxpr, reads, labels, kinds, runs, at_start)
     return labels, kinds
 
 
@@ -93,7 +96,7 @@ def _root(labels: list[int], i: int) -> int:
     return i
 
 
-def _sink(jaxpr: Jaxpr, labels: list[int], kinds: list[Kind], runs: set[int], at_start: set[int]) -> None:
+def _sink(jaxpr: Jaxpr, reads: Reads, labels: list[int], kinds: list[Kind], runs: set[int], at_start: set[int]) -> None:
     """Move what only one run reads into it: the broadcast of a bias, an iota. Only what needs no product can move."""
     readers: dict[Any, set[int]] = defaultdict(set)
     for v in jaxpr.outvars:
@@ -104,35 +107,27 @@ def _sink(jaxpr: Jaxpr, labels: list[int], kinds: list[Kind], runs: set[int], at
         into = set().union(*(readers[v] for v in eqn.outvars))
         if i in at_start and len(into) == 1 and into <= runs:
             labels[i] = min(into)
-        for v in variables(eqn):
+        for v in reads[i]:
             readers[v].add(-1 if kinds[i] is Kind.PRODUCT else labels[i])
 
 
-def _in_order(jaxpr: Jaxpr, labels: list[int], members: dict[int, list[int]]) -> list[int]:
+def _in_order(jaxpr: Jaxpr, reads: Reads, labels: list[int]) -> list[int]:
     """The groups, each after those that it reads from, and those with effects in the order of the program."""
     maker = {v: label for eqn, label in zip(jaxpr.eqns, labels, strict=True) for v in eqn.outvars}
-    after: dict[int, int] = {}
+    first: dict[int, set[int]] = defaultdict(set)  # the groups before each
     previous = None
-    for eqn, label in zip(jaxpr.eqns, labels, strict=True):
+    for eqn, label, read in zip(jaxpr.eqns, labels, reads, strict=True):
+        first[label].update(maker[v] for v in read if v in maker)
         if eqn.effects:
-            if previous is not None:
-                after[label] = previous
+            first[label].update([] if previous is None else [previous])
             previous = label
     done: dict[int, None] = {}
     for label in labels:
         stack = [label]
         while stack:
-            label = stack[-1]
-            read = [maker[v] for i in members[label] for v in variables(jaxpr.eqns[i]) if v in maker]
-            first = {x for x in (*read, *([after[label]] if label in after else [])) if x != label and x not in done}
-            if first:
-                stack.extend(sorted(first, reverse=True))
+            missing = [x for x in first[stack[-1]] if x not in done and x != stack[-1]]
+            if missing:
+                stack.extend(sorted(missing, reverse=True))
             else:
                 done.setdefault(stack.pop())
     return list(done)
-
-
-def variables(eqn: JaxprEqn) -> list[Var]:
-    """The variables that an equation reads."""
-    atoms: list[Any] = eqn.invars
-    return [v for v in atoms if not _jaxpr.is_literal(v)]

@@ -13,10 +13,12 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
+from jamp._autocast import left_out
 from jamp._autocast.arguments import Call
 from jamp._autocast.plan import FULL_PRECISION, Input, PlannedJaxpr, Where
 from jamp._autocast.planner import Planner
 from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES
+from jamp._cast import as_dtype
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +43,7 @@ def autocast(
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
         traced.
-      compute_dtype: float16 or bfloat16.
+      compute_dtype: float16 or bfloat16, or its name.
       rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
         as `{"scan": "float32"}`, keeps autocast out of it.
       recompute: False keeps the float32 values that the backward pass needs in memory. Inside a `jax.checkpoint` of
@@ -54,7 +56,8 @@ def autocast(
 
     Raises:
       ValueError: If the compute dtype is not a 16-bit float, or a rule is for an unknown primitive or category.
-      TypeError: When called, if `fun` returns what cannot be traced, or inside `hk.transform`.
+      TypeError: If `fun` is not a function. When called, if `fun` returns what cannot be traced, or inside
+        `hk.transform`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -71,6 +74,7 @@ def autocast(
     @functools.wraps(fun)
     def with_casts(*args: Any, **kwargs: Any) -> Any:
         call, body = trace_plan(args, kwargs)
+        left_out.warn(body, stacklevel=2)
         values = _evaluate.call(body.program().closed if body.changed else body.closed, call.leaves)
         types = _jaxpr.avals(body.closed.jaxpr.outvars)
         return call.finish([_weaken(x, aval) for x, aval in zip(values, types, strict=True)])
@@ -108,6 +112,7 @@ def planned(
     fun: Callable[..., Any], compute_dtype: DTypeLike, rules: Mapping[str, str] | None, recompute: bool = True
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, PlannedJaxpr]]:
     """The function that traces a call of `fun` and plans it."""
+    _check_fun(fun)
     dtype, table = _check_dtype(compute_dtype), _merge(rules or {})
 
     def trace_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PlannedJaxpr]:
@@ -127,6 +132,17 @@ def planned(
     return trace_plan
 
 
+def _check_fun(fun: Any) -> None:
+    is_dtype = isinstance(fun, type(jnp.float16)) or (isinstance(fun, type) and issubclass(fun, np.generic))
+    if not callable(fun) or is_dtype:
+        raise TypeError(
+            "autocast is a function transformation, like jax.grad, and not a context: it takes a function, got "
+            f"{fun.__name__ if is_dtype else f'a {type(fun).__name__}'}. In place of `with autocast():`, transform the "
+            "function that is called inside: jamp.autocast(loss_fn, jnp.float16)(params, batch). To cast arrays: "
+            "jamp.cast_floating(params, jnp.float16)."
+        )
+
+
 def _inside_haiku() -> bool:
     haiku = sys.modules.get("haiku")
     try:
@@ -140,16 +156,16 @@ def _weaken(x: Any, aval: Any) -> Any:
 
 
 def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    checked = jnp.dtype(dtype)
-    if checked in (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)):
+    checked = as_dtype(dtype)
+    if checked is not None and checked in (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)):
         return checked
     why = "."
-    if jnp.issubdtype(checked, jnp.floating) and checked.itemsize == 1:
+    if checked is not None and jnp.issubdtype(checked, jnp.floating) and checked.itemsize == 1:
         why = (
             ": float8 values need a scale for each tensor, which a cast does not have. Use float8 matrix products that "
             "carry their scales (flax.linen.fp8_ops), and autocast the rest to bfloat16."
         )
-    raise ValueError(f"compute_dtype must be float16 or bfloat16, got {checked}{why}")
+    raise ValueError(f"compute_dtype must be float16 or bfloat16, got {checked or dtype}{why}")
 
 
 def _merge(rules: Mapping[str, str]) -> dict[str, tuple[str, str]]:
