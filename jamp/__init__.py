@@ -27,6 +27,7 @@ from ._step.lookup import (
     get_loss_scale as get_loss_scale,
     get_stats as get_stats,
     metrics as metrics,
+    reset as reset,
     set_loss_scale as set_loss_scale,
 )
 from ._step.loss_scaled import loss_scaled as loss_scaled

@@ -1,6 +1,7 @@
 """Casts of arrays and pytrees between floating dtypes, and `Policy`, the dtypes of a layer."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -9,7 +10,10 @@ import numpy as np
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-_SHORT = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "full": "float32", "f64": "float64"}
+_SHORT = {
+    "f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32", "full": "float32",
+    "f64": "float64", "fp64": "float64",
+}  # fmt: skip
 _KEYS = {
     "p": "param_dtype", "params": "param_dtype",
     "c": "compute_dtype", "compute": "compute_dtype",
@@ -44,54 +48,75 @@ def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
 
     Args:
       tree: A pytree. Integers, bools, complex numbers, PRNG keys and leaves that are not arrays are left unchanged.
-      dtype: The floating dtype to cast to.
+      dtype: The floating dtype to cast to, or a name: "float16", "fp16", "half".
 
     Returns:
       The tree with its floating arrays in `dtype`.
-
-    Examples:
-      >>> import jax.numpy as jnp, jamp
-      >>> jamp.cast_floating({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.float16)["w"].dtype
-      dtype('float16')
-    """
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_floating(x) else x, tree)
-
-
-def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
-    """List the parameters that cannot be cast to a floating dtype.
-
-    Call it on the host, before training. It waits for the device.
-
-    Args:
-      params: A pytree of arrays.
-      dtype: The floating dtype that `cast_floating` will cast to.
-
-    Returns:
-      The paths of the leaves that are not floating, or that hold a finite number which becomes inf (NaN in a float8
-      dtype without inf). The list is empty if every leaf can be cast.
 
     Raises:
       ValueError: If `dtype` is not floating.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
-      >>> jamp.check_castable({"w": jnp.array([1.0, 1e5]), "b": jnp.zeros(2)}, jnp.float16)
-      ["['w']"]
+      >>> jamp.cast_floating({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.float16)["w"].dtype
+      dtype('float16')
     """
-    check_floating("dtype", dtype)
+    target = check_floating("dtype", dtype)
+    return jax.tree.map(lambda x: jnp.asarray(x, target) if is_floating(x) else x, tree)
+
+
+def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
+    """List the parameters that do not fit into a floating dtype. An empty list means that all are compatible.
+
+    Call it on the host, before training. It waits for the device.
+
+    Args:
+      params: A pytree. Leaves that are not floating arrays are ignored, because `cast_floating` leaves them unchanged.
+      dtype: The floating dtype that `cast_floating` will cast to.
+
+    Returns:
+      The paths of the leaves that hold a finite number which becomes inf (NaN in a float8 dtype without inf). A number
+      that is rounded, even to 0, fits.
+
+    Raises:
+      ValueError: If `dtype` is not floating.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> params = {"w": jnp.array([1.0, 1e5]), "b": jnp.zeros(2), "step": jnp.int32(3)}
+      >>> jamp.check_castable(params, jnp.float16), jamp.check_castable(params, jnp.bfloat16)
+      (["['w']"], [])
+    """
+    target = check_floating("dtype", dtype)
 
     def overflows(x: Any) -> bool:
         x = jnp.asarray(x)
-        return bool(jnp.any(jnp.isfinite(x) & ~jnp.isfinite(x.astype(dtype))))
+        return bool(jnp.any(jnp.isfinite(x) & ~jnp.isfinite(x.astype(target))))
 
-    return [keystr(path) for path, x in jax.tree.leaves_with_path(params) if not is_floating(x) or overflows(x)]
+    return [keystr(path) for path, x in jax.tree.leaves_with_path(params) if is_floating(x) and overflows(x)]
 
 
-def check_floating(name: str, dtype: DTypeLike) -> np.dtype[Any]:
-    """Return the NumPy dtype of a floating dtype or its name. Otherwise raise a ValueError about argument `name`."""
-    checked = jnp.dtype(dtype)
-    if not jnp.issubdtype(checked, jnp.floating):
-        raise ValueError(f"{name} must be floating, such as jnp.float16, got {name}={checked.name!r}.")
+def as_dtype(dtype: DTypeLike | None) -> np.dtype[Any] | None:
+    """The NumPy dtype of a dtype or its name; None if there is none.
+
+    Besides NumPy's names there are short ones ("fp16", "bf16", "f32") and "half": bfloat16 on TPU, float16 elsewhere.
+    """
+    if isinstance(dtype, str):
+        dtype = ("bfloat16" if jax.default_backend() == "tpu" else "float16") if dtype == "half" else dtype
+        dtype = _SHORT.get(dtype, dtype)
+    try:
+        return None if dtype is None else jnp.dtype(dtype)  # np.dtype(None) is float64
+    except TypeError:
+        return None
+
+
+def check_floating(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
+    """The NumPy dtype of a floating dtype or its name. Otherwise raise a ValueError about argument `name`."""
+    checked = as_dtype(dtype)
+    if checked is None or not jnp.issubdtype(checked, jnp.floating):
+        got = dtype if checked is None else checked.name
+        names = f" Short names: {', '.join(_SHORT)}, half." if checked is None else ""
+        raise ValueError(f"{name} must be floating, such as jnp.float16, got {name}={got!r}.{names}")
     return checked
 
 
@@ -147,8 +172,8 @@ def get_policy(name: str) -> Policy:
     Args:
       name: One dtype for everything, or a list such as "params=float32,compute=float16,output=float32" or
         "p=f32,c=f16". Params default to float32, compute to params, output to compute. A dtype is a name such as
-        "bfloat16", a short form ("f16", "bf16", "f32", "f64", "full") or "half", which is bfloat16 on TPU and float16
-        elsewhere.
+        "bfloat16", a short form ("f16", "fp16", "bf16", "f32", "full") or "half", which is bfloat16 on TPU and float16
+        elsewhere. One 16-bit dtype for everything warns, because the parameters have it too.
 
     Returns:
       The policy. `get_policy(str(policy))` returns an equal one.
@@ -166,6 +191,13 @@ def get_policy(name: str) -> Policy:
     """
     if "=" not in name:
         dtype = _parse_dtype(name)
+        if dtype.itemsize < 4:
+            warnings.warn(
+                f"get_policy({name!r}) makes the parameters {dtype} too, and they lose small updates. To keep them in "
+                f"float32: get_policy('params=float32,compute={dtype},output=float32'). For {dtype} parameters use "
+                f"jamp.mixed_precision, and write 'params={dtype}'.",
+                stacklevel=2,
+            )
         return Policy(dtype, dtype, dtype)
     dtypes: dict[str, Any] = {}
     for part in name.split(","):
@@ -180,16 +212,14 @@ def get_policy(name: str) -> Policy:
     return Policy(params, compute, dtypes.get("output_dtype", compute))
 
 
-def _parse_dtype(name: str) -> Any:
-    name = name.strip()
-    if name == "half":
-        return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16)
+def _parse_dtype(name: str) -> np.dtype[Any]:
     try:
-        dtype = jnp.dtype(_SHORT.get(name, name))
-    except TypeError:
-        dtype = jnp.dtype(bool)
-    if not name or not jnp.issubdtype(dtype, jnp.floating):
+        return check_floating("dtype", name.strip())
+    except ValueError:
+        hint = ""
+        if name in ("mixed_float16", "mixed_bfloat16"):
+            hint = f" Keras' policy of this name is 'params=float32,compute={name[6:]},output={name[6:]}'."
+        short = ", ".join(_SHORT)
         raise ValueError(
-            f"{name!r} is not a floating dtype. Give a name such as 'float32', one of {', '.join(_SHORT)}, or 'half'."
-        )
-    return dtype
+            f"{name!r} is not a floating dtype.{hint} Give a name such as 'float32', one of {short}, or 'half'."
+        ) from None

@@ -7,6 +7,8 @@ from typing import Any
 import optax
 
 from jamp._step.scaling import value_and_grad
+from jamp._step.skip import apply_or_keep
+from jamp._step.state import step_applied
 
 try:
     import equinox as eqx
@@ -79,4 +81,4 @@ def apply_gradients(
     params, rest = eqx.partition(model, eqx.is_inexact_array)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     # Not `eqx.apply_updates`, which would cast 16-bit parameters to the updates' float32.
-    return eqx.combine(optax.apply_updates(params, updates), rest), opt_state
+    return eqx.combine(apply_or_keep(step_applied(opt_state), params, updates), rest), opt_state

@@ -1,5 +1,6 @@
 """`GradScaler`, an immutable pytree with the methods of `torch.amp.GradScaler`."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,12 +13,13 @@ from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
 from jamp import _jaxpr
-from jamp._scale.config import loss_scale_for, loss_scale_from_config
 from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale, NoOpLossScale, NoOpLossScaleState, StaticLossScale, check_loss_scale
+from jamp._scale.static import LossScale, NoOpLossScale, NoOpLossScaleState, check_loss_scale
 from jamp._scale.stats import LossScaleStats
 from jamp._step.finite import all_finite
+from jamp._step.lookup import get_loss_scale, get_stats
 from jamp._step.plain import GradScalerStep as GradScalerStep, step_plain
+from jamp._step.presets import Presets
 from jamp._step.scaling import scale_loss, unscale, value_and_grad
 from jamp._step.state import ScalerState
 from jamp._step.state_dict import from_state_dict, to_state_dict
@@ -26,7 +28,7 @@ _KEYWORDS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval",
 
 
 @dataclass(frozen=True, init=False, eq=False)
-class GradScaler:
+class GradScaler(Presets):
     """Loss scaling with the methods of `torch.amp.GradScaler`, for PyTorch users.
 
     An immutable pytree: the configuration is static, the state is in the leaves, and every method returns new values.
@@ -36,6 +38,9 @@ class GradScaler:
     Args:
       loss_scale: Any loss scale. None means `DynamicLossScale` with the given keywords, such as `init_scale`.
       enabled: If False, nothing is scaled, checked, skipped or counted.
+      axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
+
+    A subclass without fields of its own is a pytree too, and its methods return the subclass.
 
     Raises:
       TypeError: If `loss_scale` is not a loss scale.
@@ -57,13 +62,14 @@ class GradScaler:
     """
 
     loss_scale: LossScale  # the configuration
+    axis_name: Any
     _state: ScalerState  # while disabled, with a NoOpLossScaleState, so that no function scales
     _paused: tuple[Any, ...]  # while disabled: the leaves of the loss-scale state that `enable` restores
 
     def __init__(
         self, loss_scale: LossScale | None = None, *, init_scale: float | None = None,
         growth_factor: float | None = None, backoff_factor: float | None = None, growth_interval: int | None = None,
-        min_scale: float | None = None, max_scale: float | None = None, enabled: bool = True,
+        min_scale: float | None = None, max_scale: float | None = None, enabled: bool = True, axis_name: Any = None,
     ) -> None:  # fmt: skip
         _jaxpr.core()  # as in `loss_scaled`
         numbers = init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
@@ -72,44 +78,19 @@ class GradScaler:
             raise ValueError(f"Give {', '.join(keywords)} to the loss scale itself, not together with {loss_scale=}.")
         loss_scale = DynamicLossScale(**keywords) if loss_scale is None else loss_scale
         check_loss_scale(loss_scale, constant="jamp.GradScaler.static(scale)")
-        new = _new(loss_scale, ScalerState.init(loss_scale))
-        vars(self).update(vars(new if enabled else new.disable()))
+        vars(self).update(loss_scale=loss_scale, axis_name=axis_name, _state=ScalerState.init(loss_scale), _paused=())
+        if not enabled:
+            vars(self).update(vars(self.disable()))
 
-    @classmethod
-    def default(cls) -> Self:
-        """A dynamic scaler with torch's defaults, and bounds of 1 and 2**24."""
-        return cls()
+    def __init_subclass__(cls) -> None:
+        if not inspect.get_annotations(cls):  # With fields of its own, its author registers it.
+            _register(cls)
 
-    @classmethod
-    def static(cls, scale: float = 2.0**16) -> Self:
-        """A constant scale. An overflow skips the step and leaves the scale unchanged."""
-        return cls(StaticLossScale(scale))
-
-    @classmethod
-    def conservative(cls) -> Self:
-        """A dynamic scaler that grows every 5000 finite steps."""
-        return cls(DynamicLossScale.conservative())
-
-    @classmethod
-    def aggressive(cls) -> Self:
-        """A dynamic scaler that grows every 1000 finite steps."""
-        return cls(DynamicLossScale.aggressive())
-
-    @classmethod
-    def for_fp16(cls) -> Self:
-        """The scaler for float16: a dynamic scale."""
-        return cls(loss_scale_for(jnp.float16))
-
-    @classmethod
-    def for_bf16(cls) -> Self:
-        """The scaler for bfloat16: a scale of 1 that still skips steps that are not finite."""
-        return cls(loss_scale_for(jnp.bfloat16))
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Make a scaler from a mapping for `jamp.loss_scale_from_config`. The type defaults to "dynamic"."""
-        has_type = {"type", "runner_wrapper", "scale_sense"} & set(config)
-        return cls(loss_scale_from_config(config if has_type else {"type": "dynamic", **config}))
+    def _with(self, **fields: Any) -> Self:
+        """The scaler with other fields. JAX may unflatten a pytree with any leaves, so they are not checked."""
+        scaler = object.__new__(type(self))
+        vars(scaler).update(vars(self) | fields)
+        return scaler
 
     @property
     def state(self) -> Any:
@@ -119,7 +100,7 @@ class GradScaler:
     @property
     def stats(self) -> LossScaleStats:
         """The statistics of the steps so far."""
-        return self._state.stats
+        return get_stats(self)
 
     def scale(self, loss: Any) -> Any:
         """Multiply a loss, or a pytree of them, by the scale. A loss that is not floating raises a TypeError."""
@@ -135,9 +116,9 @@ class GradScaler:
 
     def check_overflow(self, grads: Any) -> Array:
         """bool[], whether gradients, scaled or true, hold inf or NaN. It is False while disabled."""
-        return ~all_finite(grads) if self.is_enabled() else jnp.bool_(False)
+        return ~all_finite(grads, axis_name=self.axis_name) if self.is_enabled() else jnp.bool_(False)
 
-    def update(self, *, grads_finite: ArrayLike | None = None, overflow: ArrayLike | None = None) -> "GradScaler":
+    def update(self, *, grads_finite: ArrayLike | None = None, overflow: ArrayLike | None = None) -> Self:
         """Return the scaler of the next step, given exactly one of `grads_finite` and `overflow`, bool[].
 
         `step` calls it. Call it yourself after `step(..., update_scale=False)`, once for all optimizers of a step.
@@ -150,11 +131,12 @@ class GradScaler:
                 "`scaler = result.scaler.update(grads_finite=result.stepped)`."
             )
         finite = ~jnp.asarray(overflow, bool) if grads_finite is None else jnp.asarray(grads_finite, bool)
-        return _new(self.loss_scale, self._state.advance(self.loss_scale, finite)) if self.is_enabled() else self
+        return self._with(_state=self._state.advance(self.loss_scale, finite)) if self.is_enabled() else self
 
     def step(
         self, tx: optax.GradientTransformation, opt_state: Any, params: Any, *, grads: Any = None,
         scaled_grads: Any = None, optimizer_step: bool = True, check_overflow: bool = True, update_scale: bool = True,
+        extra_args: Mapping[str, Any] | None = None,
     ) -> GradScalerStep:  # fmt: skip
         """Unscale, check, step the optimizer unless there was an overflow, and update the scale.
 
@@ -166,9 +148,11 @@ class GradScaler:
           params: The parameters.
           grads: True gradients, from `value_and_grad` or `unscale`, clipped or not.
           scaled_grads: Gradients of a scaled loss, from `jax.grad`. Give exactly one of the two.
-          optimizer_step: If False, only check and update.
+          optimizer_step: If False, only check and update. To use the unscaled gradients yourself, call `unscale` first
+            and pass them as `grads`.
           check_overflow: If False, step without a check. The scale is then not updated.
           update_scale: If False, leave the scale unchanged. Call `update` after all optimizers have stepped.
+          extra_args: Extra arguments for the optimizer's `update`, such as `{"value": loss}`.
 
         Returns:
           The new `params`, `opt_state` and `scaler`, and `stepped` (bool[]): False if an overflow was found.
@@ -183,18 +167,22 @@ class GradScaler:
             )
         grads = self.unscale(scaled_grads) if grads is None else grads
         checked = check_overflow and self.is_enabled()
-        finite = all_finite(grads) if checked else jnp.bool_(True)
+        finite = all_finite(grads, axis_name=self.axis_name) if checked else jnp.bool_(True)
         if optimizer_step:
-            params, opt_state = step_plain(tx, opt_state, params, grads, finite if checked else None)
+            verdict = finite if checked else None
+            params, opt_state = step_plain(tx, opt_state, params, grads, verdict, extra_args or {})
         scaler = self.update(grads_finite=finite) if update_scale and checked else self
         return GradScalerStep(params, opt_state, scaler, finite)
 
     def get_scale(self) -> Array:
         """f32[], the scale of the next loss. It is 1 while disabled."""
-        return jnp.asarray(self.state.loss_scale)
+        return get_loss_scale(self)
 
     def get_inverse_scale(self) -> Array:
-        """f32[], the factor of `unscale`. It is 1 while disabled."""
+        """f32[], 1 / scale. It is 1 while disabled.
+
+        Above 2**126 the inverse is subnormal, which XLA flushes to 0. There `unscale` divides in two steps.
+        """
         return 1.0 / self.get_scale()
 
     def get_stats(self) -> LossScaleStats:
@@ -205,45 +193,55 @@ class GradScaler:
         """Whether anything is scaled."""
         return not isinstance(self.state, NoOpLossScaleState)
 
-    def enable(self) -> "GradScaler":
+    def enable(self) -> Self:
         """Return the scaler enabled, with the scale that it had when it was disabled."""
         if not self._paused:
             return self
         kept = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self.loss_scale.init)), self._paused)
-        return _new(self.loss_scale, self._state._replace(loss_scale_state=kept))
+        return self._with(_state=self._state._replace(loss_scale_state=kept), _paused=())
 
-    def disable(self) -> "GradScaler":
+    def disable(self) -> Self:
         """Return the scaler disabled. It keeps its state for `enable`."""
         if not self.is_enabled():
             return self
         off = self._state._replace(loss_scale_state=NoOpLossScale().init())
-        return _new(self.loss_scale, off, tuple(jax.tree.leaves(self.state)))
+        return self._with(_state=off, _paused=tuple(jax.tree.leaves(self.state)))
 
-    def reset(self) -> "GradScaler":
-        """Return a scaler with the initial state."""
-        return GradScaler(self.loss_scale, enabled=self.is_enabled())
+    def reset(self) -> Self:
+        """Return the scaler with the initial state and zero statistics."""
+        new = self._with(_state=ScalerState.init(self.loss_scale), _paused=())
+        return new if self.is_enabled() else new.disable()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a restored run needs, as Python numbers, with torch's keys. Empty while disabled."""
         return to_state_dict(self.loss_scale, self._state) if self.is_enabled() else {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> "GradScaler":
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:
         """Return the scaler with the state of a `state_dict()`, including growth and backoff, as in torch.
 
         A disabled scaler loads nothing. For a dict that torch wrote, use `jamp.interop.from_torch`.
         """
-        return _new(*from_state_dict(self.loss_scale, self._state, state_dict)) if self.is_enabled() else self
+        if not self.is_enabled():
+            return self
+        loss_scale, state = from_state_dict(self.loss_scale, self._state, state_dict)
+        return self._with(loss_scale=loss_scale, _state=state)
 
 
-def _new(loss_scale: LossScale, state: Any, paused: Any = ()) -> GradScaler:
-    """A scaler with these fields, unchecked, because JAX may unflatten a pytree with any leaves."""
-    scaler = object.__new__(GradScaler)
-    vars(scaler).update(loss_scale=loss_scale, _state=state, _paused=paused)
-    return scaler
+def _register(cls: type[GradScaler]) -> None:
+    def unflatten(static: tuple[Any, Any], children: Any) -> GradScaler:
+        scaler = object.__new__(cls)
+        names = "loss_scale", "axis_name", "_state", "_paused"
+        vars(scaler).update(zip(names, (*static, *children), strict=True))
+        return scaler
+
+    jax.tree_util.register_pytree_with_keys(
+        cls,
+        lambda s: (
+            ((GetAttrKey("_state"), s._state), (GetAttrKey("_paused"), s._paused)),
+            (s.loss_scale, s.axis_name),
+        ),
+        unflatten,
+    )
 
 
-jax.tree_util.register_pytree_with_keys(
-    GradScaler,
-    lambda s: (((GetAttrKey("_state"), s._state), (GetAttrKey("_paused"), s._paused)), s.loss_scale),
-    lambda loss_scale, children: _new(loss_scale, *children),
-)
+_register(GradScaler)

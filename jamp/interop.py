@@ -19,7 +19,14 @@ from jamp._scale.adaptive import AdaptiveLossScale, AdaptiveLossScaleState
 from jamp._scale.checks import INT32_MAX, TINY
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
-from jamp._step.state import LossScaledState, ScalerState, contains, find_loss_scale_state
+from jamp._step.state import (
+    LossScaledState,
+    ScaledGradsState,
+    ScalerState,
+    check_one_scaler,
+    contains,
+    find_loss_scale_state,
+)
 from jamp.grad_scaler import GradScaler
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -183,12 +190,13 @@ def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale(
     }
 
 
-def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale()) -> LossScaledState:
+def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale(), *, unscale: bool = False) -> LossScaledState:
     """Make the state of `jamp.loss_scaled(tx, loss_scale)` that continues with the state of the plain `tx`.
 
     Args:
       opt_state: A state of `tx`, such as one restored from a checkpoint.
       loss_scale: The loss scale. It starts at its initial scale.
+      unscale: As for `loss_scaled`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -196,7 +204,8 @@ def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale()) -> Lo
       >>> float(jamp.get_loss_scale(jamp.interop.wrap_state(opt_state)))
       65536.0
     """
-    return LossScaledState(*ScalerState.init(loss_scale), opt_state)
+    check_one_scaler(opt_state)
+    return (ScaledGradsState if unscale else LossScaledState)(*ScalerState.init(loss_scale), opt_state)
 
 
 def unwrap_state(tree: Any) -> Any:

@@ -15,8 +15,8 @@ from jamp._step import scaling
 from jamp._step.finite import OVERWRITE_WITH_GRADIENT
 from jamp._step.lookup import metrics
 from jamp._step.loss_scaled import loss_scaled
-from jamp._step.skip import new_or_old
-from jamp._step.state import check_one_scaler
+from jamp._step.skip import apply_or_keep, new_or_old
+from jamp._step.state import step_applied
 
 try:
     from flax.training import train_state
@@ -75,6 +75,7 @@ class TrainState(train_state.TrainState):
         params: Any,
         tx: optax.GradientTransformation,
         loss_scale: LossScale = DynamicLossScale(),
+        unscale: bool = False,
         axis_name: Any = None,
         **collections: Any,
     ) -> Self:
@@ -85,6 +86,7 @@ class TrainState(train_state.TrainState):
           params: The parameters.
           tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for 16-bit parameters.
           loss_scale: A loss scale. `jamp.NoOpLossScale()` switches scaling, checks and skips off.
+          unscale: If True, `apply_gradients` takes the gradients of `jamp.scale_loss(loss, state)`.
           axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
           **collections: Pytrees of arrays that become fields of the state. They are copied, so that an EMA that starts
             as the parameters can be donated with them.
@@ -92,9 +94,8 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: If `tx` is already loss-scaled, or a collection has the name of a method.
         """
-        scaled = loss_scaled(tx, loss_scale, axis_name=axis_name)
+        scaled = loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
         opt_state = scaled.init(_with_optimizer(params))
-        check_one_scaler(opt_state.inner_state)
         own = {field.name for field in dataclasses.fields(cls)}
         added = tuple(sorted(collections.keys() - own))
         for name in added:
@@ -122,7 +123,7 @@ class TrainState(train_state.TrainState):
         """Return the state after a step, which is skipped if the gradients are not finite.
 
         Args:
-          grads: The true gradients, of the structure of `params`.
+          grads: The true gradients (with `unscale=True`, those of the scaled loss), of the structure of `params`.
           extra_args: Extra arguments for the optimizer's `update`, such as `{"value": loss}`. `grads_finite` (bool[])
             replaces the check.
           **collections: New values of your fields, such as `batch_stats=updates["batch_stats"]`. On a skip the fields
@@ -137,14 +138,14 @@ class TrainState(train_state.TrainState):
                 raise TypeError(f"{name!r} is not a field of this state. Give it to `create` first.")
         params = _with_optimizer(self.params)
         updates, opt_state = self.tx.update(_with_optimizer(grads), self.opt_state, params, **(extra_args or {}))
-        new_params = optax.apply_updates(params, updates)
-        grads_finite = opt_state.step_applied()
+        grads_finite = step_applied(opt_state)
+        new_params = apply_or_keep(grads_finite, params, updates)
         if _overwrites(self.params):
             new, old = (tree[OVERWRITE_WITH_GRADIENT] for tree in (grads, self.params))
             overwritten = new_or_old(grads_finite, new, old, OVERWRITE_WITH_GRADIENT)
             new_params = type(self.params)({**self.params, "params": new_params, OVERWRITE_WITH_GRADIENT: overwritten})
         return self.replace(
-            step=jnp.where(grads_finite, optax.safe_increment(self.step), self.step),
+            step=new_or_old(grads_finite, optax.safe_increment(self.step), self.step, "step"),
             params=new_params,
             opt_state=opt_state,
             **{name: new_or_old(grads_finite, new, getattr(self, name), name) for name, new in collections.items()},

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jamp._scale.dynamic import DynamicLossScale
@@ -14,7 +13,7 @@ from jamp._step.finite import all_finite
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scaling import scale_by, unscale
 from jamp._step.skip import new_or_old
-from jamp._step.state import check_one_scaler, find_loss_scale
+from jamp._step.state import find_loss_scale, step_applied
 
 try:
     from flax import nnx
@@ -34,6 +33,7 @@ class Optimizer(nnx.Optimizer[Any]):
       tx: The optimizer, without a loss scale of its own. `jamp.master_params(tx)` for 16-bit parameters.
       wrt: The filter of the variables to optimize, such as `nnx.Param`.
       loss_scale: A loss scale. `jamp.NoOpLossScale()` switches scaling, checks and skips off.
+      unscale: If True, `update` takes the gradients of `jamp.scale_loss(loss, optimizer)`, from `nnx.grad`.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Raises:
@@ -63,11 +63,11 @@ class Optimizer(nnx.Optimizer[Any]):
         *,
         wrt: Any,
         loss_scale: LossScale = DynamicLossScale(),
+        unscale: bool = False,
         axis_name: Any = None,
     ) -> None:
-        super().__init__(model, loss_scaled(tx, loss_scale, axis_name=axis_name), wrt=wrt)
+        super().__init__(model, loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name), wrt=wrt)
         self.axis_name = axis_name
-        check_one_scaler(self.opt_state.inner_state)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Step the model and the optimizer in place, or skip the step if the true gradients are not finite.
@@ -75,9 +75,12 @@ class Optimizer(nnx.Optimizer[Any]):
         Other keywords, such as `value=loss`, are passed to the optimizer's `update`. `grads_finite` (bool[]) replaces
         the check. The method returns the updates that it added to the parameters.
         """
-        step = self.step[...]
+        before = nnx.as_pure((nnx.state(model, self.wrt), self.step))
         updates = super().update(model, grads, **kwargs)
-        self.step[...] = jnp.where(nnx.as_pure(self.opt_state).step_applied(), self.step[...], step)
+        after = nnx.as_pure((nnx.state(model, self.wrt), self.step))
+        kept = new_or_old(step_applied(nnx.as_pure(self.opt_state)), after, before, "The model")
+        nnx.update(model, kept[0])
+        self.step[...] = kept[1]
         return updates
 
 
@@ -118,7 +121,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
         holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
-        scale = find_loss_scale(nnx.as_pure(holder))
+        scale = find_loss_scale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
 
         @functools.wraps(fun)
         def scaled(*args: Any, **kwargs: Any) -> Any:

@@ -45,13 +45,14 @@ def plain(tx=INNER):
     return (params(), tx.init(params())), step
 
 
-def wrapper(wrap, loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32):
+def wrapper(wrap, loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32, unscale=False):
     """An Optax wrapper."""
-    tx = wrap(INNER, loss_scale, axis_name=axis_name)
+    tx = wrap(INNER, loss_scale, axis_name=axis_name, unscale=unscale)
 
     def step(carry, x):
         p, state = carry
-        grads = jamp.grad(loss_fn, state)(p, x)
+        scaled = lambda p: jamp.scale_loss(loss_fn(p, x), state)
+        grads = jax.grad(scaled)(p) if unscale else jamp.grad(loss_fn, state)(p, x)
         updates, state = tx.update(grads, state, p)
         return optax.apply_updates(p, updates), state
 
@@ -79,6 +80,7 @@ class Adapter:
 
 ADAPTERS = {
     "loss_scaled": Adapter(functools.partial(wrapper, jamp.loss_scaled)),
+    "unscale": Adapter(functools.partial(wrapper, jamp.loss_scaled, unscale=True)),
     "mixed_precision": Adapter(
         functools.partial(wrapper, jamp.mixed_precision), lambda: plain(jamp.master_params(INNER))
     ),

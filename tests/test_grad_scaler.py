@@ -18,6 +18,11 @@ LOSS_SCALES = [DYNAMIC, STATIC, jamp.AdaptiveLossScale(init_scale=8.0, windows=(
 OVERFLOWS = "001011100000000101000000"
 TORCHS = {"scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
 CHANGED = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
+WRONG = {  # saved values of another shape or type
+    ("scale", "a number, float32"): ([8.0], [[1], [2, 3]], "1e4", None, True, {"scale": 8.0}),
+    ("_growth_tracker", "an int, int32"): ([0, 1], 0.5, "7", 2**40, True),
+    ("grads_finite", "a bool, bool"): ([True], 1, "False"),
+}
 TX = optax.sgd(0.5, momentum=0.5)
 ONES = jnp.ones(2)
 
@@ -65,6 +70,7 @@ def test_errors_name_the_cure():
     steps = torch_habit, jax.jit(torch_habit), lambda carry: jax.lax.scan(torch_habit, carry, None, 2)
     scaler, adaptive = jamp.GradScaler, jamp.GradScaler(LOSS_SCALES[2])
     step = lambda tx, **given: lambda: small().step(tx, tx.init(ONES), ONES, **given)
+    load = lambda given: lambda: small().load_state_dict(given)
     both, wrapped = {"grads": ONES, "scaled_grads": ONES}, (jamp.loss_scaled(TX), jamp.mixed_precision(TX))
     for match, call in (
         ("Give init_scale, min_scale to the loss", lambda: scaler(STATIC, init_scale=2.0, min_scale=1.0)),
@@ -73,10 +79,16 @@ def test_errors_name_the_cure():
         *((r"exactly one of grads= \(true gradients.*scaled_grads=", step(TX, **given)) for given in ({}, both)),
         *((r"Two scalers on one optimizer.*Step the plain optimizer with", step(tx, grads=ONES)) for tx in wrapped),
         *((r"updated already.*delete this call", lambda f=f: f((small(), ONES, TX.init(ONES)))) for f in steps),
-        (r"empty, as that of a disabled scaler is. Use GradS.*=False\)", lambda: small().load_state_dict({})),
-        (r"lacks scale, _growth_tracker, hysteresis_.*; it has step", lambda: small().load_state_dict({"step": 3})),
-        (r"for one that torch wrote, use jamp\.interop\.from_torch", lambda: small().load_state_dict(TORCHS)),
+        (r"empty, as that of a disabled scaler is. Use GradS.*=False\)", load({})),
+        (r"lacks scale, _growth_tracker, hysteresis_.*; it has step", load({"step": 3})),
+        (r"for one that torch wrote, use jamp\.interop\.from_torch", load(TORCHS)),
         (r"lacks window_index.*AdaptiveLossScale", lambda: adaptive.load_state_dict(small().state_dict())),
+        *(("is a mapping of names to numbers, got ", load(x)) for x in (None, [1], 8.0)),
+        *(
+            (rf"has {name}=.*, expected {own}\[\]\. Load what", load(small().state_dict() | {name: x}))
+            for (name, own), values in WRONG.items()
+            for x in values
+        ),
     ):
         with pytest.raises(ValueError, match=match):
             call()
@@ -104,6 +116,8 @@ def test_it_is_an_immutable_pytree_that_follows_its_loss_scale_and_counts(loss_s
         # A run restored from a state dict at any point goes on exactly.
         saved = json.loads(json.dumps(scaler.state_dict()))
         assert_equal(jamp.GradScaler(loss_scale).load_state_dict(saved), scaler)
+    ensemble = jax.tree.map(lambda x: jnp.stack([x, x]), scaler)  # its state dict has lists
+    assert_equal(ensemble.load_state_dict(ensemble.state_dict()), ensemble)
     assert_equal(scaler.get_stats(), jamp.get_stats(scaler))
     assert [int(n) for n in scaler.stats[:2]] == [OVERFLOWS.count("0"), OVERFLOWS.count("1")]
 
@@ -177,3 +191,31 @@ def test_disabled_it_steps_unconditionally_and_all_else_is_the_identity():
     assert (paused.is_enabled(), float(paused.get_scale())) == (False, 1.0)
     assert (paused.disable() is paused, resumed.enable() is resumed) == (True, True)
     assert_equal(resumed, counted)
+
+
+def test_a_subclass_without_fields_is_a_pytree_whose_methods_return_it():
+    class Scaler(jamp.GradScaler):
+        def backed_off(self):
+            return self.update(overflow=True)
+
+    made = Scaler.static(8.0), Scaler.from_config(jamp.DynamicLossScale(8.0)), Scaler(STATIC, axis_name="replica")
+    for scaler in (*made, made[1].backed_off(), made[1].reset(), made[1].disable().enable(), made[0].disable()):
+        again = jax.jit(lambda s: jax.tree.map(jnp.copy, s))(scaler)
+        assert (type(again), again.loss_scale, again.axis_name) == (Scaler, scaler.loss_scale, scaler.axis_name)
+    stepped = made[1].load_state_dict(made[1].state_dict()).step(TX, TX.init(ONES), ONES, grads=ONES).scaler
+    assert type(stepped) is Scaler
+    assert not jamp.GradScaler.static(8.0, enabled=False).is_enabled()
+
+
+@pytest.mark.promotes("optax: reduce_on_plateau")
+def test_extra_args_reach_the_optimizer_and_replicas_skip_together():
+    tx = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, cooldown=0))
+    params, opt_state, scaler = ONES, tx.init(ONES), small()
+    for _ in range(4):
+        params, opt_state, scaler, _ = scaler.step(tx, opt_state, params, grads=ONES, extra_args={"value": 1.0})
+    assert float(optax.tree.get(opt_state, "scale")) < 1
+    scaler = jamp.GradScaler(axis_name="replica")
+    both = jnp.stack([ONES, ONES * jnp.inf])
+    stepped = jax.vmap(lambda g: scaler.step(TX, TX.init(ONES), ONES, grads=g).stepped, axis_name="replica")(both)
+    alone = jax.vmap(lambda g: jamp.GradScaler().step(TX, TX.init(ONES), ONES, grads=g).stepped)(both)
+    assert (stepped.tolist(), alone.tolist()) == ([False, False], [True, False])

@@ -24,7 +24,18 @@ FLOORS = [{"_cast", "_jaxpr"}, {"_evaluate", "_scale", "_source_line"}, {"_step"
 # Of these packages each module imports earlier ones only.
 ORDER = {
     "_scale": ["checks", "static", "dynamic", "adaptive", "stats", "config"],
-    "_step": ["state", "finite", "scaling", "skip", "lookup", "loss_scaled", "master_params", "plain", "state_dict"],
+    "_step": [
+        "state",
+        "finite",
+        "scaling",
+        "skip",
+        "lookup",
+        "loss_scaled",
+        "master_params",
+        "plain",
+        "state_dict",
+        "presets",
+    ],
 }
 
 

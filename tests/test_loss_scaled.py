@@ -157,7 +157,6 @@ def test_what_it_is_what_it_refuses_and_which_leaves_are_like_params():
     assert Counter(jax.tree.leaves(specs)) == {"params": 6, "other": 3 + 7 + 1 + 2}
 
 
-LABELS = {"w": "left", "b": "right"}
 # A skip is exact: it changes neither the parameters nor the state of any transformation.
 EXACT = {
     # What hands inf and NaN on may stand before.
@@ -175,11 +174,10 @@ OTHERS = {
     "clip before": (optax.chain(optax.clip(1.0), SCALED), "0010", "1101"),
     "scale_by_sign before": (optax.chain(optax.scale_by_sign(), SCALED), "0010", "1101"),
     "zero_nans before": (optax.chain(optax.zero_nans(), SCALED), "0100", "1011"),
-    "masked outside": (optax.masked(SCALED, {"w": True, "b": False}), "0010", "1101"),
-    "partition outside": (optax.partition({"left": SCALED, "right": optax.sgd(0.1)}, LABELS), "0010", "1101"),
     # What has state keeps the inf.
     **{f"{name} before": (optax.chain(tx, SCALED), "0111", "1000") for name, tx in STATEFUL.items()},
-    # A skip is undone, or counted.
+    # A skip is undone, or counted. A link in front cannot stop those behind it.
+    "adamw after": (optax.chain(jamp.loss_scaled(optax.identity()), optax.adamw(0.1)), "0110", "1111"),
     "add_decayed_weights after": (optax.chain(SCALED, optax.add_decayed_weights(-0.1)), "0110", "1111"),
     "trace after": (optax.chain(SCALED, optax.trace(0.9)), "0110", "1111"),
     "scale_by_schedule after": (optax.chain(SCALED, optax.scale_by_schedule(lambda count: 0.1)), "0110", "1001"),
@@ -205,9 +203,6 @@ def test_a_skip_is_exact_in_some_chains_and_in_others_partial_undone_or_missing(
         w = [bits(x) for x in (PARAMS["w"], *(params["w"] for params, _ in history))]
         assert (skipped(history), "".join("01"[w[i] != w[i + 1]] for i in range(4))) == (skips, moves), name
         assert not kept(history[0]) == kept(history[1]) == kept(history[2]), name
-    assert not jamp.all_finite(histories["partition outside"][1][0])  # An inf in another part is applied.
-    [[(params, _)]] = runner({"": optax.partition({"left": SCALED, "right": SCALED}, LABELS)})(INF).values()
-    assert [bits(params[k]) == bits(PARAMS[k]) for k in ("w", "b")] == [False, True]  # one scaler for each part
     clip, sgd = optax.clip_by_global_norm(1.0), optax.sgd(0.1)
     run = runner({"before": optax.chain(clip, jamp.loss_scaled(sgd)), "in": jamp.loss_scaled(optax.chain(clip, sgd))})
     for history in run(jax.tree.map(lambda g: g * 1e20, GOOD)).values():
@@ -238,6 +233,29 @@ def test_around_multisteps_an_inf_micro_batch_is_left_out_of_the_accumulation():
     history = runner({"": optax.MultiSteps(SCALED, 2)})(INF, *[GOOD] * 5)[""]
     assert (skipped(history)[1::2], bool(jamp.all_finite(history[-1][1].acc_grads))) == ("111", False)
     assert_equal(history[-1][0], PARAMS)
+
+
+@promotes
+def test_with_unscale_the_updates_are_those_of_the_manual_path_bit_for_bit():
+    inner = {
+        "alone": SGD,
+        "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+        "accumulate": optax.MultiSteps(SGD, 2).gradient_transformation(),
+    }
+    scales = jamp.DynamicLossScale(2.0**127, growth_interval=1, max_scale=2.0**127), jamp.NoOpLossScale()
+    for wrap in (jamp.loss_scaled, jamp.mixed_precision):
+        for tx, scale in ((tx, scale) for tx in inner.values() for scale in scales):
+            manual, auto = wrap(tx, scale), optax.chain(wrap(tx, scale, unscale=True), optax.scale(0.5))
+            (params, state), (p, s) = (PARAMS, manual.init(PARAMS)), (PARAMS, auto.init(PARAMS))
+            for grads in (GOOD, INF, GOOD, NAN, GOOD):
+                scaled = optax.tree.scale(jamp.get_loss_scale(state) * 2.0**-20, grads)
+                true, finite = jamp.unscale_and_check(scaled, state)
+                updates, state = manual.update(true, state, params, grads_finite=finite)
+                params = optax.apply_updates(params, jax.tree.map(lambda u: 0.5 * u, updates))
+                again, given = (auto.update(scaled, s, p, **extra) for extra in ({}, {"grads_finite": finite}))
+                assert_equal(again, given)
+                p, s = optax.apply_updates(p, again[0]), again[1]
+                assert bits((p, tuple(s[0]))) == bits((params, tuple(state)))
 
 
 @promotes

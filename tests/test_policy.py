@@ -1,5 +1,7 @@
 """Policy and get_policy: casting by layer, in the grammar of jmp."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,8 @@ def test_get_policy_reads_names_and_the_short_forms_of_jmp():
         "full": (F32, F32, F32),
     }
     for name, dtypes in expected.items():
-        policy = jamp.get_policy(name)
+        with warnings.catch_warnings(action="ignore"):  # One 16-bit dtype for everything: test_misuse.py.
+            policy = jamp.get_policy(name)
         assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == dtypes, name
         assert jamp.get_policy(str(policy)) == policy
 

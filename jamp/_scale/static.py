@@ -43,7 +43,7 @@ def check_loss_scale(loss_scale: Any, constant: str = "jamp.StaticLossScale(scal
     if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
         raise TypeError(
             f"loss_scale must be a loss scale, got {loss_scale=}. Use jamp.DynamicLossScale(), or {constant} for a "
-            "constant."
+            "constant; of a GradScaler, its scaler.loss_scale."
         )
 
 

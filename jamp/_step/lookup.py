@@ -3,6 +3,7 @@
 If the tree holds none or several, each of these functions raises a ValueError that says what was found.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike
 from jamp._scale.checks import TINY
 from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale
 from jamp._scale.stats import LossScaleStats
-from jamp._step.state import find_loss_scale_state, find_scaler_state, replace_node
+from jamp._step.state import ScalerState, array_of, find_loss_scale_state, find_scaler_state, replace_node
 
 
 def get_loss_scale(tree: Any) -> Array:
@@ -34,7 +35,7 @@ def get_loss_scale(tree: Any) -> Array:
       >>> float(jamp.get_loss_scale(opt_state))
       65536.0
     """
-    return jnp.asarray(find_loss_scale_state(tree).loss_scale)
+    return _copy(array_of(find_loss_scale_state(tree).loss_scale))
 
 
 def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
@@ -64,6 +65,47 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
         jax.tree.structure(found), jax.tree.leaves(new)
     )  # into Flax NNX's Variables, if it has any
     return replace_node(tree, found, new)
+
+
+def reset(tree: Any, loss_scale: LossScale) -> Any:
+    """Return the tree with the initial loss scale and zero statistics.
+
+    The inner optimizer's state and everything else stay as they are.
+
+    Args:
+      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one.
+      loss_scale: The loss scale that it was made with.
+
+    Returns:
+      A tree of the same structure, shapes, dtypes and shardings.
+
+    Raises:
+      ValueError: If the tree holds no such state or several, or `loss_scale` is of another kind.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx = jamp.loss_scaled(optax.sgd(0.1))
+      >>> _, opt_state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+      >>> float(jamp.get_loss_scale(jamp.reset(opt_state, jamp.DynamicLossScale())))
+      65536.0
+    """
+    found, new = find_scaler_state(tree), ScalerState.init(loss_scale)
+    if type(found.loss_scale_state) is not type(new.loss_scale_state):
+        raise ValueError(
+            f"The tree holds a {type(found.loss_scale_state).__name__}, which is not the state of {loss_scale!r}. To "
+            f"change the kind of loss scale: jamp.convert_loss_scale(tree, {loss_scale!r})."
+        )
+    old, structure = jax.tree.flatten(tuple(found[: len(new)]))
+    leaves = [_like(x, y) for x, y in zip(jax.tree.leaves(new), old, strict=True)]
+    fields = dict(zip(new._fields, jax.tree.unflatten(structure, leaves), strict=True))
+    return replace_node(tree, found, found._replace(**fields))
+
+
+def _like(x: Array, old: Any) -> Any:
+    """An array with the shape and the sharding of another."""
+    x = jnp.broadcast_to(x, jnp.shape(old))
+    is_placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
+    return jax.device_put(x, old.sharding) if is_placed else x
 
 
 def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
@@ -109,8 +151,7 @@ def get_stats(tree: Any) -> LossScaleStats:
       >>> int(jamp.get_stats(jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))).overflow_steps)
       0
     """
-    stats = find_scaler_state(tree).stats
-    return LossScaleStats(*jax.tree.leaves(stats))  # out of the Variables in which Flax NNX keeps arrays
+    return _copy(_stats(tree))
 
 
 def get_grads_finite(tree: Any) -> Array:
@@ -127,7 +168,7 @@ def get_grads_finite(tree: Any) -> Array:
       >>> bool(jamp.get_grads_finite(jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))))
       True
     """
-    return jnp.asarray(find_scaler_state(tree).grads_finite)
+    return _copy(array_of(find_scaler_state(tree).grads_finite))
 
 
 def metrics(tree: Any) -> dict[str, Array]:
@@ -147,6 +188,25 @@ def metrics(tree: Any) -> dict[str, Array]:
       >>> float(jamp.metrics(jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3)))["success_rate"])
       1.0
     """
-    stats = get_stats(tree)
-    named = {"loss_scale": get_loss_scale(tree), "grads_finite": get_grads_finite(tree)}
-    return named | stats._asdict() | {"success_rate": stats.success_rate}
+    scale, finite = array_of(find_loss_scale_state(tree).loss_scale), array_of(find_scaler_state(tree).grads_finite)
+    named = _metrics(scale, finite, _stats(tree))
+    order = ["loss_scale", "grads_finite", *LossScaleStats._fields, "success_rate"]  # jit sorts the keys
+    return {name: named[name] for name in order}
+
+
+def _stats(tree: Any) -> LossScaleStats:
+    return LossScaleStats(*map(array_of, find_scaler_state(tree).stats))
+
+
+# Copies, which outlive a donated state; compiled, so that no constant is transferred to the device.
+
+
+@functools.partial(jax.jit, inline=True)
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+@functools.partial(jax.jit, inline=True)
+def _metrics(loss_scale: Array, grads_finite: Array, stats: LossScaleStats) -> dict[str, Array]:
+    named = {"loss_scale": loss_scale, "grads_finite": grads_finite} | stats._asdict()
+    return jax.tree.map(jnp.copy, named) | {"success_rate": stats.success_rate}

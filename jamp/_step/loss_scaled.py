@@ -12,28 +12,45 @@ from jamp import _jaxpr
 from jamp._cast import to_float32
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, NoOpLossScale, check_loss_scale
+from jamp._step import scaling
 from jamp._step.finite import all_finite
 from jamp._step.skip import update_or_skip
-from jamp._step.state import LossScaledState, ScalerState
+from jamp._step.state import (
+    LossScaledState,
+    ScaledGradsState,
+    ScalerState,
+    check_one_scaler,
+    check_state,
+    check_whole,
+    find_loss_scale,
+)
 
 
 def loss_scaled(
-    inner: optax.GradientTransformation, loss_scale: LossScale = DynamicLossScale(), *, axis_name: Any = None
+    inner: optax.GradientTransformation,
+    loss_scale: LossScale = DynamicLossScale(),
+    *,
+    unscale: bool = False,
+    axis_name: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradients overflowed, and adapt the loss scale.
 
     Wrap the whole optimizer chain: `jamp.loss_scaled(optax.chain(clip, adamw))`. Compute the gradients with
     `jamp.value_and_grad(loss_fn, opt_state)`.
 
-    `update(grads, state, params=None, *, grads_finite=None, **extra_args)` takes the true gradients. If they are
-    finite, it returns the inner update. If not, it returns updates of -0.0, which leave every parameter unchanged bit
-    for bit, and nothing in the inner state changes: no count, no schedule, no moment. The loss scale always adapts.
+    `update(grads, state, params=None, *, grads_finite=None, **extra_args)` takes the true gradients (with
+    `unscale=True`, those of `jamp.scale_loss(loss, opt_state)`). If they are finite, it returns the inner update. If
+    not, it returns updates of -0.0, and nothing in the inner state changes: no count, no schedule, no moment. Inside
+    one `jit` with `optax.apply_updates`, every parameter then stays unchanged bit for bit. Outside, XLA:CPU flushes
+    subnormal parameters to 0 in that addition. The loss scale always adapts.
 
     float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32.
 
     Args:
       inner: The optimizer.
       loss_scale: A loss scale. `NoOpLossScale()` switches scaling, checks and skips off.
+      unscale: If True, `update` divides the gradients by the loss scale before anything else. It is for trainers that
+        call `jax.grad` themselves. No transformation may stand before it in a chain.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Returns:
@@ -41,7 +58,9 @@ def loss_scaled(
       other extra argument to `inner`. Its state is a `LossScaledState`.
 
     Raises:
-      TypeError: If `inner` is not an Optax transformation or `loss_scale` is not a loss scale.
+      TypeError: If `inner` is not an Optax transformation or `loss_scale` is not a loss scale. From `update`, if the
+        state is not one that this optimizer's `init` returns.
+      ValueError: From `init`, if `inner` is loss-scaled too, or a mask hides some of the parameters.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -58,10 +77,13 @@ def loss_scaled(
     _check_inner(inner)
     check_loss_scale(loss_scale)
     inner = optax.with_extra_args_support(inner)
+    kind = ScaledGradsState if unscale else LossScaledState
 
     def init(params: optax.Params) -> LossScaledState:
+        check_whole(params)
         inner_state = jax.tree.map(_without_weak_type, inner.init(to_float32(params)))
-        return LossScaledState(*ScalerState.init(loss_scale), inner_state)
+        check_one_scaler(inner_state)
+        return kind(*ScalerState.init(loss_scale), inner_state)
 
     def update(
         grads: optax.Updates,
@@ -71,17 +93,19 @@ def loss_scaled(
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        grads, params = to_float32(grads), to_float32(params)
+        check_state(state, kind, loss_scale)
+        true = scaling.unscale(grads, find_loss_scale(state.loss_scale_state)) if unscale else to_float32(grads)
+        params = to_float32(params)
 
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(grads, inner_state, params, **extra_args)
 
         if isinstance(loss_scale, NoOpLossScale):
-            updates, inner_state = inner_update(grads, state.inner_state, params)
+            updates, inner_state = inner_update(true, state.inner_state, params)
             return updates, state._replace(inner_state=inner_state)
-        finite = all_finite(grads, axis_name=axis_name) if grads_finite is None else _as_flag(grads_finite)
-        updates, inner_state = update_or_skip(finite, inner_update, grads, state.inner_state, params)
-        return updates, LossScaledState(*state.scaler_state.advance(loss_scale, finite), inner_state)
+        finite = all_finite(true, axis_name=axis_name) if grads_finite is None else _as_flag(grads_finite)
+        updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
+        return updates, kind(*state.scaler_state.advance(loss_scale, finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

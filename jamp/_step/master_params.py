@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jamp._cast import cast_leaf, is_floating
+from jamp._cast import cast_leaf, check_floating, is_floating
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
 from jamp._step.loss_scaled import loss_scaled
@@ -49,7 +49,7 @@ def master_params(
       parameters.
 
     Raises:
-      ValueError: From `update`, without `params`.
+      ValueError: If a dtype is not floating. From `update`, without `params`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -73,6 +73,7 @@ def mixed_precision(
     *,
     param_dtype: DTypeLike | None = None,
     grad_dtype: DTypeLike = jnp.float32,
+    unscale: bool = False,
     axis_name: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Train 16-bit parameters: `loss_scaled` and `master_params` in one.
@@ -85,6 +86,7 @@ def mixed_precision(
       param_dtype: The dtype to which the values of the parameters are rounded. The arrays keep their own dtype, which
         is also the default.
       grad_dtype: The dtype of the gradients that `inner` sees.
+      unscale: As for `loss_scaled`.
       axis_name: As for `loss_scaled`.
 
     Returns:
@@ -92,7 +94,7 @@ def mixed_precision(
       `MasterParamsState`.
 
     Raises:
-      ValueError: From `update`, without `params`.
+      ValueError: If a dtype is not floating. From `update`, without `params`.
       TypeError: If `inner` is not an Optax transformation or `loss_scale` is not a loss scale.
 
     Examples:
@@ -105,13 +107,15 @@ def mixed_precision(
       (dtype(bfloat16), dtype('float32'))
     """
     masters = _with_masters(inner, jnp.float32, param_dtype, grad_dtype)
-    return loss_scaled(masters, loss_scale, axis_name=axis_name)
+    return loss_scaled(masters, loss_scale, unscale=unscale, axis_name=axis_name)
 
 
 def _with_masters(
     inner: optax.GradientTransformation, dtype: DTypeLike, param_dtype: DTypeLike | None, grad_dtype: DTypeLike
 ) -> optax.GradientTransformationExtraArgs:
     inner = optax.with_extra_args_support(inner)
+    dtype, grad_dtype = check_floating("dtype", dtype), check_floating("grad_dtype", grad_dtype)
+    param_dtype = None if param_dtype is None else check_floating("param_dtype", param_dtype)
 
     def master(p: Any) -> Any:
         # Float32 parameters are copied too, because a donated parameter and its master must not share a buffer.

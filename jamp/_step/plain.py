@@ -1,6 +1,7 @@
 """Step or skip a plain optimizer, whose state holds no loss scale, under a `GradScaler`."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jax import Array
 
 from jamp._cast import to_float32
 from jamp._step.master_params import MasterParamsState
-from jamp._step.skip import update_or_skip
+from jamp._step.skip import apply_or_keep, update_or_skip
 from jamp._step.state import contains
 
 
@@ -24,14 +25,19 @@ class GradScalerStep(NamedTuple):
 
 
 def step_plain(
-    tx: optax.GradientTransformation, opt_state: Any, params: Any, grads: Any, grads_finite: Array | None
+    tx: optax.GradientTransformation,
+    opt_state: Any,
+    params: Any,
+    grads: Any,
+    grads_finite: Array | None,
+    extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """Return the parameters and the optimizer state after a step, or unchanged if the gradients are not finite.
 
     `tx` sees float32 gradients and parameters. If `grads_finite` (bool[]) is None, the step is unconditional. An
     `opt_state` with a loss scale of its own raises a ValueError.
     """
-    if grads_finite is not None and contains(opt_state):
+    if contains(opt_state):
         raise ValueError(
             "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
             "GradScaler, or use jamp.value_and_grad(fun, opt_state) and tx.update without a GradScaler."
@@ -44,11 +50,13 @@ def step_plain(
             stacklevel=3,
         )
 
+    with_extra_args = optax.with_extra_args_support(tx)
+
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, new = tx.update(grads, state, params)
+        updates, new = with_extra_args.update(grads, state, params, **extra_args)
         # State that `init` made float16 for float16 parameters stays float16.
         return updates, optax.tree.cast_like(new, state)
 
     args = to_float32(grads), opt_state, to_float32(params)
     updates, new_state = update(*args) if grads_finite is None else update_or_skip(grads_finite, update, *args)
-    return optax.apply_updates(params, updates), new_state
+    return apply_or_keep(grads_finite, params, updates), new_state

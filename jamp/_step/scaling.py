@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from jamp._cast import cast_leaf, is_inexact, to_float32
+from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._step.finite import leaves_finite, split_gradients
 from jamp._step.state import find_loss_scale
 
@@ -79,7 +80,7 @@ def unscale_and_check(
       reads the unscaled ones. Under `NoOpLossScale` the result is always True.
 
     Raises:
-      ValueError: If `state` holds no loss-scale state or several.
+      ValueError: If `state` holds no loss-scale state or several, or is that of an optimizer with `unscale=True`.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -87,11 +88,12 @@ def unscale_and_check(
       >>> float(grads["w"][0]), bool(finite)
       (2.0, True)
     """
-    scale = find_loss_scale(state)
+    scale = find_loss_scale(state, "unscale_and_check")
+    target = check_floating("dtype", dtype)
     if scale is None:
-        return unscale(grads, None, dtype), jnp.bool_(True)
+        return unscale(grads, None, target), jnp.bool_(True)
     leaves, labels, merge = split_gradients(grads)
-    true, grads_finite = _unscale_and_check(leaves, scale, jnp.dtype(dtype), labels, axis_name)
+    true, grads_finite = _unscale_and_check(leaves, scale, target, labels, axis_name)
     return merge(true), grads_finite
 
 
@@ -118,6 +120,9 @@ def value_and_grad(
     underflow. It returns the true (unscaled) loss, and the true gradients in float32. On an overflow the gradients hold
     inf or NaN, and `loss_scaled` skips the step.
 
+    Call it inside the jitted train step. It reads the loss scale of the `state` that it is given, so one that is made
+    once, outside the step, scales by the first loss scale for ever.
+
     Args:
       fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
       state: A loss-scale state, or any pytree that holds exactly one, such as the optimizer state.
@@ -131,7 +136,8 @@ def value_and_grad(
       float64 and complex gradients keep their dtype.
 
     Raises:
-      ValueError: If `state` holds no loss-scale state or several.
+      ValueError: If `state` holds no loss-scale state or several, or is that of an optimizer with `unscale=True`.
+      TypeError: When called, if an argument to differentiate holds what is not an array.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -143,7 +149,7 @@ def value_and_grad(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     """
-    scale = find_loss_scale(state)
+    scale = find_loss_scale(state, "value_and_grad")
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
@@ -153,6 +159,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        for i in [argnums] if isinstance(argnums, int) else argnums:
+            _check_differentiable(args[i : i + 1 or None], i)
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), unscale(scaled_grads, scale)
 
@@ -186,6 +194,16 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return with_true_gradients
+
+
+def _check_differentiable(arg: Any, i: int) -> None:
+    for path, x in jax.tree.leaves_with_path(arg):
+        if not (hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))):
+            raise TypeError(
+                f"Argument {i} has no gradient: it holds {x!r} at {keystr(path[1:])}. For an Equinox model: "
+                "jamp.equinox.filter_value_and_grad(loss_fn, opt_state). Else differentiate with respect to a pytree "
+                "of arrays, and pass the rest as another argument."
+            )
 
 
 def _users_stacklevel() -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from jax.tree_util import keystr
 
@@ -49,8 +50,8 @@ def update_or_skip(
     return unflattened
 
 
-def new_or_old(grads_finite: Array, new: Any, old: Any, name: str) -> Any:
-    """Return the tree `new` if the gradients are finite (bool[]), else `old`.
+def new_or_old(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any:
+    """Return the tree `new` if the gradients are finite (bool[]; None: they were not checked), else `old`.
 
     It is for arrays that were computed elsewhere, such as BatchNorm's statistics. If the structure, a shape or a dtype
     changed, a ValueError names the leaf, preceded by `name`.
@@ -60,6 +61,21 @@ def new_or_old(grads_finite: Array, new: Any, old: Any, name: str) -> Any:
         "Pass a value with the structure, shapes and dtypes that it was made with. From "
         "`model.apply(..., mutable=['batch_stats'])`, which returns `(out, updates)`, pass `updates['batch_stats']`.",
     )  # fmt: skip
+    return _choose(grads_finite, new, old)
+
+
+def apply_or_keep(grads_finite: Array | None, params: Any, updates: Any) -> Any:
+    """`optax.apply_updates` if the gradients are finite (bool[]; None: they were not checked), else `params`.
+
+    An update of -0.0 leaves every number unchanged, but outside `jit` XLA:CPU flushes subnormal numbers to 0, and the
+    addition may change the payload of a NaN. Inside `jit` the selection is fused with the addition.
+    """
+    return _choose(grads_finite, optax.apply_updates(params, updates), params)
+
+
+def _choose(grads_finite: Array | None, new: Any, old: Any) -> Any:
+    if grads_finite is None:
+        return new
     return jax.tree.map(lambda x, y: _select(grads_finite, jnp.asarray(x), jnp.asarray(y)), new, old)
 
 

@@ -4,11 +4,13 @@
 last gradients were finite. `LossScaledState` is the same with the optimizer's state.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -55,9 +57,11 @@ class LossScaledState(NamedTuple):
         """This state without the optimizer's."""
         return ScalerState(self.loss_scale_state, self.stats, self.grads_finite)
 
-    def step_applied(self) -> Array:
-        """bool[], whether the last step was applied. Under `NoOpLossScale` it is a constant."""
-        return jnp.bool_(True) if isinstance(self.loss_scale_state, NoOpLossScaleState) else self.grads_finite
+
+class ScaledGradsState(LossScaledState):
+    """State of `loss_scaled(..., unscale=True)`: `update` takes the gradients of a scaled loss, and unscales them."""
+
+    __slots__ = ()
 
 
 def is_scaler_state(x: Any) -> bool:
@@ -70,15 +74,42 @@ def find_scaler_state(tree: Any) -> Any:
     return _find_one(tree, is_scaler_state, "loss-scaled optimizer state")
 
 
+def step_applied(opt_state: Any) -> Array | None:
+    """bool[], whether the last step was applied; None if nothing was checked, as under `NoOpLossScale`."""
+    found = [x for _, x in _matches(opt_state, is_scaler_state)]
+    is_checked = len(found) == 1 and not isinstance(found[0].loss_scale_state, NoOpLossScaleState)
+    return found[0].grads_finite if is_checked else None
+
+
 def find_loss_scale_state(tree: Any) -> Any:
     """The one NamedTuple with a field `loss_scale` in a tree. None or several raise a ValueError."""
     return _find_one(tree, _is_loss_scale_state, "loss-scale state")
 
 
-def find_loss_scale(tree: Any) -> Array | None:
-    """The loss scale in a tree, f32[], or None under `NoOpLossScale`. No state or several raise a ValueError."""
+def find_loss_scale(tree: Any, unscales: str = "") -> Array | None:
+    """The loss scale in a tree, f32[], or None under `NoOpLossScale`.
+
+    No state or several raise a ValueError, and so does the state of `loss_scaled(..., unscale=True)` if the caller, by
+    name, unscales gradients itself.
+    """
+    if unscales and contains(tree, lambda x: isinstance(x, ScaledGradsState)):
+        raise ValueError(
+            f"{unscales} returns true gradients, and an optimizer with unscale=True would unscale them again. Take the "
+            "gradients of the scaled loss, jax.grad(lambda *args: jamp.scale_loss(loss_fn(*args), opt_state)), or make "
+            "the optimizer without unscale=True."
+        )
     found = find_loss_scale_state(tree)
-    return None if isinstance(found, NoOpLossScaleState) else jnp.asarray(found.loss_scale)
+    if unscales and hasattr(type(found.loss_scale), "get_value"):
+        raise ValueError(
+            f"This is an nnx.Optimizer or its state, whose arrays are Variables, and {unscales} does not restore what "
+            "the loss function changes in a model. Use jamp.nnx.Optimizer and jamp.nnx.value_and_grad."
+        )
+    return None if isinstance(found, NoOpLossScaleState) else array_of(found.loss_scale)
+
+
+def array_of(x: Any) -> Array:
+    """An array, also if it is in a Variable, as Flax NNX keeps each array."""
+    return jnp.asarray(*jax.tree.leaves(x))
 
 
 def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bool:
@@ -90,8 +121,41 @@ def check_one_scaler(inner_state: Any) -> None:
     """Raise ValueError if the state of the optimizer that is to be wrapped holds a scaler state."""
     if contains(inner_state):
         raise ValueError(
-            "Two scalers: tx is already loss-scaled, and this would scale it again. Pass the plain optimizer as tx and "
-            "the loss scale as loss_scale=; in place of jamp.mixed_precision(tx), pass jamp.master_params(tx)."
+            "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
+            "optimizer, and the loss scale as loss_scale=; in place of jamp.mixed_precision(tx), pass "
+            "jamp.master_params(tx)."
+        )
+
+
+def check_whole(params: Any) -> None:
+    """Raise ValueError if a mask hides some parameters from the optimizer that is to be wrapped."""
+    if contains(params, lambda x: isinstance(x, optax.MaskedNode)):
+        raise ValueError(
+            "A loss-scaled optimizer inside optax.masked or optax.partition sees only some of the gradients: an inf in "
+            "the others would be applied. Wrap the whole: jamp.loss_scaled(optax.masked(tx, mask)), or "
+            "jamp.loss_scaled(optax.partition(transforms, labels))."
+        )
+
+
+def check_state(state: Any, kind: type[LossScaledState], loss_scale: LossScale) -> None:
+    """Raise TypeError if a state is not of this kind, or not of an optimizer with this loss scale."""
+    if not isinstance(state, LossScaledState):
+        raise TypeError(
+            f"Expected the state that this optimizer's init returns, a {kind.__name__}; got {_name(state)}. If it is "
+            "the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, loss_scale). If "
+            "it was restored from a checkpoint without a target, restore it into tx.init(params)."
+        )
+    if type(state) is not kind:
+        given, here = isinstance(state, ScaledGradsState), kind is ScaledGradsState
+        raise TypeError(
+            f"The state is that of an optimizer with unscale={given}, and this one has unscale={here}. One takes "
+            "scaled gradients and the other true ones, so use the same optimizer for init and update."
+        )
+    expected: Any = jax.tree.structure(jax.eval_shape(loss_scale.init))
+    if jax.tree.structure(state.loss_scale_state) != expected:
+        raise TypeError(
+            f"The state is that of another loss scale: it holds {_name(state.loss_scale_state)}, and this optimizer "
+            f"has {loss_scale!r}. To continue with it: jamp.convert_loss_scale(state, {loss_scale!r})."
         )
 
 
@@ -106,12 +170,26 @@ def _is_loss_scale_state(x: Any) -> bool:
     return "loss_scale" in _fields(x) and not _fields(x.loss_scale) and len(jax.tree.leaves(x.loss_scale)) == 1
 
 
+def _is_plain_nnx_optimizer(x: Any) -> bool:
+    flax, ours = sys.modules.get("flax.nnx"), sys.modules.get("jamp.nnx")
+    return flax is not None and isinstance(x, flax.Optimizer) and not (ours and isinstance(x, ours.Optimizer))
+
+
+def _name(x: Any) -> str:
+    return f"a tuple of {len(x)}" if type(x) is tuple else f"a {type(x).__name__}"
+
+
 def _fields(x: Any) -> tuple[str, ...]:
     return getattr(x, "_fields", ()) if isinstance(x, tuple) else ()
 
 
 def _find_one(tree: Any, is_match: Callable[[Any], bool], what: str) -> Any:
     found = list(_matches(tree, is_match))
+    if contains(tree, _is_plain_nnx_optimizer) and not contains(tree, lambda x: isinstance(x, ScaledGradsState)):
+        raise ValueError(
+            "nnx.Optimizer counts skipped steps, and does not restore what they changed in the model. Use "
+            "jamp.nnx.Optimizer(model, tx, wrt=nnx.Param), with the plain optimizer as tx."
+        )
     if len(found) == 1:
         return found[0][1]
     if not found:

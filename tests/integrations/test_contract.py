@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from contract import DYNAMIC, EVERY_CHECK, INNER, Adapter, loss_fn, params
+from contract import BATCHES, DYNAMIC, EVERY_CHECK, INNER, Adapter, loss_fn, params
 from flax import nnx
+from trees import bits
 
 import jamp
 import jamp.equinox
@@ -129,3 +130,55 @@ ADAPTERS = {
 @EVERY_CHECK
 def test_keeps_the_contract(name, check):
     check(ADAPTERS[name])
+
+
+@pytest.mark.promotes("Flax")
+def test_gradients_of_a_scaled_loss_give_the_steps_of_true_ones():
+    fields = {"apply_fn": None, "params": params(), "tx": INNER, "loss_scale": DYNAMIC}
+    true, scaled = (jamp.linen.TrainState.create(**fields, unscale=unscale) for unscale in (False, True))
+    models = [Net(jnp.float32) for _ in range(3)]
+    wrapped = jamp.loss_scaled(INNER, DYNAMIC, unscale=True)
+    optimizers = [
+        jamp.nnx.Optimizer(models[0], INNER, wrt=nnx.Param, loss_scale=DYNAMIC),
+        jamp.nnx.Optimizer(models[1], INNER, wrt=nnx.Param, loss_scale=DYNAMIC, unscale=True),
+        nnx.Optimizer(models[2], wrapped, wrt=nnx.Param),
+    ]
+    pairs = list(zip(models, optimizers, strict=True))
+    for batch in ("good", "inf", "good"):
+        x = BATCHES[batch]
+        true = true.apply_gradients(grads=jax.grad(loss_fn)(true.params, x))
+        grads = jax.grad(lambda p, x=x, state=scaled: jamp.scale_loss(loss_fn(p, x), state))(scaled.params)
+        scaled = scaled.apply_gradients(grads=grads)
+        assert bits((true.params, true.step, tuple(true.opt_state))) == bits(
+            (scaled.params, scaled.step, tuple(scaled.opt_state))
+        )
+        for model, optimizer in pairs:
+            factor = 1.0 if optimizer is optimizers[0] else jamp.get_loss_scale(optimizer)
+            optimizer.update(model, nnx.grad(lambda m, x=x, factor=factor: net_loss(m, x) * factor)(model))
+        first, *others = (bits(nnx.as_pure((nnx.state(m, nnx.Param), o.opt_state)))[1] for m, o in pairs)
+        assert others == [first] * 2
+    assert jamp.metrics(optimizers[2])["overflow_steps"] == 1
+    assert float(jamp.scale_loss(1.0, optimizers[2])) == 2.0**9
+    plain = nnx.Optimizer(models[0], jamp.loss_scaled(INNER), wrt=nnx.Param)
+    for call in (jamp.metrics, lambda tree: jamp.value_and_grad(loss_fn, tree), jamp.get_loss_scale):
+        with pytest.raises(ValueError, match=r"counts skipped steps.*jamp\.nnx\.Optimizer\(model, tx, wrt"):
+            call(plain)
+    for optimizer in (plain.opt_state, optimizers[0], optimizers[0].opt_state):
+        with pytest.raises(ValueError, match=r"Use jamp\.nnx\.Optimizer and jamp\.nnx\.value_and_grad"):
+            jamp.value_and_grad(loss_fn, optimizer)
+
+
+@pytest.mark.promotes("Flax and Equinox")
+def test_outside_jit_a_skip_keeps_subnormal_parameters_too():
+    tiny, x = {"w": jnp.float32([1e-40, 0.5, 1.0]), "b": jnp.float32(-1e-42)}, BATCHES["inf"]
+    state = jamp.linen.TrainState.create(apply_fn=None, params=tiny, tx=INNER)
+    found = [state.apply_gradients(grads=state.value_and_grad(loss_fn)(tiny, x)[1]).params]
+    tx, model = jamp.loss_scaled(INNER), Net(jnp.float32)
+    nnx.update(model, {"params": tiny})
+    optimizer = jamp.nnx.Optimizer(model, INNER, wrt=nnx.Param)
+    optimizer.update(model, jamp.nnx.value_and_grad(net_loss, optimizer)(model, x)[1])
+    found.append(nnx.as_pure(nnx.state(model, nnx.Param))["params"])
+    grads = jax.tree.map(lambda p: p * jnp.inf, tiny)
+    found.append(jamp.equinox.apply_gradients(tx, grads, tx.init(tiny), tiny)[0])
+    found.append(jamp.GradScaler().step(INNER, INNER.init(tiny), tiny, grads=grads).params)
+    assert [bits(params)[1] for params in found] == [bits(tiny)[1]] * 4

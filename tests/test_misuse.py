@@ -1,0 +1,160 @@
+"""Each wrong use is an error that says what to write instead."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import pallas as pl
+from steps import GOOD, PARAMS
+from trees import assert_equal
+
+import jamp
+
+SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
+SCALED, UNSCALING = jamp.loss_scaled(MOMENTUM), jamp.loss_scaled(MOMENTUM, unscale=True)
+STATIC = jamp.loss_scaled(MOMENTUM, jamp.StaticLossScale(8.0))
+LEFT = {"w": True, "b": False}
+state = lambda tx: tx.init(PARAMS)
+update = lambda tx, state: tx.update(GOOD, state, PARAMS)
+step = lambda tx, scaler: scaler.step(MOMENTUM, state(tx), PARAMS, grads=GOOD)
+loss_fn = lambda params: jnp.sum(params["w"] ** 2)
+
+MISUSE = {
+    # Wrappers in the wrong place, as far as `init` can see it.
+    "twice": (ValueError, r"Two scalers.*Pass the plain optimizer", lambda: state(jamp.loss_scaled(SCALED))),
+    "masters of a wrapper": (ValueError, r"Two scalers.*master_params", lambda: state(jamp.mixed_precision(SCALED))),
+    "masked": (ValueError, r"sees only some.*loss_scaled\(optax\.masked", lambda: state(optax.masked(SCALED, LEFT))),
+    "partition": (
+        ValueError,
+        r"an inf in the others would be applied.*loss_scaled\(optax\.partition",
+        lambda: state(optax.partition({True: SCALED, False: SGD}, LEFT)),
+    ),
+    # The state of another optimizer.
+    "plain state": (
+        TypeError,
+        r"got a tuple of 2\..*jamp\.interop\.wrap_state",
+        lambda: update(SCALED, state(MOMENTUM)),
+    ),
+    "restored dict": (TypeError, r"got a dict.*into tx\.init", lambda: update(SCALED, state(SCALED)._asdict())),
+    "other scale": (
+        TypeError,
+        r"holds a DynamicLossScaleState, and this .* StaticLossScale.*jamp\.convert_loss_scale\(state, Static",
+        lambda: update(STATIC, state(SCALED)),
+    ),
+    "other unscale": (
+        TypeError,
+        r"with unscale=False, and this one has unsc",
+        lambda: update(UNSCALING, state(SCALED)),
+    ),
+    # Gradients that would be unscaled twice.
+    "value_and_grad": (
+        ValueError,
+        r"value_and_grad returns true gradients.*jamp\.scale_loss\(loss_fn",
+        lambda: jamp.value_and_grad(loss_fn, state(UNSCALING)),
+    ),
+    "unscale_and_check": (
+        ValueError,
+        "would unscale them again",
+        lambda: jamp.unscale_and_check(GOOD, state(UNSCALING)),
+    ),
+    "GradScaler": (ValueError, "Two scalers on one optimizer", lambda: step(UNSCALING, jamp.GradScaler())),
+    "disabled": (ValueError, "Two scalers on one", lambda: step(SCALED, jamp.GradScaler(enabled=False))),
+    "a scaler as scale": (TypeError, r"scaler\.loss_scale", lambda: jamp.loss_scaled(SGD, jamp.GradScaler())),
+    "reset": (
+        ValueError,
+        r"holds a DynamicLossScaleState.*jamp\.convert_loss_scale",
+        lambda: jamp.reset(state(SCALED), jamp.StaticLossScale()),
+    ),
+    # torch's and Keras' ways of writing.
+    "with": (TypeError, r"not a context.*got float16.*jamp\.autocast\(loss_fn", lambda: jamp.autocast(jnp.float16)),
+    "with NumPy's": (TypeError, "got float16", lambda: jamp.autocast(np.float16)),
+    "with a device": (TypeError, "got a str", lambda: jamp.autocast("cuda")),
+    "parameters": (TypeError, r"got a dict.*jamp\.cast_floating\(params", lambda: jamp.autocast(PARAMS)),
+    "keras": (ValueError, r"'params=float32,compute=float16,output=f", lambda: jamp.get_policy("mixed_float16")),
+    "a model with functions": (
+        TypeError,
+        r"Argument 0 has no gradient: it holds .*jamp\.equinox\.filter_value_and_grad",
+        lambda: jamp.grad(lambda m: m["w"].sum(), state(SCALED))({"w": jnp.ones(2), "act": jax.nn.relu}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_is_an_error_that_names_the_cure(name):
+    error, match, call = MISUSE[name]
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_a_mask_that_hides_nothing_passes():
+    whole = optax.masked(SCALED, dict.fromkeys(LEFT, True))
+    update(whole, state(whole))
+
+
+def test_a_policy_that_makes_the_parameters_16_bit_warns():
+    with pytest.warns(UserWarning, match=r"makes the parameters float16 too.*'params=float32,compute=float16"):
+        assert jamp.get_policy("fp16") == jamp.Policy("half", np.float16, "f16")
+
+
+def test_short_names_of_dtypes_are_dtypes_everywhere():
+    w = jnp.ones(2)
+    assert jamp.cast_floating(w, "fp16").dtype == jnp.float16
+    assert jamp.autocast_report(lambda x: x @ x, "half")(w).compute_dtype == "float16"
+    assert jamp.loss_scale_for("bf16") == jamp.StaticLossScale(1.0)
+    for call in (lambda x: jamp.cast_floating(w, x), jamp.loss_scale_for, lambda x: jamp.autocast(jnp.sin, x)):
+        for wrong in ("fp17", "int8", None):
+            with pytest.raises(ValueError, match=r"dtype must be floating, such as jnp\.float16, got \w*dtype="):
+                call(wrong)
+
+
+def test_products_that_are_not_entered_warn_once_with_their_share():
+    def kernel(x, y, o):
+        o[...] = (x[...] @ y[...]).astype(jnp.float32)
+
+    product = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8, 8), jnp.float32), interpret=True)
+    fun = jamp.autocast(lambda x: product(x, x) @ x)
+    match = r"^autocast leaves 50.0% of the FLOPs in float32: pallas_call at test_misuse.py:.*ODETerm\(jamp\.autocast"
+    with pytest.warns(UserWarning, match=match) as caught:
+        jax.jit(fun)(jnp.ones((8, 8)))
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low = jnp.ones((8, 8), jnp.bfloat16)
+        jamp.autocast(lambda x, y: jnp.float32(product(x, x).sum()) + (y @ y).sum())(low, jnp.ones((8, 8)))
+
+
+def test_what_is_logged_outlives_a_donated_state_and_transfers_nothing():
+    @jax.jit
+    def train(params, opt_state):
+        grads = jamp.grad(loss_fn, opt_state)(params)
+        updates, opt_state = SCALED.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, jamp.metrics(opt_state)
+
+    donating = jax.jit(train, donate_argnums=(0, 1))
+    params, opt_state = jax.tree.map(jnp.copy, PARAMS), state(SCALED)
+    kept, scaler = [], jamp.GradScaler()
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            params, opt_state, inside = donating(params, opt_state)
+            reads = jamp.metrics, jamp.get_loss_scale, jamp.get_stats, jamp.get_grads_finite
+            kept += [inside, *(read(opt_state) for read in reads)]
+        kept += [scaler.get_scale(), scaler.stats]
+        jax.jit(lambda x: x, donate_argnums=0)(scaler)
+    assert [int(metrics["finite_steps"]) for metrics in kept[0::5][:2]] == [1, 2]
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(kept))
+
+
+def test_reset_gives_the_initial_scale_and_statistics_where_they_were():
+    _, after = update(SCALED, SCALED.update(GOOD, state(SCALED), grads_finite=False)[1])
+    for tree in (after, {"deep": (after, 3)}):
+        fresh = jamp.reset(tree, jamp.DynamicLossScale())
+        assert (float(jamp.get_loss_scale(fresh)), int(jamp.get_stats(fresh).finite_steps)) == (2.0**16, 0)
+        assert jax.tree.structure(fresh) == jax.tree.structure(tree)
+    assert_equal(fresh["deep"][0].inner_state, after.inner_state)
+    members = jax.vmap(SCALED.init)(jax.tree.map(lambda x: jnp.stack([x] * 3), PARAMS))
+    assert jamp.get_loss_scale(jax.jit(lambda s: jamp.reset(s, jamp.DynamicLossScale(8.0)))(members)).shape == (3,)
+    scaler = jamp.reset(jamp.GradScaler(init_scale=4.0).update(overflow=True), jamp.DynamicLossScale(4.0))
+    assert float(scaler.get_scale()) == 4.0
