@@ -140,7 +140,7 @@ QUICK += ["contrastive, sort of scores", "contrastive, scatter of scores over a 
 
 def evaluate(fun, *args):
     """Results and their gradient."""
-    weigh = lambda out: (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)).sum()
+    weigh = lambda out: (out * jnp.asarray(np.cos(np.arange(out.size)), out.dtype).reshape(out.shape)).sum()
     grad = jax.grad(lambda args: (weigh(out := fun(*args)), out), has_aux=True)
     return [np.float64(x) for x in jax.tree.leaves(jax.jit(grad)(args)[::-1])]
 
@@ -173,3 +173,21 @@ def test_autocast_is_as_accurate_as_careful_casts_by_hand(name, dtype):
     for i, (c, m, t) in enumerate(zip(careful, mine, truth(name), strict=True)):
         assert np.isfinite(m).all() or not np.isfinite(c).all(), i
         assert error(m, t) <= 2 * error(c, t) + jnp.finfo(dtype).eps / 2, i
+
+
+def table(dtype):
+    """The errors of each function's value and gradient: all in 16 bit, careful casts, autocast."""
+    for name, (fun, *args) in CASES.items():
+        dot = lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype)).astype(jnp.float32)
+        plain, low = functools.partial(fun, jnp.matmul), [jnp.asarray(x, dtype) for x in args]
+        ways = (
+            evaluate(plain, *low),
+            evaluate(functools.partial(fun, dot), *args),
+            evaluate(jamp.autocast(plain, dtype), *args),
+        )
+        cells = [" / ".join(f"{error(x, t):.1e}" for x, t in zip(way[:2], truth(name), strict=False)) for way in ways]
+        print("|", " | ".join([name, *cells]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    table(jnp.bfloat16)
