@@ -1,5 +1,6 @@
 """A description of the state in a checkpoint, to save with it and to compare before restoring it."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,7 +48,7 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
 
     Raises:
       ValueError: If the kinds of loss scale differ, the shape or dtype of an array differs, or an array is in only one
-        of them. The message names both sides. Also if `saved` does not come from `checkpoint_config`.
+        of them. The message names both sides. Also if `saved` does not come from `checkpoint_config`, or is damaged.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -59,9 +60,7 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
       ...     print(str(error).partition(" Restore")[0])
       The checkpoint does not fit: ['w'] was saved as float32[3], the state has float16[3].
     """
-    if not isinstance(saved, Mapping) or not {"loss_scale", "arrays"} <= set(saved):
-        got = f"a mapping of {', '.join(map(repr, saved))}" if isinstance(saved, Mapping) else repr(saved)
-        raise ValueError(f"This is not what jamp.interop.checkpoint_config returned: got {got}. Is it a checkpoint?")
+    _check_form(saved)
     kind, wanted = saved["loss_scale"]["type"], _config(loss_scale)["type"]
     if kind != wanted:
         raise ValueError(
@@ -81,11 +80,31 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
         )
 
 
+def _check_form(saved: Any) -> None:
+    """Raise ValueError unless `saved` has the form that `checkpoint_config` gives it."""
+    if not isinstance(saved, Mapping):
+        got = reprlib.repr(saved)
+    elif not {"loss_scale", "arrays"} <= set(saved):
+        got = f"a mapping of {', '.join(map(repr, saved)) or 'nothing'}"
+    elif not isinstance(saved["loss_scale"], Mapping) or not isinstance(saved["loss_scale"].get("type"), str):
+        got = f"loss_scale={reprlib.repr(saved['loss_scale'])}"
+    elif not isinstance(saved["arrays"], Mapping):
+        got = f"arrays={reprlib.repr(saved['arrays'])}"
+    elif wrong := {path: x for path, x in saved["arrays"].items() if not isinstance(x, str)}:
+        got = f"arrays={reprlib.repr(wrong)}"
+    else:
+        return
+    raise ValueError(
+        f"This is not what jamp.interop.checkpoint_config returned: got {got}, expected "
+        "{'loss_scale': {'type': ...}, 'arrays': {path: 'float32[3,4]'}}. Is it a checkpoint, or damaged? Pass "
+        "what was saved with the checkpoint, or restore without this check and save again."
+    )
+
+
 def _difference(path: str, saved: str | None, own: str | None) -> str:
     return f"{path} was {f'saved as {saved}' if saved else 'not saved'}, the state has {own or 'no such array'}"
 
 
 def _config(loss_scale: LossScale) -> dict[str, Any]:
-    to_config = getattr(loss_scale, "to_config", lambda: {"type": type(loss_scale).__name__})
-    config: dict[str, Any] = to_config()
-    return config
+    to_config = getattr(loss_scale, "to_config", dict)
+    return {"type": type(loss_scale).__name__} | to_config()

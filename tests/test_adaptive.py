@@ -125,6 +125,7 @@ def test_any_configuration_and_sequence_agree_with_plain_python(examples):
 
 
 SHORT = AdaptiveLossScale(64.0, windows=(2, 3, 4))
+FROM_FIRST = AdaptiveLossScale(64.0, windows=(1, 2, 3), initial_window=2)
 BOUNDED = AdaptiveLossScale(8.0, min_scale=3.0, max_scale=10.0, windows=(1,))
 LONG, HUGE = AdaptiveLossScale(8.0, windows=(INT32_MAX,)), AdaptiveLossScale(2.0**126, windows=(1, 5))
 SECOND, LATE = {"window_index": 1}, {"steps_since_change": INT32_MAX - 1}
@@ -141,6 +142,9 @@ SECOND, LATE = {"window_index": 1}, {"steps_since_change": INT32_MAX - 1}
         # A growth between overflows starts their count anew.
         (SHORT, "1100011", SECOND, {"down_count": [1, 2, 2, 2, 0, 1, 2], "window_index": [1] * 7}),
         (SHORT, "1" * 12, {}, {"window_index": [0] * 12}),  # the hidden window is never entered from the first
+        # With a window of 1 before the initial one, three overflows lead from that to windows of 1.
+        (FROM_FIRST, "11100000000", {}, {"window_index": [1, 1, -1, -1, -1, 0, 0, 0, 1, 1, 1]}),
+        (FROM_FIRST, "11100000000", {}, {"loss_scale": [32, 16, 8, 16, 32, 64, 128, 256, 512, 512, 1024]}),
         (SHORT, "0100", {}, {"loss_scale": [64, 32, 32, 64]}),  # an overflow on the step where a growth was due wins
         # An index beyond the list is taken for the last window.
         (SHORT, "0000", {"window_index": 7}, {"window_index": [2] * 4, "loss_scale": [64, 64, 64, 128]}),
@@ -162,8 +166,10 @@ def test_an_illegal_max_window_warns_and_uses_1000_if_that_is_above_min_window()
         with pytest.warns(UserWarning, match=f"above min_window=20, got max_window={high}; using 1000") as caught:
             assert AdaptiveLossScale(max_window=high) == AdaptiveLossScale()
         assert caught[0].filename == __file__
-    with pytest.raises(ValueError, match=r"max_window must be an int .*1001.* got max_window=1000"):
-        AdaptiveLossScale(min_window=1000)
+    above = {"min_window": 1000}
+    for illegal, least in ((above, 1001), (above | {"max_window": 9}, 1001), ({"max_window": 50.0}, 21)):
+        with pytest.raises(ValueError, match=f"max_window must be an int of at least {least}, got max_window="):
+            AdaptiveLossScale(**illegal)
 
 
 def test_windows_are_hashable_and_set_loss_scale_keeps_the_window_but_not_its_steps():

@@ -38,7 +38,10 @@ DYNAMIC = ADAPTIVE | {"type": "DynamicLossScaleUpdateCell"}
 REFILLED = {"hysteresis": 2, "hysteresis_refill": "finite"}
 # PyYAML reads 1e4 as a string, and strict JSON cannot say infinity.
 STRINGS = yaml.safe_load("{type: dynamic, init_scale: 1e4, max_scale: inf, hysteresis_refill: finite}")
+STRINGS |= {"growth_interval": "2e3", "hysteresis": "2", "growth_factor": "4.0"}
 assert STRINGS["init_scale"] == "1e4"
+QUOTED = {"type": "adaptive", "windows": ["1", "5"], "initial_window": "5", "min_window": " 2", "max_scale": "inf"}
+CLIPPED = r"use_clip_grad=True, .* does not clip\..*clip_by_global_norm\(1\.0\), tx\), .*, pass only the scale_sense"
 
 
 @pytest.mark.parametrize(
@@ -48,11 +51,14 @@ assert STRINGS["init_scale"] == "1e4"
         ({"type": "static"}, StaticLossScale()),
         ({"type": "static", "scale": 8}, StaticLossScale(8)),
         (1.0, StaticLossScale(1.0)),
+        ("1e5", StaticLossScale(1e5)),
         ({"type": "dynamic"}, DynamicLossScale()),
         ({"type": "dynamic", "growth_interval": 5000}, DynamicLossScale.conservative()),
         ({"type": "dynamic", "growth_interval": 1000}, DynamicLossScale.aggressive()),
         ({"type": "dynamic", **REFILLED}, DynamicLossScale(**REFILLED)),
-        (STRINGS, DynamicLossScale(1e4, max_scale=math.inf, hysteresis_refill="finite")),
+        (STRINGS, DynamicLossScale(1e4, growth_factor=4.0, max_scale=math.inf, **REFILLED)),
+        (QUOTED, AdaptiveLossScale(windows=(1, 5), initial_window=5, min_window=2)),
+        (dict(zip(ADAPTIVE, map(str, ADAPTIVE.values()), strict=True)), AdaptiveLossScale(2**32, 4, initial_window=30)),
         ({"type": "adaptive"}, AdaptiveLossScale()),
         ({"type": "adaptive", "windows": [1, 5], "max_scale": 9e9}, AdaptiveLossScale(windows=(1, 5), max_scale=9e9)),
         # MindSpore's, with ints above 2**31
@@ -63,9 +69,13 @@ assert STRINGS["init_scale"] == "1e4"
     ],
 )
 def test_a_mapping_makes_the_loss_scale_also_inside_a_document_of_mindformers(config, loss_scale):
-    wrapper = {"type": "MFTrainOneStepCell", "scale_sense": config, "use_clip_grad": True}
+    wrapper = {"type": "MFTrainOneStepCell", "scale_sense": config, "use_clip_grad": False}
     for mapping in (config, wrapper, {"runner_config": {"epochs": 3}, "runner_wrapper": wrapper}):
         assert jamp.loss_scale_from_config(mapping) == loss_scale
+    for mapping in (wrapper | {"use_clip_grad": True}, {"runner_wrapper": wrapper | {"use_clip_grad": True}}):
+        with pytest.warns(UserWarning, match=CLIPPED) as caught:
+            assert jamp.loss_scale_from_config(mapping) == loss_scale
+        assert caught[0].filename == __file__
     value = getattr(loss_scale, "init_scale", getattr(loss_scale, "scale", 1.0))
     assert float(loss_scale.init().loss_scale) == value
 
@@ -106,6 +116,11 @@ CELL = "AdaptiveLossScaleUpdateCell"
         ),
         (DYNAMIC | {"scale_factor": 0}, "scale_factor must be a finite Python number above 1"),
         ({"type": "static", "scale": True}, NUMBER),
+        ({"scale_sense": "inf"}, NUMBER),
+        *(
+            ({"type": "dynamic", "growth_interval": x}, "growth_interval must be an int")
+            for x in ("20.5", "inf", "ten")
+        ),
         ({"type": "dynamic", "init_scale": "high"}, rf"init_{NUMBER} .* got init_scale='high'"),
         *((config, NOT_A_MAPPING) for config in ("dynamic", None, ["dynamic"], {"runner_wrapper": None})),
     ],

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import runpy
 from pathlib import Path
 
 import jax
@@ -14,7 +15,9 @@ import yaml
 
 import jamp
 
-PAGE = (Path(__file__).parents[1] / "docs" / "from-mindspore.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "from-mindspore.md").read_text()
+EXAMPLE = ROOT / "examples" / "requirements" / "002_adaptive_loss_scaling.py"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 THEIRS = [text for text in PROGRAMS if re.search("^(import|from) mind", text, re.MULTILINE)]
@@ -32,7 +35,7 @@ def run_program(text, variables):
 @pytest.fixture(scope="module")
 def after(tmp_path_factory):
     """The variables after each of jamp's programs on the page but the last, which run one after the other."""
-    assert (len(THEIRS), len(OURS), "".join(OURS).count("np.arange(1025)")) == (2, 6, 1)
+    assert (len(THEIRS), len(OURS), "".join(OURS).count("np.arange(1025)")) == (2, 7, 1)
     directory, variables = tmp_path_factory.mktemp("page"), {}
     (directory / "run_pangualpha.yaml").write_text(DOCUMENT)
     with pytest.MonkeyPatch.context() as patch:
@@ -54,6 +57,7 @@ def test_the_translations_agree_and_every_argument_in_the_table_exists(after):
     for theirs, ours, scale in zip(THEIRS, after, (2**12, 1), strict=False):
         translated = jamp.loss_scale_from_config(cell_arguments(theirs))
         assert translated == ours["manager"] == jamp.AdaptiveLossScale(scale, initial_window=20)
+    assert after[3]["described"].window_list == (1, *jamp.AdaptiveLossScale().window_list)
     names = {word.strip().rstrip("=") for word in re.search(r"`AdaptiveLossScale\((.*?)\)`", PAGE)[1].split(",")}
     assert names <= set(inspect.signature(jamp.AdaptiveLossScale).parameters)
 
@@ -78,14 +82,17 @@ def test_the_mindformers_program_trains_from_a_scale_of_1_and_resuming_keeps_it(
     assert (len(losses), losses[-1] < 0.01 * losses[0]) == (128, True)
     # 20, 20, 20, 30, 30 steps: 128 steps hold five growths.
     assert (float(jamp.get_loss_scale(opt_state)), int(opt_state.loss_scale_state.window_index)) == (2.0**5, 1)
-    assert [float(jamp.get_loss_scale(after[i]["opt_state"])) for i in (3, 4)] == [2.0**18, 2.0**16]
-    tx, params, opt_state = (after[4][name] for name in ("tx", "params", "opt_state"))
+    assert [float(jamp.get_loss_scale(after[i]["opt_state"])) for i in (4, 5)] == [2.0**18, 2.0**16]
+    tx, params, opt_state = (after[5][name] for name in ("tx", "params", "opt_state"))
     assert jax.tree.structure(opt_state) == jax.tree.structure(tx.init(params))
 
 
 def test_the_yaml_block_is_taken_as_it_stands_and_clipping_sees_the_true_gradients(after):
     expected = jamp.AdaptiveLossScale(2**32, 2, min_window=20, max_window=1000, initial_window=20)
-    assert after[2]["loss_scale"] == expected == jamp.loss_scale_from_config(yaml.safe_load(DOCUMENT))
+    document = yaml.safe_load(DOCUMENT)
+    with pytest.warns(UserWarning, match="use_clip_grad=True, and a loss scale does not clip"):
+        assert after[2]["loss_scale"] == expected == jamp.loss_scale_from_config(document)
+    assert runpy.run_path(EXAMPLE)["CONFIG"] == document
     assert float(jamp.get_loss_scale(after[2]["opt_state"])) == 2.0**32
     tx, params = after[2]["tx"], {"w": jnp.zeros(2)}
     grads = jamp.grad(lambda p: 30.0 * p["w"][0] + 40.0 * p["w"][1], tx.init(params))(params)

@@ -60,7 +60,8 @@ class AdaptiveLossScale:
       init_scale: The initial scale.
       scale_factor: The factor by which a growth multiplies and an overflow divides, above 1.
       min_window: The first window, at least 1.
-      max_window: The last window. If it is not above `min_window`, jamp warns and uses 1000.
+      max_window: The last window. If it is not above `min_window`, jamp warns and uses 1000. If that is not above
+        `min_window` either, it is an error.
       initial_window: The initial window. None, or a number that is not in the window list, means the first window.
       windows: A window list, ints of at least 0, to use instead of the one made from `min_window` and `max_window`.
       min_scale: The smallest scale, a normal float32 above 0. It may be below 1.

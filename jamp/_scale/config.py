@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -54,9 +55,11 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
       keys are the arguments of these classes.
 
     `config` may also be a whole MindFormers document or its `runner_wrapper`. Only `scale_sense` is read from it. If
-    that is a number, it is a static scale. Clipping (`use_clip_grad`) belongs in the optimizer chain.
+    that is a number, it is a static scale. `use_clip_grad: True` warns, because clipping belongs in the optimizer
+    chain. Pass only the `scale_sense` if it is there.
 
-    A number may be given as a string, because YAML 1.1 reads `1e9` as a string and JSON has no other way to say "inf".
+    Any number may be given as a string, because YAML 1.1 reads `1e9` as a string and JSON has no other way to say
+    "inf".
 
     Raises:
       ValueError: If a type or key is unknown, or a key is missing. The message lists the valid names and the nearest.
@@ -66,13 +69,23 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
       >>> import jamp
       >>> jamp.loss_scale_from_config({"type": "static", "scale": 1024.0})
       StaticLossScale(scale=1024.0)
+      >>> jamp.loss_scale_from_config({"type": "dynamic", "growth_interval": "2e3", "max_scale": "inf"}).max_scale
+      inf
       >>> jamp.loss_scale_from_config(jamp.DynamicLossScale().to_config()) == jamp.DynamicLossScale()
       True
     """
-    section: Any = config
-    for part in ("runner_wrapper", "scale_sense"):
-        if isinstance(section, Mapping):
-            section = section.get(part, section)
+    section: Any = config.get("runner_wrapper", config) if isinstance(config, Mapping) else config
+    if isinstance(section, Mapping) and "scale_sense" in section:
+        if section.get("use_clip_grad") is True:
+            warnings.warn(
+                "The configuration has use_clip_grad=True, and a loss scale does not clip. Clip the true gradients in "
+                "the optimizer chain: jamp.loss_scaled(optax.chain(optax.clip_by_global_norm("
+                f"{section.get('max_grad_norm', 1.0)}), tx), loss_scale). If you do, pass only the scale_sense, "
+                "config['runner_wrapper']['scale_sense'].",
+                stacklevel=2,
+            )
+        section = section["scale_sense"]
+    section = _number(section)
     if isinstance(section, (int, float)):
         return StaticLossScale(section)
     if not isinstance(section, Mapping):
@@ -91,7 +104,7 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in fields]
     if missing:
         raise ValueError(f"Type {kind!r} needs {_listed(missing)}; got {_listed(fields)}.")
-    return build(**{k: _number(v) if parameters[k].annotation is float else v for k, v in fields.items()})
+    return build(**{k: _number(v, whole=parameters[k].annotation is not float) for k, v in fields.items()})
 
 
 # MindSpore's classes, with their arguments by name. They have no ceiling and a floor of 1.
@@ -134,13 +147,17 @@ _BUILDERS: dict[str, Callable[..., LossScale]] = {
 }
 
 
-def _number(value: Any) -> Any:
+def _number(value: Any, *, whole: bool = False) -> Any:
+    """The number that a string, or each string of a list, contains. An int if it should be whole, and is."""
+    if isinstance(value, (list, tuple)):
+        return [_number(x, whole=whole) for x in value]
     if not isinstance(value, str):
         return value
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
         return value  # the constructor's check names the field
+    return int(number) if whole and number.is_integer() else number
 
 
 def _check_name(what: str, name: Any, valid: Iterable[str]) -> None:

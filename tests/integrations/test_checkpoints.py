@@ -192,6 +192,7 @@ def test_another_loss_scale_or_what_does_not_fit_is_an_error_that_names_both():
     config = json.loads(json.dumps(interop.checkpoint_config(arrays | {"f": place}, static)))  # not an array
     interop.check_checkpoint_config(config, jax.eval_shape(lambda: arrays), jamp.StaticLossScale(2.0))  # other numbers
     was, no_config = r"\['w'\] was saved as float32\[3,4\], the state has ", r"is not what .*_config returned: got "
+    damaged = lambda got: no_config + got + r", expected \{'loss_scale'.* damaged\? Pass what was saved"
     for wrong, like, message in (
         (config, arrays | {"w": jnp.ones((3, 4), jnp.float16)}, was + r"float16\["),
         (config, arrays | {"w": jnp.ones((4, 4))}, was + r"float32\[4,4\]"),
@@ -201,6 +202,10 @@ def test_another_loss_scale_or_what_does_not_fit_is_an_error_that_names_both():
         ({"step": 3}, arrays, no_config + "a mapping of 'step'"),
         ([1], arrays, no_config + r"\[1\]"),
         (None, arrays, no_config + "None"),
+        ({}, arrays, no_config + "a mapping of nothing"),
+        *((config | {"loss_scale": x}, arrays, damaged(f"loss_scale={x}")) for x in (None, {}, {"type": 3}, 8.0)),
+        *((config | {"arrays": x}, arrays, damaged(f"arrays={x}")) for x in (None, {"n": None}, {"w": 3})),
+        (config | {"arrays": ["w"]}, arrays, damaged(r"arrays=\['w'\]")),
     ):
         with pytest.raises(ValueError, match=message):
             interop.check_checkpoint_config(wrong, like, static)

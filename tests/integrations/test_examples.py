@@ -19,6 +19,8 @@ from processes import environment
 from trees import bits
 
 ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "examples" / "requirements"
+TRANSLATED = sorted(path.name for path in REQUIREMENTS.glob("*.py"))
 RUNS = ["float32", "float16, unscaled", "float16 with jamp"]
 
 
@@ -50,7 +52,7 @@ def run(monkeypatch, capsys):
     """`finish` for an example in this process, made small."""
 
     def run(name, *args, **smaller):
-        example = runpy.run_path(ROOT / "examples" / name)
+        example = runpy.run_path(str(ROOT / "examples" / name))  # which becomes argv[0]
         changed = {attribute: functools.partial(example[attribute], **change) for attribute, change in smaller.items()}
         example["main"].__globals__.update(changed)
         monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
@@ -63,6 +65,13 @@ def run(monkeypatch, capsys):
 def test_an_example_has_at_most_150_lines():
     lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
     assert 0 < max(lengths.values()) <= 150, lengths
+    assert all(len((REQUIREMENTS / name).read_text().splitlines()) <= 80 for name in TRANSLATED)
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_the_translated_examples_of_a_requirement_assert_what_they_claim(name, run):
+    output, errors = run(f"requirements/{name}")
+    assert (len(output.splitlines()) >= 2, errors) == (True, "")
 
 
 def test_digits_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
