@@ -1,7 +1,7 @@
 """`check_health`, which checks on the host that training still makes progress."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,7 +53,8 @@ def check_health(
 
     Args:
       tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one. Pass the whole state of a
-        chain to have the transforms before the wrapper checked too.
+        chain to have the transforms before the wrapper checked too. In the state of an ensemble, made under `vmap`,
+        every member is checked, and the message names the first that is not healthy.
       max_consecutive_overflows: The largest number of skipped steps in a row that is accepted.
       loss_scale: The configuration of the loss scale.
       history: A `jamp.History` of the run.
@@ -84,15 +85,7 @@ def check_health(
             "check_health works on the host. Inside `jit`: jax.debug.callback(lambda state: "
             "jamp.check_health(state, policy=print), opt_state._replace(inner_state=()))"
         )
-    stats: LossScaleStats = jax.device_get(get_stats(tree))
-    scale = float(get_loss_scale(tree))
-    problems = [
-        *_skips(stats, scale, max_consecutive_overflows),
-        *_bounds(stats, scale, loss_scale),
-        *_poisoned(tree),
-        *_no_gradients(find_scaler_state(tree), stats),
-        *_recent(history),
-    ]
+    problems = [*_of_members(tree, max_consecutive_overflows, loss_scale), *_poisoned(tree), *_recent(history)]
     message = " ".join(problems)
     if not problems:
         return
@@ -102,6 +95,22 @@ def check_health(
         warnings.warn(message, stacklevel=2)
     else:
         raise LossScaleError(message)
+
+
+def _of_members(tree: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
+    moments = [x for x in jax.tree.leaves(list(_moments(find_scaler_state(tree)))) if is_inexact(x)]
+    all_stats, scales = jax.device_get((get_stats(tree), get_loss_scale(tree)))
+
+    def problems(i: tuple[int, ...]) -> str:
+        stats, scale = jax.tree.map(lambda x: x[i], (all_stats, scales))
+        found = [*_skips(stats, scale, limit), *_bounds(stats, scale, loss_scale), *_no_gradients(stats, moments, i)]
+        return " ".join(found)
+
+    # The only index of one state is ().
+    sick = [(i, text) for i in np.ndindex(scales.shape) if (text := problems(i))]
+    for i, text in sick[:1]:
+        name = f"Member {', '.join(map(str, i))} of the ensemble" + f" (and {len(sick) - 1} more)" * (len(sick) > 1)
+        yield f"{name}: {text}" if i else text
 
 
 def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
@@ -152,9 +161,8 @@ def _poisoned(tree: Any) -> Iterator[str]:
         )
 
 
-def _no_gradients(state: Any, stats: LossScaleStats) -> Iterator[str]:
-    moments = [x for x in jax.tree.leaves(list(_moments(state))) if is_inexact(x)]
-    if stats.finite_steps > 0 and moments and not any(bool(jnp.any(x != 0)) for x in moments):
+def _no_gradients(stats: LossScaleStats, moments: Sequence[Any], i: tuple[int, ...]) -> Iterator[str]:
+    if stats.finite_steps > 0 and moments and not any(bool(jnp.any(x[i] != 0)) for x in moments):
         yield _ZEROS.format(f"the moments of the optimizer are all zero after {stats.finite_steps} steps")
 
 

@@ -149,6 +149,24 @@ def test_leaves_of_one_type_and_name_are_added_before_they_are_reduced():
     assert reductions([leaf, leaf.astype(jnp.complex64)]) == reductions([leaf, leaf[0]]) == 2
 
 
+@pytest.mark.parametrize("precision", ["BF16_BF16_F32_X3", "F16_F16_F16", "TF32_TF32_F32"])
+def test_the_check_compiles_under_a_default_precision_that_products_do_not(precision):
+    """XLA:CPU compiles no product of two vectors inside a fusion in the first two, and no product in the third."""
+    with jax.default_matmul_precision(precision):
+        keep_if_finite = jax.jit(lambda x: jnp.where(jamp.all_finite(2 * x), x, 0.0))
+        assert [keep_if_finite(jnp.float32([x, 1.0])).sum() for x in (3.0, np.nan)] == [4.0, 0.0]
+
+
+def test_sizes_may_be_symbolic():
+    rows, columns = jax.export.symbolic_shape("rows, columns")
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((rows, columns), (columns, rows), (columns,), (3,))]
+    exported = jax.export.export(jax.jit(jamp.all_finite))(shapes)
+    for x in (1.0, np.nan):
+        given = [np.full(s, 1.0, np.float32) for s in ((2, 5), (5, 2), (5,), (3,))]
+        given[1][4, 1] = x
+        assert exported.call(given) == np.isfinite(x)
+
+
 def test_what_is_not_a_gradient_is_finite_and_python_numbers_are_checked():
     for tree in (None, {}, [], (), optax.EmptyState(), {"a": {}, "b": [None]}, NO_GRADIENTS, jnp.zeros((0, 3))):
         assert_equal(jamp.all_finite(tree), jnp.array(True))

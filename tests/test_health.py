@@ -89,6 +89,23 @@ def test_nan_in_parameters_or_in_a_transform_before_the_wrapper_is_told():
         assert not problems(healthy)
 
 
+def test_of_an_ensemble_every_member_is_checked_and_the_first_sick_one_is_named():
+    tx, params = jamp.loss_scaled(optax.sgd(0.1, momentum=0.9), CONFIG), jnp.ones((4, 2))
+    state, update = jax.vmap(tx.init)(params), jax.vmap(tx.update)
+    grads = [jnp.array([GOOD, BAD, ZERO, GOOD])] * 3
+    for g in grads:
+        state = update(g, state)[1]
+    limit = {"max_consecutive_overflows": 2}
+    told = problems({"params": params, "opt": state}, **limit, loss_scale=CONFIG)
+    assert told.startswith("Member 1 of the ensemble (and 1 more): 3 steps in a row were skipped (the limit is 2)")
+    assert "at its floor, min_scale=2" in told
+    assert problems(state).startswith("Member 2 of the ensemble: The gradients have all been zero")
+    of = lambda i: jax.tree.map(lambda x: x[i], state)
+    assert [bool(problems(of(i), **limit)) for i in range(4)] == [False, True, True, False]
+    assert not problems(of(jnp.array([0, 3])), **limit)
+    assert problems(jax.tree.map(lambda x: x[None], state), **limit).startswith("Member 0, 1 of the ensemble (and 1")
+
+
 @pytest.mark.parametrize("tx", [jamp.optimizers.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9))])
 def test_gradients_that_are_all_zero_are_told_by_the_moments(tx):
     tx, params = jamp.mixed_precision(tx), {"w": GOOD, "b": GOOD}

@@ -1,5 +1,6 @@
 """Loss scales: recorded runs of other systems, a plain reference, the rules in words, bad input, what states are."""
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import loss_scales as ls
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from loss_scales import FLOAT32_MAX, INT32_MAX, TINY
@@ -248,3 +250,38 @@ def test_states_are_strongly_typed_own_their_buffers_and_take_any_truth_value(co
         for ok in (True, False):
             first, *others = (bits(config.update(state, kind(ok))) for kind in (jnp.bool_, bool, int, np.bool_))
             assert others == [first] * 3
+
+
+LooseState = collections.namedtuple("LooseState", "loss_scale count average")
+
+
+@dataclasses.dataclass
+class Loose:
+    """A user's loss scale of Python numbers and weak types."""
+
+    initial: LooseState
+
+    def init(self):
+        return self.initial
+
+    def update(self, state, grads_finite):
+        return LooseState(jnp.where(grads_finite, 8.0, 0.5), state.count + 1, 2.5)
+
+
+WEAK = [jnp.asarray(x) for x in (8.0, 0, 0.0)]
+
+
+# A step that makes a float of an integer compiles twice, but truncates nothing.
+@pytest.mark.parametrize(
+    ("initial", "compilations"),
+    [((8, 0, 0.0), 1), ((np.float64(8), np.int64(0), np.float16(0)), 1), (WEAK, 1), ((8.0, 0, 0), 2)],
+)
+def test_a_users_state_of_python_numbers_or_weak_types_compiles_once(initial, compilations):
+    tx, w = jamp.loss_scaled(optax.identity(), Loose(LooseState(*initial))), jnp.ones(2)
+    step, states = jax.jit(tx.update), [tx.init(w)]
+    for grads in (w, w, jnp.inf * w):
+        states.append(step(grads, states[-1])[1])
+    assert step._cache_size() == compilations
+    assert avals(states[compilations - 1]) == avals(states[-1])
+    assert states[-1].loss_scale_state == (0.5, 3, 2.5)
+    assert jamp.get_loss_scale(states[0]).dtype == jnp.float32

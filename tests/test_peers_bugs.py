@@ -116,6 +116,21 @@ def test_adam_on_a_float16_zero_gradient_is_not_nan():
     assert (updates.tolist(), bool(jamp.get_grads_finite(state))) == ([0.0] * 3, True)
 
 
+def test_a_key_in_the_state_is_kept_by_a_skip_and_jax_sees_no_reuse():
+    def add_noise(grads, key, params=None):
+        key, used = jax.random.split(key)
+        return grads + jax.random.normal(used, grads.shape), key
+
+    with jax.debug_key_reuse(True):
+        tx = jamp.loss_scaled(optax.GradientTransformation(lambda _: jax.random.key(0), add_noise))
+        update = jax.jit(tx.update)
+        state = [tx.init(X)]
+        for factor in (1, jnp.nan, 1):
+            state.append(update(factor * X, state[-1])[1])
+    _, first, skipped, third = ([*jax.random.key_data(x.inner_state)] for x in state)
+    assert first == skipped != third
+
+
 def test_was_the_step_skipped_is_answered_without_a_device_sync():
     @jax.jit
     def log(x):

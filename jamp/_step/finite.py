@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jax.tree_util import keystr
 
 from jamp._cast import cast_leaf, is_inexact
@@ -73,10 +73,31 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
     totals: dict[Any, Array] = {}
     for residue in map(_residue, _groups(arrays, labels)):
         # Added here, because XLA then sums over devices after these additions, with one scalar per device.
-        totals[residue.dtype] = totals[residue.dtype] + residue if residue.dtype in totals else residue
-    found = functools.reduce(jnp.logical_or, [~jnp.isfinite(total) for total in totals.values()])
+        total = totals.get(residue.dtype)
+        totals[residue.dtype] = residue if total is None else total + on_mesh_of(total, residue)
+    found = functools.reduce(lambda x, y: x | on_mesh_of(x, y), [~jnp.isfinite(total) for total in totals.values()])
     count = _materialize(found.astype(jnp.float32))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
+
+
+def on_mesh_of(x: Array, scalar: Array) -> Array:
+    """A scalar, where an operation can combine it with `x`.
+
+    On Explicit and Manual axes the sharding is part of the type, and arrays on two meshes cannot be combined. The
+    gradient of a `reduced` parameter is `unreduced`, which means that its sum over devices is still to be taken. Only
+    what is `reduced` may multiply it.
+    """
+    kind = jax.typeof(x)
+    mesh, spec, own = kind.sharding.mesh, kind.sharding.spec, jax.typeof(scalar).sharding.mesh
+    if AxisType.Manual in mesh.axis_types:
+        axes = kind.manual_axis_type.unreduced | kind.manual_axis_type.reduced
+        return lax.pcast(scalar, tuple(axes), to="reduced") if axes else scalar
+    if axes := spec.unreduced | spec.reduced:
+        # In the shape of `x`, because jax 0.10.0 does not broadcast what is `reduced` in the multiplication.
+        return jnp.broadcast_to(reshard(scalar, NamedSharding(mesh, PartitionSpec(reduced=axes))), x.shape)
+    if mesh.empty or own.empty or own == mesh:
+        return scalar
+    return reshard(scalar, NamedSharding(mesh, PartitionSpec()))
 
 
 def _sum_over(count: Array, axis_name: Any) -> Array:

@@ -14,7 +14,7 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
-from jamp._step.finite import leaves_finite, split_gradients
+from jamp._step.finite import leaves_finite, on_mesh_of, split_gradients
 from jamp._step.state import find_loss_scale
 
 
@@ -243,4 +243,4 @@ def _unscale_and_check(
 
 
 def _multiply(x: Array, scale: Array) -> Array:
-    return x * scale.astype(x.real.dtype).astype(x.dtype)
+    return x * on_mesh_of(x, scale.astype(x.real.dtype).astype(x.dtype))

@@ -17,6 +17,7 @@ from jax.tree_util import keystr
 
 from jamp import _evaluate, _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._step.finite import on_mesh_of
 
 # Primitives that are safe to evaluate on NaN. If an update has any other (a loop that may never end, a callback, a
 # factorisation), a skipped update gets gradients of zero. Otherwise the gradients are read without a selection, and
@@ -44,7 +45,7 @@ def update_or_skip(
     skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
     # Outside jit each operation runs by itself, and jax_debug_nans would raise on the gradients.
     if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
-        grads = jax.tree.map(lambda g: lax.select(grads_finite, g, jnp.zeros_like(g)), grads)
+        grads = jax.tree.map(lambda g: _select(grads_finite, g, jnp.zeros_like(g)), grads)
     outputs = _run(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
     unflattened: tuple[Any, Any] = jax.tree.unflatten(jax.tree.structure((updates, new_state)), outputs)
     return unflattened
@@ -136,12 +137,16 @@ def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped:
 
 
 def _select(grads_finite: Array, new: Any, old: Any) -> Any:
+    if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+        # `new` was split from `old`, and jax_debug_key_reuse takes a selection of keys for a use of both.
+        data = _select(grads_finite, jax.random.key_data(new), jax.random.key_data(old))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
     if isinstance(old, (int, float, complex)):
         old = lax.full_like(new, old)
     elif not (sharding := jax.typeof(new).sharding).mesh.empty and jax.typeof(old).sharding != sharding:
         # On Explicit axes, `init` may have made a state that is not sharded like the parameters.
         old = jax.sharding.reshard(old, sharding)
-    return lax.select(grads_finite, new, old)
+    return lax.select(on_mesh_of(new, grads_finite), new, old)
 
 
 def _check_types(before: Any, after: Any, name: str, cure: str) -> None:

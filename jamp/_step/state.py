@@ -14,6 +14,7 @@ import optax
 from jax import Array
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jamp._cast import is_inexact
 from jamp._scale.static import LossScale, NoOpLossScaleState
 from jamp._scale.stats import LossScaleStats
 
@@ -29,12 +30,13 @@ class ScalerState(NamedTuple):
     def init(cls, loss_scale: LossScale) -> "ScalerState":
         """Make the state before the first step."""
         state = loss_scale.init()
+        state = _with_types(state, state._replace(loss_scale=jnp.float32(0)))
         return cls(state, LossScaleStats.init(state.loss_scale), jnp.array(True))
 
     def advance(self, loss_scale: LossScale, grads_finite: Array) -> "ScalerState":
         """Return the state after a step, given whether its gradients were finite (bool[])."""
         old = self.loss_scale_state
-        new = loss_scale.update(old, grads_finite)
+        new = _with_types(loss_scale.update(old, grads_finite), old)
         return ScalerState(new, self.stats.update(grads_finite, old.loss_scale, new.loss_scale), grads_finite)
 
 
@@ -173,6 +175,16 @@ def _is_loss_scale_state(x: Any) -> bool:
 def _is_plain_nnx_optimizer(x: Any) -> bool:
     flax, ours = sys.modules.get("flax.nnx"), sys.modules.get("jamp.nnx")
     return flax is not None and isinstance(x, flax.Optimizer) and not (ours and isinstance(x, ours.Optimizer))
+
+
+def _with_types(new: Any, old: Any) -> Any:
+    """The state of a user's loss scale with the dtypes of `old` and no weak types, so that `jit` compiles once."""
+
+    def cast(x: Any, y: Any) -> Array:
+        is_truncated = is_inexact(x) and not is_inexact(y)  # such as an average that `init` started with the int 0
+        return jnp.asarray(x, jnp.result_type(x if is_truncated else y))
+
+    return jax.tree.map(cast, new, old)
 
 
 def _name(x: Any) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 from distributed.hlo import SCALAR, collectives, loops
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from trees import assert_close
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
+from trees import assert_close, assert_equal
 
 import jamp
 
@@ -182,6 +182,39 @@ def test_a_state_made_without_the_parameters_sharding_follows_them(kind, tx):
         assert like_it(optax.tree.get(state, "master_params"))
     assert {int(count) for _, count in optax.tree.get_all_with_path(state, "count")} == {1}
     assert jamp.get_loss_scale(state) == 2.0**15
+
+
+def test_reduced_parameters_have_unreduced_true_gradients():
+    """As with `jax.grad`: the sum over devices is the caller's, on Explicit axes and in a shard_map."""
+    loss, state = lambda w, x: jnp.mean((x @ w) ** 2), TX.init(np.ones(2, np.float32))
+
+    def mapped(grad):
+        on_shards = lambda w, x: grad(loss)(jax.lax.pcast(w, "data", to="reduced"), x)
+        return jax.shard_map(on_shards, in_specs=(P(), P("data")), out_specs=P(unreduced={"data"}))
+
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
+        x, w = reshard(jnp.arange(32.0).reshape(8, 4), P("data")), reshard(jnp.ones((4, 6)), P(None, "model"))
+        reduced = reshard(w, P(None, "model", reduced={"data"}))
+        for make, weights in ((lambda grad: grad(loss), reduced), (mapped, reshard(w, P()))):
+            ours, theirs = (jax.jit(make(grad))(weights, x) for grad in (lambda fun: jamp.grad(fun, state), jax.grad))
+            assert jax.typeof(ours) == jax.typeof(theirs)
+            assert_equal(reshard(ours, P()), reshard(theirs, P()))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+def test_parameters_on_two_meshes_are_stepped_as_optax_steps_them(kind, jit):
+    """One has Explicit axes. To mix two meshes in one operation is an error in JAX."""
+    meshes = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2), jax.make_mesh((8,), "c", (kind,))
+    put = lambda x: [jax.device_put(x, NamedSharding(mesh, P(mesh.axis_names[0]))) for mesh in meshes]
+    params, plain, tx = put(np.ones((8, 4), np.float32)), optax.sgd(0.5, 0.9), jamp.loss_scaled(optax.sgd(0.5, 0.9))
+    expected, state = plain.update(params, plain.init(params)), tx.init(params)
+    for grads in (params, [params[0], jnp.nan * params[1]]):
+        updates, state = jit(tx.update)(grads, state)
+        assert_equal((updates if grads is params else expected[0], state.inner_state), expected)
+    assert jamp.get_stats(state).overflow_steps == 1
+    for i in (0, 1):
+        assert_equal(jax.jit(jamp.grad(lambda params, i=i: jnp.sum(params[i] ** 2) / 2, state))(params)[i], params[i])
 
 
 def checked(x):
