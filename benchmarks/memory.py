@@ -124,5 +124,5 @@ if __name__ == "__main__":
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    found = record("memory", False, options.target)
+    found = record("benchmarks.memory", False, options.target)
     write(options.json, found | {"rows": measure(options.target, options.only)})

@@ -1,7 +1,12 @@
 """Automatic mixed precision for JAX."""
 
 from . import interop as interop, optimizers as optimizers
-from ._autocast import autocast as autocast, autocast_report as autocast_report, full_precision as full_precision
+from ._autocast import (
+    Float8 as Float8,
+    autocast as autocast,
+    autocast_report as autocast_report,
+    full_precision as full_precision,
+)
 from ._cast import (
     Policy as Policy,
     cast_floating as cast_floating,

@@ -204,6 +204,32 @@ def summed_terms(eqn: JaxprEqn) -> int:
     return math.prod(shape[i] for i in axes)
 
 
+def contracted(eqn: JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of each operand over which a dot_general sums."""
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = eqn.params["dimension_numbers"][0]
+    return axes
+
+
+def product_sizes(eqn: JaxprEqn) -> list[int]:
+    """M, N and K of a dot_general: the free elements of each operand, and the terms of a sum."""
+    (contracting, batch), shapes = eqn.params["dimension_numbers"], [x.shape for x in avals(eqn.invars)]
+    free = [
+        math.prod(n for i, n in enumerate(shape) if i not in (*c, *b))
+        for shape, c, b in zip(shapes, contracting, batch, strict=True)
+    ]
+    return [*free, summed_terms(eqn)]
+
+
+def parameters(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The values of all parameters of an equation."""
+    return tuple(eqn.params.values())
+
+
+def dot_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """The keywords of `jax.lax.dot_general` that make a dot_general, without its precision and dtype."""
+    return {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
+
+
 def exponent(eqn: JaxprEqn) -> int:
     """The exponent of an integer_pow."""
     return int(eqn.params["y"])

@@ -106,7 +106,7 @@ def test_short_names_of_dtypes_are_dtypes_everywhere():
     assert jamp.loss_scale_for("bf16") == jamp.StaticLossScale(1.0)
     for call in (lambda x: jamp.cast_floating(w, x), jamp.loss_scale_for, lambda x: jamp.autocast(jnp.sin, x)):
         for wrong in ("fp17", "int8", None):
-            with pytest.raises(ValueError, match=r"dtype must be floating, such as jnp\.float16, got \w*dtype="):
+            with pytest.raises(ValueError, match="dtype must be float"):
                 call(wrong)
 
 

@@ -1,4 +1,5 @@
-"""Autocast: rules (data), plan (decisions), interpreter (evaluation), report."""
+"""Autocast: rules (data), plan (decisions), program (what is evaluated), report."""
 
+from .float8 import Float8 as Float8
 from .report import autocast_report as autocast_report
 from .transform import autocast as autocast, full_precision as full_precision

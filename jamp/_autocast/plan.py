@@ -14,21 +14,30 @@ from typing import Any
 
 from jamp import _jaxpr
 from jamp._autocast.program import Program
+from jamp._autocast.rules import COMPUTE
 from jamp._autocast.runs import Kind
 from jamp._autocast.values import Atom, Values, is_float32
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
 FULL_PRECISION = "jamp.full_precision"
+_RULES_OF_OTHERS = ("custom_jvp_call", "custom_vjp_call", "linear_call")
 # What becomes of an equation that no rule decides.
 ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
 
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What is known of the input of a jaxpr: whether it is low, and a constant that it is filled with."""
+    """What is known of the input of a jaxpr.
+
+    Attributes:
+      low: Whether it is stored in 16 bit.
+      constant: The number that it is filled with.
+      computed: Whether a product has computed it, so that it is not a parameter or a batch.
+    """
 
     low: bool = False
     constant: Any = None
+    computed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,8 @@ class Where:
     recompute: bool = True
     in_loop: bool = False
     manual: bool = False
+    float8: bool = True  # whether products may be float8: not in custom rules
+    read_on: tuple[bool, ...] = ()  # whether a later product reads each result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +60,8 @@ class Decision:
     low: tuple[bool, ...]
     bodies: tuple[PlannedJaxpr, ...] = ()
     known: tuple[Input, ...] = ()  # what its bodies were planned with
+    float8: bool = False
+    why: str = ""  # the reason, if it is not that of the rule
 
 
 class PlannedJaxpr:
@@ -70,6 +83,9 @@ class PlannedJaxpr:
                 self.values.low.add(v)
             if known.constant is not None:
                 self.values.constants[v] = known.constant
+            if known.computed:
+                self.values.computed.add(v)
+        self._read_on = self._feeds_products() if planner.float8 else set()
         self.decisions = [self._decide(eqn) for eqn in jaxpr.eqns]
         self.low = [i >= as_traced and self.values.is_low(v) for i, v in enumerate(jaxpr.outvars)]
 
@@ -86,9 +102,14 @@ class PlannedJaxpr:
             # A function in the parameters (that of a scatter) is for the dtypes it was traced with.
             low = self.values.runs_low(eqn, category) and not _jaxpr.has_body(eqn)
             decision = Decision(category, key, tuple(low and is_float32(v) for v in eqn.outvars))
+            if self.planner.float8 and category == COMPUTE and low and name == "dot_general":
+                why = self.planner.why_not_float8(eqn, key, self.values, self.where, eqn.outvars[0] in self._read_on)
+                decision = dataclasses.replace(decision, float8=not why, why=why)
         if decision.category in (NOT_ENTERED, NO_RULE):
             self.planner.left_out.append(eqn)
         self.values.follow(eqn, decision.low, self.planner.kind(eqn, decision, 1) is Kind.CHEAP)
+        if self.planner.is_product(eqn) or any(map(self.values.is_computed, eqn.invars)):
+            self.values.computed.update(eqn.outvars)
         return decision
 
     def _enter(self, eqn: JaxprEqn) -> Decision:
@@ -108,6 +129,8 @@ class PlannedJaxpr:
             recompute=self.where.recompute and name != "remat2",
             in_loop=self.where.in_loop or bool(carry),
             manual=self.where.manual or name == "shard_map",
+            float8=self.where.float8 and name not in _RULES_OF_OTHERS,
+            read_on=tuple(i < len(carry) or v in self._read_on for i, v in enumerate(eqn.outvars)),
         )
         bodies = tuple(
             self.planner.body(closed, [known[i] for i in operands], where, len(carry))
@@ -118,7 +141,17 @@ class PlannedJaxpr:
 
     def _known(self, atom: Atom, exact: bool) -> Input:
         low = self.values.is_low(atom) and not (exact and self.values.is_rounded(atom))
-        return Input(low, self.values.constant(atom))
+        return Input(low, self.values.constant(atom), self.planner.float8 is not None and self.values.is_computed(atom))
+
+    def _feeds_products(self) -> set[Any]:
+        """The values that a product reads, however late."""
+        jaxpr = self.closed.jaxpr
+        read_on = self.where.read_on or (False,) * len(jaxpr.outvars)
+        found = {v for v, x in zip(jaxpr.outvars, read_on, strict=False) if x and not _jaxpr.is_literal(v)}
+        for eqn in reversed(jaxpr.eqns):
+            if any(v in found for v in eqn.outvars) or self.planner.is_product(eqn):
+                found.update(v for v in eqn.invars if not _jaxpr.is_literal(v))
+        return found
 
     def program(self, low: Sequence[bool] | None = None) -> Program:
         """What to evaluate, if some outputs are to be low: by default, those that are."""
@@ -129,7 +162,8 @@ class PlannedJaxpr:
 
     def same_as(self, closed: ClosedJaxpr, low: Sequence[bool]) -> PlannedJaxpr:
         """The plan of another jaxpr in the place of this one: that of a custom rule."""
-        return self.planner.body(closed, [Input(x) for x in low], self.where)
+        where = dataclasses.replace(self.where, float8=False, read_on=())
+        return self.planner.body(closed, [Input(x) for x in low], where)
 
     @functools.cached_property
     def changed(self) -> bool:

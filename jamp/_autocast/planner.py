@@ -9,8 +9,9 @@ import numpy as np
 from jax import lax
 
 from jamp import _evaluate, _jaxpr
+from jamp._autocast.float8 import Float8
 from jamp._autocast.plan import Decision, Input, PlannedJaxpr, Where
-from jamp._autocast.rules import CHEAP, COMPUTE, COPIES, LINEAR, MOVES
+from jamp._autocast.rules import CHEAP, COMPUTE, COPIES, LINEAR, MOVES, RULES, YOURS
 from jamp._autocast.runs import Kind
 from jamp._autocast.values import Values
 from jamp._cast import is_inexact
@@ -23,8 +24,10 @@ class Planner:
     """The compute dtype and the rules, and the bodies planned so far."""
 
     def __init__(self, compute_dtype: Any, rules: Mapping[str, tuple[str, str]]):
-        self.compute_dtype = np.dtype(compute_dtype)
+        self.float8 = compute_dtype if isinstance(compute_dtype, Float8) else None
+        self.compute_dtype = np.dtype(self.float8.carrier if self.float8 else compute_dtype)
         self.rules = rules
+        self._parts = [key for key in rules if "[" in key and key not in RULES]  # rules for a part of the name stack
         self.left_out: list[JaxprEqn] = []  # what is not entered, or has no rule
         self._bodies: dict[Any, PlannedJaxpr] = {}
         self._runs: dict[Any, ClosedJaxpr] = {}
@@ -35,7 +38,8 @@ class Planner:
 
     def body(self, closed: ClosedJaxpr, inputs: Sequence[Input], where: Where, as_traced: int = 0) -> PlannedJaxpr:
         """The plan of a jaxpr for what is known of its inputs. Its first outputs have their traced dtypes."""
-        key = id(closed.jaxpr), tuple((x.low, repr(x.constant)) for x in inputs), where, as_traced
+        known = tuple((x.low, repr(x.constant), x.computed) for x in inputs)
+        key = id(closed.jaxpr), known, where, as_traced
         if key not in self._bodies:  # The plan holds the jaxpr, whose id therefore stays its own.
             self._bodies[key] = PlannedJaxpr(self, closed, inputs, where, as_traced)
         return self._bodies[key]
@@ -43,6 +47,9 @@ class Planner:
     def rule(self, eqn: JaxprEqn, values: Values) -> str:
         """The key of the rule for an equation: the primitive's name, or a special case of it."""
         name, case = eqn.primitive.name, None
+        for key in self._parts:
+            if key.startswith(f"{name}[") and key[len(name) + 1 : -1] in str(eqn.source_info.name_stack):
+                return key
         if name in _jaxpr.PRODUCTS and self._is_explicit(_jaxpr.precisions(eqn)):
             case = "precision"
         elif name == "dot_general" and _jaxpr.summed_terms(eqn) == 1:
@@ -84,12 +91,34 @@ class Planner:
             return Kind.MOVE
         return Kind.CHEAP if key in CHEAP or is_copy else Kind.OTHER
 
+    def is_product(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation is a product, or a construct that holds one."""
+        return eqn.primitive.name in _jaxpr.PRODUCTS or self.holds_product(_jaxpr.bodies(eqn) or ())
+
+    def why_not_float8(self, eqn: JaxprEqn, key: str, values: Values, where: Where, is_read_on: bool) -> str:
+        """Why a dot_general stays in the carrier; nothing if it is float8."""
+        assert self.float8 is not None
+        name = key if key in self._parts else eqn.primitive.name
+        force = f"rules={{{name!r}: 'compute'}} makes it float8"
+        sizes = _jaxpr.product_sizes(eqn)
+        if not where.float8:
+            return "it is in a custom derivative or a linear solve"
+        if self.rules[key][1] == YOURS:
+            return ""
+        if "transpose(" in str(eqn.source_info.name_stack):
+            return "the function was differentiated before autocast; write jax.grad(autocast(f))"
+        if any(not isinstance(n, int) or n < self.float8.min_size for n in sizes):
+            return f"a size of it, of {sizes}, is below min_size={self.float8.min_size}"
+        if all(map(values.is_computed, eqn.invars)):
+            return f"products compute both operands, as in attention; {force}"
+        if not is_read_on:
+            return f"no product follows, so it is the head; {force}"
+        return ""
+
     def holds_product(self, bodies: Sequence[ClosedJaxpr]) -> bool:
         """Whether there is a product in the bodies of a construct, however deep."""
         eqns = [eqn for body in bodies for eqn in body.jaxpr.eqns]
-        return any(
-            eqn.primitive.name in _jaxpr.PRODUCTS or self.holds_product(_jaxpr.bodies(eqn) or ()) for eqn in eqns
-        )
+        return any(map(self.is_product, eqns))
 
     def is_worth_recomputing(self, eqn: JaxprEqn, kind: Kind) -> bool:
         """Whether the backward pass of an equation needs a large float32 array that it reads or computes."""
@@ -102,6 +131,26 @@ class Planner:
         key = _evaluate.fingerprint(inputs, outputs, eqns)
         if key is None or key not in self._runs:
             self._runs[key] = _evaluate.closed_jaxpr({}, inputs, outputs, eqns)
+        return self._runs[key]
+
+    def quantize(self, aval: Any, axes: tuple[int, ...] | None) -> ClosedJaxpr:
+        """The equations that quantize an operand of a product, traced once."""
+        from jamp._autocast.quantized import quantize  # It imports Pallas: `_jaxpr.core` says more.
+
+        assert self.float8 is not None
+        key, dtype = ("quantize", aval, axes), self.float8.forward
+        if key not in self._runs:
+            self._runs[key] = jax.make_jaxpr(lambda x: quantize(x, dtype, axes))(aval)
+        return self._runs[key]
+
+    def float8_product(self, eqn: JaxprEqn, avals: Sequence[Any]) -> ClosedJaxpr:
+        """A product as a function of its operands and of what they are quantized to, traced once."""
+        from jamp._autocast.quantized import quantized_product
+
+        assert self.float8 is not None
+        key = "product", *_jaxpr.parameters(eqn), *avals
+        if key not in self._runs:
+            self._runs[key] = jax.make_jaxpr(quantized_product(eqn, self.float8))(*avals)
         return self._runs[key]
 
     def convert(self, source: Var, target: Var, low: bool) -> JaxprEqn:

@@ -28,6 +28,7 @@ class PlannedEqn:
     reads: tuple[Atom, ...]
     writes: tuple[Var, ...]
     bodies: tuple[Any, ...] = ()
+    why: str = ""
 
 
 class _Scope:
@@ -46,9 +47,12 @@ class _Scope:
         self.outputs: dict[Var, None] = {}
         self.makers: dict[Var, _Scope] = {}  # the run that computes a value
         self._homes: dict[tuple[Var, bool], Var] = {}  # where a value is found in each of the two dtypes
+        self._defined: set[Var] = set()
+        self._quantized: dict[Any, list[Var]] = {}
 
     def define(self, v: Var, low: bool) -> Var:
         """A new value, low or as traced."""
+        self._defined.add(v)
         self._homes[v, low] = self._new_low(v) if low else v
         return self._homes[v, low]
 
@@ -87,6 +91,20 @@ class _Scope:
         # An operation after this run reads its cast: two casts would have two gradients, added in 16 bit.
         self._parent.makers[v] = self
         return self._cast(v, low)
+
+    def quantized(self, v: Var, axes: tuple[int, ...] | None) -> list[Var]:
+        """The float8 values and the scales of a value. It is quantized once, in the scope that computes it."""
+        key = v, axes
+        if key not in self._quantized:
+            if v not in self._defined and self._parent is not None:
+                self._quantized[key] = self._parent.quantized(v, axes)
+                self.inputs.extend(self._quantized[key])
+            else:
+                closed = self._planner.quantize(self._planner.low_aval(v.aval), axes)
+                outputs = [_jaxpr.core().Var(aval) for aval in closed.out_avals]
+                self.items.extend(_evaluate.inline(closed, [self.read(v, True)], outputs))
+                self._quantized[key] = outputs
+        return self._quantized[key]
 
     def _cast(self, v: Var, low: bool) -> Var:
         target = self._new_low(v) if low else v
@@ -137,9 +155,20 @@ class Program:
             reads = tuple(scope.read(v, x.low) for v, x in zip(eqn.invars, decision.known, strict=True))
         else:
             reads = tuple(scope.read(v, any(low) and is_float32(v)) for v in eqn.invars)
+        quantized: list[list[Var]] = []
+        if decision.float8:
+            axes = _jaxpr.contracted(eqn) if self._planner.float8.granularity == "row" else (None, None)
+            operands: list[Any] = eqn.invars
+            quantized = [scope.quantized(v, x) for v, x in zip(operands, axes, strict=True)]
         writes = tuple(scope.define(v, x) for v, x in zip(eqn.outvars, low, strict=True))
-        self.eqns.append(PlannedEqn(eqn, decision.category, decision.key, reads, writes, decision.bodies))
-        if is_entered:
+        shown = tuple(q for q, _ in quantized) or reads
+        self.eqns.append(PlannedEqn(eqn, decision.category, decision.key, shown, writes, decision.bodies, decision.why))
+        if quantized:
+            inputs = [*reads, *quantized[0], *quantized[1]]
+            closed = self._planner.float8_product(eqn, _jaxpr.avals(inputs))
+            items = _evaluate.inline(closed, inputs, writes)
+            scope.items.extend(item.replace(source_info=eqn.source_info) for item in items)
+        elif is_entered:
             scope.items.extend(enter(eqn, decision.bodies, low, reads, writes))
         else:
             run = _evaluate.replace_dtype(eqn, _FLOAT32, self._planner.compute_dtype) if any(low) else eqn

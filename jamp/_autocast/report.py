@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jamp import _jaxpr
 from jamp._autocast.arguments import paths
 from jamp._autocast.equations import Found, all_equations, flat_equations, flops
+from jamp._autocast.float8 import Float8
 from jamp._autocast.left_out import cause
 from jamp._autocast.plan import NO_RULE, NOT_ENTERED, REGION, Where
 from jamp._autocast.planner import Planner
@@ -58,11 +59,13 @@ class AutocastReport:
       rows: One row for each kind of floating operation and source line, the most FLOPs first.
       compute_dtype: The name of the compute dtype.
       backward: Whether the function takes a gradient of what autocast has not transformed.
+      float8: Whether it is a report of a `Float8`, with the carrier as compute dtype.
     """
 
     rows: tuple[AutocastRow, ...]
     compute_dtype: str
     backward: bool = False
+    float8: bool = False
 
     @property
     def share_16_bit(self) -> float:
@@ -71,14 +74,22 @@ class AutocastReport:
         return sum(row.flops for row in self.rows if self._is_low(row)) / total if total else math.nan
 
     @property
+    def share_float8(self) -> float:
+        """The share of the FLOPs in float8, from 0 to 1; nan where there are none."""
+        total = sum(row.flops for row in self.rows)
+        return sum(row.flops for row in self.rows if row.after.startswith("float8")) / total if total else math.nan
+
+    @property
     def hints(self) -> tuple[str, ...]:
-        """Why an operation with 1 % of the FLOPs or more stayed float32 (if that costs time), or was not entered."""
+        """Why what has 1 % of the FLOPs or more is float32 (if that costs time), or not float8, or not entered."""
         total = sum(row.flops for row in self.rows)
         stays = []
         for row in self.rows:
             is_large = row.flops >= 0.01 * total > 0 and row.operation not in CHEAP  # In a run float32 is free.
             is_reached = row.category not in (NOT_ENTERED, NO_RULE)
-            if "float32" in row.after and not self._is_low(row) and (is_large or not is_reached):
+            is_high = "float32" in row.after and not self._is_low(row)
+            is_kept = self.float8 and row.category == COMPUTE and not row.after.startswith("float8")
+            if (is_high and (is_large or not is_reached)) or (is_kept and is_large):
                 share = f"({row.flops / total:.1%} of the FLOPs) stays {_results(row.after)}"
                 place = f"in {row.scope} " * bool(row.scope) + f"with {row.parameter} " * bool(row.parameter)
                 what = share if row.flops else "runs as traced"
@@ -91,6 +102,9 @@ class AutocastReport:
     def __str__(self) -> str:
         share = self.share_16_bit
         title = "no FLOPs counted" if math.isnan(share) else f"{share:.1%} of the FLOPs in 16 bit"
+        title = (
+            f"{self.share_float8:.1%} of the FLOPs in float8, {share:.1%} in 16 bit or less" if self.float8 else title
+        )
         total = sum(row.flops for row in self.rows)
         where = [row.scope or row.parameter for row in self.rows]
         header = ("operation", "category", "count", "FLOPs", "before", "after", *["where"] * any(where), "source")
@@ -111,7 +125,7 @@ class AutocastReport:
 
 
 def autocast_report(
-    fun: Callable[..., Any], compute_dtype: DTypeLike = jnp.float16, *, rules: Mapping[str, str] | None = None
+    fun: Callable[..., Any], compute_dtype: DTypeLike | Float8 = jnp.float16, *, rules: Mapping[str, str] | None = None
 ) -> Callable[..., AutocastReport]:
     """What `autocast` does to a function, without running it.
 
@@ -145,9 +159,9 @@ def autocast_report(
                 merged.setdefault(row, []).append(found)
         rows = [_summed(row, found) for row, found in merged.items()]
         backward = not as_run and any("transpose(" in str(eqn.source_info.name_stack) for eqn in traced)
-        return AutocastReport(
-            tuple(sorted(rows, key=lambda row: -row.flops)), str(body.planner.compute_dtype), backward
-        )
+        rows.sort(key=lambda row: -row.flops)
+        is_float8 = isinstance(compute_dtype, Float8)
+        return AutocastReport(tuple(rows), str(body.planner.compute_dtype), backward, is_float8)
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -187,6 +201,8 @@ def _row(found: Found, planner: Planner, as_run: bool) -> AutocastRow | None:
         category = COMPUTE
     if category in (NOT_ENTERED, NO_RULE):
         reason = cause(eqn)
+    elif planned_eqn.why:
+        reason = planned_eqn.why
     elif category == REGION:
         reason = "it is inside jamp.full_precision"
     elif as_run:

@@ -15,6 +15,7 @@ CATEGORIES = {
 MOVES_DATA = "moves or compares data: keeps the dtype that it gets"
 ROUNDED = "computed in float32, in a run; stored in 16 bit if its largest operands are"
 IN_A_RUN = "computed in float32, in a run; stored in float32, unless only products read it"
+YOURS = "a rule of yours"
 ONCE = "computed in float32, once: many terms, no stable 16-bit form, or the bits of float32"
 
 

@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from jamp import _evaluate, _jaxpr
 from jamp._autocast import left_out
 from jamp._autocast.arguments import Call
+from jamp._autocast.float8 import Float8
 from jamp._autocast.plan import FULL_PRECISION, Input, PlannedJaxpr, Where
 from jamp._autocast.planner import Planner
-from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES
+from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES, YOURS
 from jamp._cast import as_dtype
 
 P = ParamSpec("P")
@@ -26,7 +27,7 @@ R = TypeVar("R")
 
 def autocast(
     fun: Callable[P, R],
-    compute_dtype: DTypeLike = jnp.float16,
+    compute_dtype: DTypeLike | Float8 = jnp.float16,
     *,
     rules: Mapping[str, str] | None = None,
     recompute: bool = True,
@@ -43,9 +44,10 @@ def autocast(
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
         traced.
-      compute_dtype: float16 or bfloat16, or its name.
+      compute_dtype: float16 or bfloat16, or its name; or a `Float8`, for products in float8.
       rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
-        as `{"scan": "float32"}`, keeps autocast out of it.
+        as `{"scan": "float32"}`, keeps autocast out of it. `{"dot_general[head]": "float32"}` is for the products
+        that have "head" in their name stack (`jax.named_scope`, names of Linen modules).
       recompute: False keeps the float32 values that the backward pass needs in memory. Inside a `jax.checkpoint` of
         yours nothing is computed again but what you asked for.
 
@@ -109,11 +111,12 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def planned(
-    fun: Callable[..., Any], compute_dtype: DTypeLike, rules: Mapping[str, str] | None, recompute: bool = True
+    fun: Callable[..., Any], compute_dtype: DTypeLike | Float8, rules: Mapping[str, str] | None, recompute: bool = True
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, PlannedJaxpr]]:
     """The function that traces a call of `fun` and plans it."""
     _check_fun(fun)
-    dtype, table = _check_dtype(compute_dtype), _merge(rules or {})
+    dtype = compute_dtype if isinstance(compute_dtype, Float8) else _check_dtype(compute_dtype)
+    table = _merge(rules or {})
 
     def trace_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PlannedJaxpr]:
         if _inside_haiku():
@@ -162,8 +165,8 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     why = "."
     if checked is not None and jnp.issubdtype(checked, jnp.floating) and checked.itemsize == 1:
         why = (
-            ": float8 values need a scale for each tensor, which a cast does not have. Use float8 matrix products that "
-            "carry their scales (flax.linen.fp8_ops), and autocast the rest to bfloat16."
+            ": float8 values need a scale for each tensor, which a cast does not have. Pass jamp.Float8(), which "
+            "computes them."
         )
     raise ValueError(f"compute_dtype must be float16 or bfloat16, got {checked or dtype}{why}")
 
@@ -174,11 +177,11 @@ def _merge(rules: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         if category not in CATEGORIES:
             raise ValueError(f"The rule for {name!r} must be one of {', '.join(CATEGORIES)}, got {category!r}.")
         known = {*RULES, *(key.split("[")[0] for key in RULES), *_jaxpr.CONSTRUCTS, *_jaxpr.primitive_names()}
-        if name not in known:
+        if name not in known and not (name.endswith("]") and name.partition("[")[0] in known):
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]!r}?" if close else " The keys are names of JAX primitives."
             raise ValueError(f"{name!r} is not the name of an operation.{hint}")
         if name in _jaxpr.CONSTRUCTS and category != FLOAT32:
             raise ValueError(f"{name!r} is entered, or with the rule 'float32' is not; got {category!r}.")
     kept = {key: rule for key, rule in RULES.items() if key.split("[")[0] not in rules}
-    return kept | {name: (category, "a rule of yours") for name, category in rules.items()}
+    return kept | {name: (category, YOURS) for name, category in rules.items()}

@@ -25,11 +25,13 @@ class Values:
       rounded: Those of them that are computed in float32, in a run. Only products and later runs read them in 16 bit:
         who reads the same number in two precisions may see a difference where there is none.
       constants: The numbers that arrays are filled with.
+      computed: The values that depend on a product.
     """
 
     def __init__(self, compute_dtype: np.dtype[Any], holds: Callable[[Any], bool]):
         self.low: set[Var] = set()
         self.rounded: set[Var] = set()
+        self.computed: set[Var] = set()
         self.constants: dict[Var, Any] = {}
         self._extents: dict[Var, Any] = {}
         self._compute_dtype, self._holds = compute_dtype, holds
@@ -37,6 +39,10 @@ class Values:
     def is_low(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit."""
         return not _jaxpr.is_literal(atom) and atom in self.low
+
+    def is_computed(self, atom: Atom) -> bool:
+        """Whether a value depends on a product."""
+        return not _jaxpr.is_literal(atom) and atom in self.computed
 
     def constant(self, atom: Atom) -> Any:
         """The value of a scalar constant, or of an array filled with it; else None."""

@@ -21,7 +21,7 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     """Return the loss scale that a compute dtype needs.
 
     Args:
-      dtype: A floating dtype or its name.
+      dtype: A floating dtype or its name; or a `Float8`, whose products have scales of their own: its carrier decides.
 
     Returns:
       For float16, `DynamicLossScale()`. For bfloat16, which has the range of float32, `StaticLossScale(1.0)`. It still
@@ -36,7 +36,7 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
       >>> jamp.loss_scale_for(jnp.bfloat16)
       StaticLossScale(scale=1.0)
     """
-    checked = check_floating("dtype", dtype)
+    checked = check_floating("dtype", getattr(dtype, "carrier", dtype))
     if checked == jnp.float16:
         return DynamicLossScale()
     if checked == jnp.bfloat16:

@@ -1,0 +1,56 @@
+"""`Float8`, the configuration of float8 products."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jamp._cast import check_floating
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """Matrix products in float8, for `autocast(fun, jamp.Float8())`. Everything else runs in `carrier`.
+
+    The operands of a product are divided by a scale, a power of two that brings the largest absolute value of the
+    tensor just below the largest float8, and rounded. Scales are computed just in time, so there is no state.
+    docs/float8.md says which products stay in the carrier.
+
+    Args:
+      forward: The dtype of the operands of a product. E4M3 has more digits.
+      backward: The dtype of the gradient that the two backward products read. E5M2 has more range.
+      carrier: The dtype in which products give their results, and of all other 16-bit values: bfloat16 or float16.
+      granularity: "tensor" for one scale for each operand, or "row" for one for each row or column of the product,
+        which is more accurate, keeps 16-bit operands for the backward pass and quantizes them again there.
+      min_size: The smallest size of a product, in each of its three dimensions, that runs in float8.
+
+    Raises:
+      ValueError: If a dtype, `granularity` or `min_size` is not one of these.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> loss = jamp.autocast(lambda w, x: jnp.mean((jax.nn.relu(x @ w[0]) @ w[1]) ** 2), jamp.Float8())
+      >>> jax.grad(loss)(jnp.ones((2, 128, 128)), jnp.ones((128, 128))).dtype
+      dtype('float32')
+
+    References:
+      Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
+    """
+
+    forward: DTypeLike = jnp.float8_e4m3fn
+    backward: DTypeLike = jnp.float8_e5m2
+    carrier: DTypeLike = jnp.bfloat16
+    granularity: Literal["tensor", "row"] = "tensor"
+    min_size: int = 128
+
+    def __post_init__(self) -> None:
+        for name, size in {"forward": 1, "backward": 1, "carrier": 2}.items():
+            dtype = check_floating(name, getattr(self, name))
+            if dtype.itemsize != size:
+                raise ValueError(f"{name} must be a float of {8 * size} bits, got {name}={dtype.name!r}.")
+            object.__setattr__(self, name, dtype)
+        if self.granularity not in ("tensor", "row"):
+            raise ValueError(f"granularity must be 'tensor' or 'row', got {self.granularity!r}.")
+        if isinstance(self.min_size, bool) or not isinstance(self.min_size, int) or self.min_size < 1:
+            raise ValueError(f"min_size must be an int of at least 1, got {self.min_size!r}.")

@@ -1,0 +1,188 @@
+"""Products of quantized operands, and their derivative."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad, batching, mlir
+
+from jamp import _evaluate, _jaxpr
+from jamp._autocast.float8 import Float8
+from jamp._jaxpr import JaxprEqn
+
+Pair = tuple[Array, Array]  # float8 values, and the scales that bring them back
+
+
+def quantize(x: Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Pair:
+    """The float8 values of an array, and their scales: float32 powers of two, one or (with axes) one along these axes.
+
+    The scale of an operand that holds inf or NaN is inf, so that the product is NaN and the step is skipped.
+    """
+    values = lax.stop_gradient(x)
+    amax = jnp.max(jnp.abs(values), axes, keepdims=axes is not None).astype(jnp.float32)
+    # The smallest power of two with amax / scale <= the largest float8, which is 1.m * 2**k: the exponent of
+    # amax * 2**-k, plus one if its mantissa is above m. It is not 0, whose inverse is inf.
+    largest = np.float32(jnp.finfo(dtype).max)
+    mantissa, k = int(largest.view(np.int32)) & 0x7FFFFF, int(np.frexp(largest)[1]) - 1
+    bits = lax.bitcast_convert_type(amax * np.float32(2.0**-k), jnp.int32)
+    powers = lax.bitcast_convert_type((bits + (0x7FFFFF - mantissa)) & 0x7F800000, jnp.float32)
+    scale = jnp.maximum(powers, np.float32(2.0**-100))
+    return _derived((values.astype(jnp.float32) * (1 / scale)).astype(dtype), x), scale
+
+
+@jax.custom_jvp
+def _derived(values: Array, x: Array) -> Array:
+    """The float8 values of `x`. `quantized_product` ignores their tangent, and nothing else may use it."""
+    return values
+
+
+def _derived_rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
+    values, x = primals
+    return _derived(values, x), _tangent_of(values, tangents[1:], _no_derivative)
+
+
+_derived.defjvp(_derived_rule, symbolic_zeros=True)
+
+
+def quantized_product(eqn: JaxprEqn, config: Float8) -> Callable[..., Array]:
+    """A product as a function of its operands in the carrier, and of the float8 values and scales of each.
+
+    Its value depends on the latter, and its derivative is with respect to the former.
+    """
+    options = _jaxpr.dot_options(eqn)
+
+    @jax.custom_jvp
+    def product(x: Array, y: Array, *quantized: Array) -> Array:
+        qx, sx, qy, sy = quantized
+        return _dot((qx, sx), (qy, sy), options, config)
+
+    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
+        _, _, qx, sx, qy, sy = primals
+        out = _dot((qx, sx), (qy, sy), options, config)
+        moving = [i for i in range(2) if not isinstance(tangents[i], SymbolicZero)]
+        # What the cotangent of an operand needs is the other one. A scale cannot vary along an axis that is summed, and
+        # the backward products sum other axes, so with scales by row it is quantized again.
+        whole, pairs = [[x] for x in primals[:2]], [primals[2:4], primals[4:]]
+        others = [(pairs if config.granularity == "tensor" else whole)[1 - i] for i in moving]
+        avals = [jax.typeof(x) for x in primals[:2]]
+        pull_back = functools.partial(_pull_back, options, config, avals, moving)
+        return out, _tangent_of(out, tangents[:2], pull_back, [x for other in others for x in other])
+
+    product.defjvp(rule, symbolic_zeros=True)
+    return product
+
+
+def _pull_back(
+    options: dict[str, Any], config: Float8, avals: Sequence[Any], moving: Sequence[int], g: Array, *kept: Array
+) -> list[Array]:
+    """The cotangents of some operands: products of a quantized cotangent and the other operand, which was kept."""
+
+    @jax.custom_jvp
+    def cotangents(g: Array, *kept: Array) -> list[Array]:
+        values = iter(kept)
+        quantized_g: Any = quantize(g, config.backward) if config.granularity == "tensor" else g
+        found = []
+        for i in moving:
+            other: Any = (next(values), next(values)) if config.granularity == "tensor" else next(values)
+            closed = jax.make_jaxpr(functools.partial(_transposed, options, avals[i], i))(g, avals[1 - i])
+            found.append(_evaluate_quantized(closed, quantized_g, other, config))
+        return found
+
+    cotangents.defjvp(_no_derivative)
+    found: list[Array] = cotangents(g, *kept)
+    return found
+
+
+def _transposed(options: dict[str, Any], aval: Any, i: int, g: Array, other: Array) -> Array:
+    """The cotangent of the i-th operand of a product."""
+    product = lambda x: lax.dot_general(*((x, other) if i == 0 else (other, x)), **options)
+    found: Array = jax.linear_transpose(product, aval)(g)[0]
+    return found
+
+
+def _evaluate_quantized(closed: Any, g: Any, other: Any, config: Float8) -> Array:
+    """Evaluate the transpose of a product, which is a product and a transposition, with quantized operands."""
+    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, (g, other), strict=True))
+    dtypes = dict(zip(closed.jaxpr.invars, (config.backward, config.forward), strict=True))
+    for eqn in closed.jaxpr.eqns:
+        args = [env[v] for v in eqn.invars]
+        if eqn.primitive.name != "dot_general":
+            found = _evaluate.bind(eqn, args, _jaxpr.avals(eqn.outvars))[0]
+        else:
+            if config.granularity == "row":
+                axes, atoms = _jaxpr.contracted(eqn), list[Any](eqn.invars)
+                args = [quantize(x, dtypes[v], a) for x, v, a in zip(args, atoms, axes, strict=True)]
+            x, y = args
+            found = _dot(x, y, _jaxpr.dot_options(eqn), config)
+        env[eqn.outvars[0]] = found
+    result: Array = env[closed.jaxpr.outvars[0]]
+    return result
+
+
+def _dot(x: Pair, y: Pair, options: dict[str, Any], config: Float8) -> Array:
+    """A product of quantized operands, in the carrier.
+
+    With one scale for each operand, it is a product of the values that the operands stand for. They are exact in
+    bfloat16, and XLA:GPU makes a float8 product of this form with the least memory. Otherwise the scales are applied to
+    the result.
+    """
+    carrier = np.dtype(config.carrier)
+    if config.granularity == "tensor" and carrier == jnp.bfloat16:
+        a, b = (q.astype(carrier) * scale.astype(carrier) for q, scale in (x, y))
+        return lax.dot_general(a, b, **options | {"preferred_element_type": carrier})
+    options = options | {"preferred_element_type": jnp.float32}
+    scales = x[1] * y[1] if x[1].ndim == 0 else lax.dot_general(x[1], y[1], **options, precision="highest")
+    return (lax.dot_general(x[0], y[0], **options) * scales).astype(carrier)
+
+
+# The tangent of a product: a linear function of the tangents of operands, the last inputs, of which only the transpose
+# (`pull_back`) is known. Reverse-mode differentiation transposes it, forward mode would evaluate it.
+_tangent = _jaxpr.core().Primitive("float8_tangent")
+
+
+def _no_derivative(*_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "float8 products have no forward-mode derivative and no second one (jvp, jacfwd, hessian, a gradient of a "
+        "gradient). Use a 16-bit compute dtype there: jamp.autocast(fun, carrier), such as jamp.autocast(fun, "
+        "jnp.bfloat16)."
+    )
+
+
+def _tangent_of(out: Array, tangents: Sequence[Any], pull_back: Callable[..., Any], kept: Sequence[Array] = ()) -> Any:
+    moving = [t for t in tangents if not isinstance(t, SymbolicZero)]
+    if not moving:
+        return SymbolicZero(jax.typeof(out).to_tangent_aval())
+    return _tangent.bind(*kept, *moving, pull_back=pull_back, aval=jax.typeof(out), kept=len(kept))
+
+
+def _transpose(g: Any, *args: Any, pull_back: Callable[..., Any], aval: Any, kept: int) -> list[Any]:
+    if isinstance(g, ad.Zero):
+        return [None] * len(args)
+    return [None] * kept + list(pull_back(g, *args[:kept]))
+
+
+def _batch(
+    args: Sequence[Any], dims: Sequence[Any], *, pull_back: Callable[..., Any], aval: Any, kept: int
+) -> tuple[Any, int]:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+
+    def batched(g: Array, *values: Array) -> list[Array]:
+        found = jax.vmap(pull_back, (0, *dims[:kept]))(g, *values)
+        # An operand that all examples share gets the sum.
+        return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, dims[kept:], strict=True)]
+
+    aval = aval.update(shape=(size, *aval.shape))
+    return _tangent.bind(*args, pull_back=batched, aval=aval, kept=kept), 0
+
+
+_tangent.def_impl(_no_derivative)
+_tangent.def_abstract_eval(lambda *_, pull_back, aval, kept: aval)
+ad.primitive_jvps[_tangent] = _no_derivative
+ad.primitive_transposes[_tangent] = _transpose
+batching.primitive_batchers[_tangent] = _batch
+mlir.register_lowering(_tangent, _no_derivative)

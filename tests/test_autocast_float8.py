@@ -1,0 +1,217 @@
+"""jamp.Float8: quantization against NumPy, which products are float8, their derivatives, and what is not promised."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jaxprs import equations, normal
+
+import jamp
+from jamp._autocast.quantized import quantize
+
+E4, E5, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
+F8 = jamp.Float8(min_size=8)
+ROW = dataclasses.replace(F8, granularity="row")
+N = 16
+X, W, V = normal(N, N), normal(N, N, seed=1, scale=0.25), normal(N, N, seed=2, scale=0.25)
+error = lambda found, true: float(jnp.linalg.norm(found - true) / jnp.linalg.norm(true))
+
+
+def reference(x, dtype, axis=None):
+    """The scale by trial, the rounding by ml_dtypes."""
+    scale, amax = np.float32(2.0**-100), np.abs(np.float64(x)).max(axis, keepdims=axis is not None)
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    scales = np.full(amax.shape, scale)
+    while (amax / scales > largest).any():
+        scales = np.where(amax / scales > largest, 2 * scales, scales)
+    return (np.float32(x) / scales).astype(dtype), np.float32(scales)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(-70, 90), st.integers(0, 99), st.sampled_from([E4, E5, jnp.float8_e4m3fnuz]))
+def test_quantization_equals_numpys_to_the_bit_and_commutes_with_powers_of_two(exponent, seed, dtype):
+    x = np.random.default_rng(seed).normal(size=(3, 8)).astype(np.float32) * np.float32(2.0**exponent)
+    for axis in (None, 1):
+        found, want = quantize(jnp.asarray(x), dtype, axis and (axis,)), reference(x, dtype, axis)
+        np.testing.assert_array_equal(np.asarray(found[0]).view(np.uint8), want[0].view(np.uint8))
+        np.testing.assert_array_equal(found[1], want[1])
+        shuffled = quantize(jnp.asarray(x[::-1, ::-1]), dtype, axis and (axis,))
+        np.testing.assert_array_equal(np.asarray(shuffled[0])[::-1, ::-1], found[0])
+        doubled = quantize(jnp.asarray(4 * x), dtype, axis and (axis,))
+        np.testing.assert_array_equal(doubled[0], found[0])
+        np.testing.assert_array_equal(doubled[1], 4 * found[1])
+
+
+def test_scales_are_finite_unless_an_operand_is_not_and_then_the_product_is_nan():
+    for x in (0.0, 1e-45, 1e-38, 448.0, 449.0, 3e38):
+        values, scale = quantize(jnp.float32([x, -x]), E4)
+        assert np.isfinite(scale)
+        assert np.isfinite(np.float32(values)).all()
+        assert abs(float(values[0].astype(jnp.float32) * scale) - x) <= max(x / 16, 1e-30)
+    tx, fun = jamp.loss_scaled(optax.sgd(0.1)), lambda w: jnp.sum((X @ jax.nn.relu(X @ w) @ w) ** 2)
+    for bad in (jnp.inf, jnp.nan):
+        for config in (F8, ROW):
+            grads = jax.grad(jamp.autocast(fun, config))(W.at[3, 4].set(bad))
+            assert not jamp.get_grads_finite(tx.update(grads, tx.init(W), W)[1])
+
+
+@pytest.mark.parametrize("config", [F8, ROW], ids=["tensor", "row"])
+def test_a_product_and_its_gradients_equal_numpys_to_the_bit(config):
+    """All sums are exact: the values lie within one binade."""
+    one_binade = lambda seed: jnp.float32(np.random.default_rng(seed).uniform(1, 2, (N, N)) * (-1) ** np.eye(N))
+    x, w, g = (one_binade(seed).astype(BF16).astype(jnp.float32) for seed in range(3))
+    fun = jamp.autocast(lambda x, w: x @ w, config, rules={"dot_general": "compute"})
+    found, pull_back = jax.vjp(fun, x, w)
+
+    def product(a, a_dtype, b, b_dtype):
+        row = config.granularity == "row"
+        (qa, sa), (qb, sb) = reference(a, a_dtype, 1 if row else None), reference(b, b_dtype, 0 if row else None)
+        exact = (np.float64(qa) * sa) @ (np.float64(qb) * sb)
+        return np.float32(exact.astype(ml_dtypes.bfloat16))
+
+    x, w, g = np.asarray(x), np.asarray(w), np.asarray(g)
+    np.testing.assert_array_equal(found, product(x, E4, w, E4))
+    for cotangent, want in zip(pull_back(g), (product(g, E5, w.T, E4), product(x.T, E4, g, E5)), strict=True):
+        np.testing.assert_array_equal(cotangent, want)
+
+
+def model(params, x):
+    """A block with attention, a router, and a head."""
+    q, k, v = (x @ params[name] for name in "qkv")
+    x = x + (jax.nn.softmax(q @ k.T) @ v) @ params["out"]
+    with jax.named_scope("router"):
+        gates = jax.nn.softmax(x @ params["router"])
+    hidden = jax.nn.gelu(x @ params["up"] * gates[:, :1])
+    x = x + jnp.matmul(hidden, params["down"], precision="highest")
+    with jax.named_scope("head"):
+        return jnp.sum(jax.nn.log_softmax(x @ params["head"]) ** 2)
+
+
+PARAMS = {name: normal(N, N, seed=i, scale=0.25) for i, name in enumerate([*"qkv", "out", "up", "down", "head"])}
+PARAMS["router"] = normal(N, 4, seed=9)
+
+
+def float8_products(fun, *args, config=F8, **options):
+    """The parameters that float8 products read, and why the others stay in 16 or 32 bit."""
+    report = jamp.autocast_report(fun, config, **options)(*args)
+    rows = [row for row in report.rows if "dot_general" in row.operation]
+    low = {row.parameter for row in rows if row.after.startswith("float8_e4m3fn, float8_e4m3fn -> bfloat16")}
+    return ",".join(sorted(low)), {row.parameter: row.reason for row in rows if row.parameter not in low}
+
+
+def test_what_is_not_a_head_attention_a_router_or_stated_is_float8():
+    low, others = float8_products(model, PARAMS, X)
+    assert low == "params['out'],params['up'],params['{q,k,v}']"
+    assert "no product follows, so it is the head; rules={'dot_general': 'compute'}" in others["params['head']"]
+    assert "a size of it, of [16, 4, 16], is below min_size=8" in others["params['router']"]
+    assert "was asked for in the code" in others["params['down']"]
+    assert "products compute both operands, as in attention" in others[""]
+    low, others = float8_products(
+        model, PARAMS, X, rules={"dot_general[head]": "compute", "dot_general[router]": "float32"}
+    )
+    assert "params['head']" in low
+    assert others["params['router']"] == "a rule of yours"
+    low, others = float8_products(model, PARAMS, X, rules={"dot_general": "compute"})
+    assert set(others) == set()
+    report = jamp.autocast_report(model, F8)(PARAMS, X)
+    assert str(report).startswith("autocast to bfloat16: 49.9% of the FLOPs in float8, 82.4% in 16 bit or less")
+    assert any(
+        "with params['head'] (10.0% of the FLOPs) stays bfloat16: no product follows" in hint for hint in report.hints
+    )
+    reasons = {row.reason for row in jamp.autocast_report(jax.grad(model), F8)(PARAMS, X).rows}
+    assert any("was differentiated before autocast; write jax.grad(autocast(f))" in why for why in reasons)
+
+
+def test_a_value_is_quantized_once_and_no_product_is_computed_twice():
+    fun = jamp.autocast(model, F8)
+    eqns = list(equations(jax.make_jaxpr(fun)(PARAMS, X)))
+    to_float8 = [e for e in eqns if e.primitive.name == "convert_element_type" and e.params["new_dtype"] == E4]
+    assert len(to_float8) == 8  # x for q, k and v; what out and up read; five weights
+    count = lambda f: sum(e.primitive.name == "dot_general" for e in equations(jax.make_jaxpr(jax.grad(f))(PARAMS, X)))
+    assert count(fun) == count(jamp.autocast(model, BF16))
+    kept = lambda f: sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(lambda: jax.vjp(f, PARAMS)[1]))
+    )
+    assert kept(lambda p: fun(p, X)) <= kept(lambda p: jamp.autocast(model, BF16)(p, X))
+
+
+def stack(body):
+    """A scan over three layers, and a product after it, so that the last layer is not the head."""
+    return lambda w, x: jnp.sum((lax.scan(body, x, jnp.stack([w, w, w]))[0] @ w) ** 2)
+
+
+layer = lambda x, w: (jax.nn.relu(x @ w), None)
+CONSTRUCTS = {
+    "scan": stack(layer),
+    "remat": stack(jax.checkpoint(layer)),
+    "policy": stack(jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)),
+    "jit": stack(lambda x, w: (jax.jit(lambda x, w: jax.nn.relu(x @ w))(x, w), None)),
+    "cond": stack(lambda x, w: lax.cond(x[0, 0] > -1e9, layer, lambda x, w: (x, None), x, w)),
+    "vmap": lambda w, x: jnp.sum((jax.vmap(lambda row: jax.nn.relu(w.T @ row))(x) @ w) ** 2),
+    "batched": lambda w, x: jnp.sum((jnp.einsum("eij,ejk->ik", jnp.stack([x, 2 * x]), jnp.stack([w, w.T])) @ w) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.parametrize("config", [F8, ROW], ids=["tensor", "row"])
+def test_inside_every_construct_the_gradients_are_those_of_float32(name, config):
+    fun = CONSTRUCTS[name]
+    low = jamp.autocast(fun, config)
+    found = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(W, X)
+    assert jamp.autocast_report(fun, config)(W, X).share_float8 > 0.3
+    for mine, plain in zip(*(jax.tree.leaves(found(f)) for f in (low, fun)), strict=True):
+        assert mine.dtype == jnp.float32
+        assert error(mine, plain) < 0.25
+    each = jax.jit(jax.vmap(jax.grad(low), (None, 0)))(W, jnp.stack([X, 8 * X]))  # Each has scales of its own.
+    alone = jnp.stack([jax.jit(jax.grad(low))(W, x) for x in (X, 8 * X)])
+    assert error(each, alone) < 5e-2
+
+
+def test_a_float16_carrier_and_a_scaled_loss_train_too():
+    fun = jamp.autocast(CONSTRUCTS["scan"], dataclasses.replace(F8, carrier="fp16"))
+    state = jamp.StaticLossScale(2.0**10).init()
+    grads = jax.jit(lambda w: jamp.grad(fun, state)(w, X))(W)
+    assert error(grads, jax.grad(CONSTRUCTS["scan"])(W, X)) < 0.15
+    assert jamp.loss_scale_for(F8) == jamp.StaticLossScale(1.0)
+    assert jamp.loss_scale_for(dataclasses.replace(F8, carrier="fp16")) == jamp.DynamicLossScale()
+
+
+def test_forward_mode_and_second_derivatives_are_errors_that_name_the_carrier():
+    fun = lambda w: jnp.sum(jamp.autocast(lambda w: X @ w @ W, F8)(w) ** 2)
+    forward = lambda w: jax.jvp(fun, (w,), (w,))
+    for call in (
+        forward,
+        jax.jit(forward),
+        jax.jacfwd(fun),
+        jax.grad(lambda w: jax.grad(fun)(w).sum()),
+        jax.hessian(fun),
+    ):
+        with pytest.raises(TypeError, match=r"no forward-mode derivative.*jamp\.autocast\(fun, carrier\)"):
+            call(W)
+
+
+def test_products_in_custom_rules_stay_in_the_carrier():
+    custom = jax.custom_vjp(lambda x, w: x @ w)
+    custom.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+    fun = lambda w: (custom(X, w) @ w).sum()
+    dtypes = [e.invars[0].aval.dtype for e in equations(jax.make_jaxpr(jax.grad(jamp.autocast(fun, F8)))(W))]
+    assert E4 not in dtypes
+    assert error(jax.grad(jamp.autocast(fun, F8))(W), jax.grad(fun)(W)) < 2e-2
+
+
+def test_a_configuration_is_hashable_and_what_it_cannot_be_is_an_error():
+    assert hash(jamp.Float8()) == hash(jamp.Float8(jnp.float8_e4m3fn, "float8_e5m2", "bf16", "tensor", 128))
+    for match, options in (
+        ("forward must be a float of 8 bits, got forward='float16'", {"forward": jnp.float16}),
+        ("carrier must be a float of 16 bits, got carrier='float32'", {"carrier": "float32"}),
+        ("granularity must be 'tensor' or 'row', got 'column'", {"granularity": "column"}),
+        ("min_size must be an int of at least 1, got 0", {"min_size": 0}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            jamp.Float8(**options)
