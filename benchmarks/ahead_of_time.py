@@ -18,7 +18,8 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks import peers, update
 from benchmarks.timing import Case
 
-# What XLA has to know of a GPU that is not there.
+# What XLA has to know of a GPU that is not there. Without the versions and the feature extension, it computes float8
+# products in 16 bit.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -26,7 +27,9 @@ gpu_device_info {
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
   device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_description_str: "NVIDIA H200"
 """
