@@ -251,3 +251,20 @@ def test_the_check_is_right_on_a_mesh_under(context, kinds):
         assert found().all()
         x[6, 9] = np.nan
         assert np.count_nonzero(~found()) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+def test_a_float8_scale_is_that_of_the_whole_array_and_costs_one_scalar_maximum(kind):
+    """The rows of one shard are 2**20 times as large, so that in float8 those of the others are 0."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x, w = np.ones((BATCH, WIDTH), np.float32), inputs()[0]["blocks"][0]["up"]
+    x[:2] *= 2.0**20
+    product = jamp.autocast(lambda x, w: x @ w, jamp.Float8(min_size=8), rules={"dot_general": "compute"})
+    args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, P("data")), (w, P()))]
+    sharded = jax.jit(product).lower(*args).compile()
+    found = sharded(*args)
+    assert_close(np.asarray(found), np.asarray(product(x, w)), 5e-3)  # XLA may leave out the rounding to bfloat16.
+    assert not np.asarray(found)[2:].any()
+    maxima = collectives(sharded.as_text())
+    assert sum(maxima.values()) == 1
+    assert {(opcode, operand.partition("[")[2]) for opcode, operand in maxima} == {("all-reduce", "]")}
