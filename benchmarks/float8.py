@@ -1,7 +1,8 @@
 """float8: where training ends, and what the compiler for an H200 makes of the products.
 
     python -m benchmarks.float8 accuracy --json docs/benchmarks/float8_accuracy.json   about an hour on one core
-    python -m benchmarks.float8 h200 --json docs/benchmarks/float8_h200.json   needs `pip install "jax[cuda13]"`
+    python -m benchmarks.float8 h200 --json docs/benchmarks/float8_h200.json
+                                                         needs `pip install "jax[cuda13]" equinox flax dm-haiku qwix`
 
 accuracy: the language model and the digits of `benchmarks.accuracy`, five seeds, the same weights and batches for each
 way to compute. The loss is that of data that are never trained on.
@@ -115,6 +116,11 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
     "float8, all products": partial(jamp.autocast, compute_dtype=TENSOR, rules=ALL),
 }
 PACKAGES = ("equinox", "dm-haiku", "qwix", "jax-cuda13-plugin")
+RATIOS = {
+    "temporary_megabytes": "temporary",
+    "kernels": "kernel_ratio",
+    "kept_megabytes": "kept",
+}
 LABEL = "{model:22s} {way:32s}"
 MEASURED = (
     " {float8_gemms:3d} of {gemms:3d} GEMMs float8, of FLOPs: layers {layer_share:.3f} (forward {forward_share:.3f}, "
@@ -204,6 +210,7 @@ def gradient(fun: Any, params: Any, batch: Any) -> dict[str, Any]:
         lowered = jax.jit(jax.grad(fun)).lower(*on_device("h200", (params, batch)))
         kept_megabytes = kept(fun, params, batch)
     compiled = lowered.compile()
+    memory: Any = compiled.memory_analysis()
     bodies = computations(compiled.as_text() or "")
     found = products(bodies)
     layers = [p for p in found if p.kind == "layer"]
@@ -218,7 +225,7 @@ def gradient(fun: Any, params: Any, batch: Any) -> dict[str, Any]:
         "backward_to_forward_flops": sum(p.flops for p in found if p.is_backward)
         / sum(p.flops for p in found if not p.is_backward),
         "convolutions": sum("__cudnn$conv" in line for line in lines),
-        "temporary_megabytes": getattr(compiled.memory_analysis(), "temp_size_in_bytes", math.nan) / 1e6,
+        "temporary_megabytes": memory.temp_size_in_bytes / 1e6,
         "kernels": sum(" fusion(" in line or " custom-call(" in line for line in lines),
         "arguments": sum(" parameter(" in line for line in bodies["ENTRY"]),
         "kept_megabytes": kept_megabytes,
@@ -239,11 +246,7 @@ def compare(model: str, ways: dict[str, Callable[[], tuple[Any, Any, Any]]]) -> 
             print(LABEL.format(**row), rows[-1]["error"].partition("\n")[0][:200], flush=True)
             continue
         first = rows[0] if rows and "error" not in rows[0] else row
-        for name, ratio in {
-            "temporary_megabytes": "temporary",
-            "kernels": "kernel_ratio",
-            "kept_megabytes": "kept",
-        }.items():
+        for name, ratio in RATIOS.items():
             row[ratio] = row[name] / first[name]
         row["state_leaves"] = row["arguments"] - first["arguments"]
         rows.append(row)

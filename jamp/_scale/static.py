@@ -41,9 +41,10 @@ class LossScale(Protocol):
 def check_loss_scale(loss_scale: Any, constant: str = "jamp.StaticLossScale(scale)") -> None:
     """Raise TypeError unless `loss_scale` is a loss scale. The message suggests `constant` for a constant scale."""
     if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
+        is_scaler = isinstance(getattr(loss_scale, "loss_scale", None), LossScale)
+        got = f"a {type(loss_scale).__name__}: pass its scaler.loss_scale" if is_scaler else f"{loss_scale=}"
         raise TypeError(
-            f"loss_scale must be a loss scale, got {loss_scale=}. Use jamp.DynamicLossScale(), or {constant} for a "
-            "constant; of a GradScaler, its scaler.loss_scale."
+            f"loss_scale must be a loss scale, got {got}. Use jamp.DynamicLossScale(), or {constant} for a constant."
         )
 
 
