@@ -89,17 +89,18 @@ BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr", "callee")
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     """The jaxprs that a construct evaluates (of a while: condition, body), or None if it cannot be entered."""
     params = eqn.params
-    if set(params) not in _LAYOUTS.get(eqn.primitive.name, []):
+    if not is_known(eqn):
         return None
     found = params["branches"] if "branches" in params else [params[name] for name in BODIES if name in params]
     closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in found)
-    return None if has_refs(eqn) else closed
+    # A body that reads or writes a Ref has inputs that are not arrays.
+    types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
+    return closed if all(isinstance(x, jax.core.ShapedArray) for x in types) else None
 
 
-def has_refs(eqn: JaxprEqn) -> bool:
-    """Whether a body of an equation reads or writes a Ref: it has inputs that are not arrays."""
-    types = [v.aval for jaxpr, _ in inner(eqn) for v in (*jaxpr.invars, *jaxpr.outvars)]
-    return not all(isinstance(x, jax.core.ShapedArray) for x in types)
+def is_known(eqn: JaxprEqn) -> bool:
+    """Whether a construct has the parameters that the supported releases of JAX give it."""
+    return set(eqn.params) in _LAYOUTS.get(eqn.primitive.name, [])
 
 
 def body_operands(eqn: JaxprEqn) -> list[list[int]]:

@@ -22,7 +22,7 @@ def cause(eqn: JaxprEqn) -> str:
         return f"it is a kernel, or an operation of a library, that autocast does not know; {_WAY_OUT}"
     if _jaxpr.bodies(eqn) is not None:
         return f"it is a custom rule with symbolic zeros inside shard_map; {_WAY_OUT}"
-    if _jaxpr.has_refs(eqn):
+    if _jaxpr.is_known(eqn):
         return f"it reads or writes a Ref; {_WAY_OUT}"
     return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"
 

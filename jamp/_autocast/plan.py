@@ -108,7 +108,7 @@ class PlannedJaxpr:
         if decision.category in (NOT_ENTERED, NO_RULE):
             self.planner.left_out.append(eqn)
         self.values.follow(eqn, decision.low, self.planner.kind(eqn, decision, 1) is Kind.CHEAP)
-        if self.planner.is_product(eqn) or any(map(self.values.is_computed, eqn.invars)):
+        if self.planner.float8 and (self.planner.is_product(eqn) or any(map(self.values.is_computed, eqn.invars))):
             self.values.computed.update(eqn.outvars)
         return decision
 

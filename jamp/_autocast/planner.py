@@ -31,6 +31,7 @@ class Planner:
         self.left_out: list[JaxprEqn] = []  # what is not entered, or has no rule
         self._bodies: dict[Any, PlannedJaxpr] = {}
         self._runs: dict[Any, ClosedJaxpr] = {}
+        self._kinds: dict[Any, Kind] = {}
         to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, self.compute_dtype))(np.float32(0)).eqns[0]
         to_float32 = _evaluate.replace_dtype(to_low, self.compute_dtype, np.dtype(np.float32))
         self._converts = {True: to_low, False: to_float32}
@@ -67,9 +68,15 @@ class Planner:
         """What an equation is to a run, if its operands have a depth."""
         if decision.bodies and eqn.primitive.name not in ("jit", "custom_jvp_call"):
             return Kind.OTHER
-        return self._kind(eqn, decision.key, depth)
+        return self._kind(eqn, decision.key, depth > 0)
 
-    def _kind(self, eqn: JaxprEqn, key: str, depth: int) -> Kind:
+    def _kind(self, eqn: JaxprEqn, key: str, is_deep: bool) -> Kind:
+        known = id(eqn), key, is_deep
+        if known not in self._kinds:  # A plan holds the equation, whose id therefore stays its own.
+            self._kinds[known] = self._find_kind(eqn, key, is_deep)
+        return self._kinds[known]
+
+    def _find_kind(self, eqn: JaxprEqn, key: str, is_deep: bool) -> Kind:
         name = eqn.primitive.name
         if key in self.rules and self.rules[key][0] == COMPUTE:
             return Kind.PRODUCT if name in _jaxpr.PRODUCTS else Kind.OTHER
@@ -77,11 +84,11 @@ class Planner:
             bodies = _jaxpr.bodies(eqn)
             unknown = Values(self.compute_dtype, self.holds)
             inner = [eqn for body in bodies or () for eqn in body.jaxpr.eqns]
-            kinds = {Kind.OTHER if e.effects else self._kind(e, self.rule(e, unknown), depth) for e in inner}
+            kinds = {Kind.OTHER if e.effects else self._kind(e, self.rule(e, unknown), is_deep) for e in inner}
             if bodies is None or Kind.OTHER in kinds or {Kind.PRODUCT, Kind.CHEAP} <= kinds:
                 return Kind.OTHER
             return next((kind for kind in (Kind.PRODUCT, Kind.CHEAP) if kind in kinds), Kind.MOVE)
-        if name == "gather" and not depth:  # An embedding may lie on many devices: to look it up is a collective.
+        if name == "gather" and not is_deep:  # An embedding may lie on many devices: to look it up is a collective.
             return Kind.OTHER
         sizes = {aval.size for aval in _jaxpr.avals((*eqn.invars[:1], *eqn.outvars))} if name in COPIES else ()
         is_copy = (
