@@ -222,15 +222,13 @@ def gradient(fun: Any, params: Any, batch: Any) -> dict[str, Any]:
         "forward_share": share([p for p in layers if not p.is_backward]),
         "backward_share": share([p for p in layers if p.is_backward]),
         "share": share(found),
-        "backward_to_forward_flops": sum(p.flops for p in found if p.is_backward)
-        / sum(p.flops for p in found if not p.is_backward),
         "convolutions": sum("__cudnn$conv" in line for line in lines),
         "temporary_megabytes": memory.temp_size_in_bytes / 1e6,
         "kernels": sum(" fusion(" in line or " custom-call(" in line for line in lines),
         "arguments": sum(" parameter(" in line for line in bodies["ENTRY"]),
         "kept_megabytes": kept_megabytes,
         "compile_seconds": time.perf_counter() - start,
-        "layers_in_16_bit": Counter(p.name for p in layers if not p.is_float8),
+        "layers_in_16_bit": Counter(p.name for p in layers if not p.is_float8 and share(layers)),
     }
 
 
@@ -251,9 +249,8 @@ def compare(model: str, ways: dict[str, Callable[[], tuple[Any, Any, Any]]]) -> 
         row["state_leaves"] = row["arguments"] - first["arguments"]
         rows.append(row)
         print((LABEL + MEASURED).format(**row), flush=True)
-        if row["float8_gemms"]:
-            for product, times in row["layers_in_16_bit"].items():
-                print(f"{'':22s} {times} in 16 bit: {product}")
+        for product, times in row["layers_in_16_bit"].items():
+            print(f"{'':22s} {times} in 16 bit: {product}")
     return rows
 
 

@@ -127,13 +127,15 @@ def _evaluate_quantized(closed: Any, g: Any, other: Any, config: Float8) -> Arra
 def _dot(x: Pair, y: Pair, options: dict[str, Any], config: Float8) -> Array:
     """A product of quantized operands, in the carrier.
 
-    With one scale for each operand, it is a product of the values that the operands stand for. They are exact in
-    bfloat16, and XLA:GPU makes a float8 product of this form with the least memory. Otherwise the scales are applied to
-    the result.
+    With one scale for each operand, it is a product of the values that the operands stand for, which are exact in
+    bfloat16. XLA:GPU makes a float8 product of this form. Otherwise the scales are applied to the result.
     """
     carrier = np.dtype(config.carrier)
     if config.granularity == "tensor" and carrier == jnp.bfloat16:
-        a, b = (q.astype(carrier) * scale.astype(carrier) for q, scale in (x, y))
+        # XLA:GPU would join products that share an operand (q, k and v), in 16 bit, because their scales differ. One
+        # barrier around both scales of a product makes it different from the others.
+        scales = lax.optimization_barrier((x[1], y[1]))
+        a, b = (q.astype(carrier) * scale.astype(carrier) for q, scale in zip((x[0], y[0]), scales, strict=True))
         return lax.dot_general(a, b, **options | {"preferred_element_type": carrier})
     options = options | {"preferred_element_type": jnp.float32}
     scales = x[1] * y[1] if x[1].ndim == 0 else lax.dot_general(x[1], y[1], **options, precision="highest")
