@@ -83,7 +83,8 @@ class GradScaler(Presets):
             vars(self).update(vars(self.disable()))
 
     def __init_subclass__(cls) -> None:
-        if not inspect.get_annotations(cls):  # With fields of its own, its author registers it.
+        bases = cls.__mro__[: cls.__mro__.index(GradScaler)]
+        if not any(map(inspect.get_annotations, bases)):  # With fields of its own, its author registers it.
             _register(cls)
 
     def _with(self, **fields: Any) -> Self:

@@ -1,6 +1,7 @@
 """jamp.Float8: quantization against NumPy, which products are float8, their derivatives, and what is not promised."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,60 @@ def test_a_float16_carrier_and_a_scaled_loss_train_too():
     assert jamp.loss_scale_for(dataclasses.replace(F8, carrier="fp16")) == jamp.DynamicLossScale()
 
 
+@pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable", "nothing_saveable"])
+def test_a_users_checkpoint_may_save_what_it_likes_inside_and_outside(policy):
+    remat = functools.partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy))
+    fun = lambda w: jnp.sum(((jnp.tanh(X @ w) @ w) @ w) ** 2)
+    inside = lambda w: jnp.sum((remat(lambda w: jnp.tanh(X @ w) @ w)(w) @ w) ** 2)
+    for dtype, atol in ((F8, 0.25), (ROW, 0.25), (BF16, 0.02)):
+        for low in (jamp.autocast(inside, dtype), remat(jamp.autocast(fun, dtype))):
+            assert error(jax.jit(jax.grad(low))(W), jax.grad(fun)(W)) < atol
+
+
+def test_rules_for_a_name_reach_into_every_construct_below_it():
+    def named(wrap):
+        def fun(x):
+            with jax.named_scope("multi_head"):
+                x = x @ V
+            with jax.named_scope("head"):
+                return wrap(lambda x: jnp.sum(jnp.tanh(x @ V) @ W))(x)
+
+        return fun
+
+    steps = lambda f: lambda x: lax.scan(lambda c, _: (c + f(x), None), 0.0, None, 2)[0]
+    branch = lambda f: lambda x: lax.cond(True, f, lambda x: 0.0, x)
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint, steps, branch):
+        report = jamp.autocast_report(named(wrap), F8, rules={"dot_general[head]": "float32"})(X)
+        products = {row.scope: row.after for row in report.rows if "dot_general" in row.operation}
+        assert products.pop("multi_head").startswith("float8")
+        assert set(products.values()) == {"float32, float32 -> float32"}
+    with pytest.raises(ValueError, match=r"'scan\[head\]' is not the name of an operation"):
+        jamp.autocast(model, rules={"scan[head]": "float32"})
+
+
+def test_before_a_loss_in_a_loop_or_written_as_a_product_stands_a_head():
+    chunked = lambda w, x: lax.scan(lambda c, h: (c + jnp.sum(jnp.exp(h @ w)), None), 0.0, jnp.stack([x @ w, x]))[0]
+    contracted = lambda w, x: jnp.vdot(x @ w @ w, x @ w @ w)
+    for fun in (chunked, contracted):
+        products = [
+            r for r in jamp.autocast_report(fun, F8)(W, X).rows if r.operation == "dot_general" and r.flops > 5000
+        ]
+        assert {"no product follows" in row.reason for row in products if row.after.startswith("bfloat16")} == {True}
+        assert any(row.after.startswith("float8") for row in products)
+
+
+def test_asked_dtypes_symbolic_sizes_and_empty_batches_are_as_in_16_bit():
+    for asked in (BF16, jnp.float16):
+        fun = lambda x, w, asked=asked: lax.dot(x, w, preferred_element_type=asked)
+        both = [jamp.autocast(fun, dtype, rules={"dot_general": "compute"})(X, W) for dtype in (F8, BF16)]
+        np.testing.assert_array_equal(*both)
+    low = jamp.autocast(lambda x: jnp.sum((x @ W) @ V), F8)
+    symbolic = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), N), jnp.float32)
+    assert "f8E4M3FN" in str(jax.export.export(jax.jit(low))(symbolic).mlir_module())
+    empty = jamp.autocast(lambda x: jnp.sum(jnp.einsum("bij,bjk->bik", x, x) @ W), F8)
+    assert empty(jnp.zeros((0, N, N))) == 0
+
+
 def test_forward_mode_and_second_derivatives_are_errors_that_name_the_carrier():
     fun = lambda w: jnp.sum(jamp.autocast(lambda w: X @ w @ W, F8)(w) ** 2)
     forward = lambda w: jax.jvp(fun, (w,), (w,))
@@ -219,6 +274,7 @@ def test_a_configuration_is_hashable_and_what_it_cannot_be_is_an_error():
     for match, options in (
         ("forward must be a float of 8 bits, got forward='float16'", {"forward": jnp.float16}),
         ("carrier must be a float of 16 bits, got carrier='float32'", {"carrier": "float32"}),
+        ("backward must be a float of 8 bits, got backward='float8_e8m0fnu'", {"backward": "float8_e8m0fnu"}),
         ("granularity must be 'tensor' or 'row', got 'column'", {"granularity": "column"}),
         ("min_size must be an int of at least 1, got 0", {"min_size": 0}),
     ):

@@ -89,9 +89,17 @@ def test_misuse_is_an_error_that_names_the_cure(name):
         call()
 
 
-def test_a_mask_that_hides_nothing_passes():
+def test_what_is_no_misuse_passes():
     whole = optax.masked(SCALED, dict.fromkeys(LEFT, True))
     update(whole, state(whole))
+    numbers = {"w": 1.0}
+    assert SCALED.update(numbers, SCALED.init(numbers), numbers)[1].grads_finite
+    assert jamp.grad(lambda x, y: x * y, state(SCALED), argnums=np.int64(1))(2.0, 3.0) == 2.0
+
+    class Own(jamp.LossScaledState):
+        pass
+
+    assert type(SCALED.update(GOOD, Own(*state(SCALED)), PARAMS)[1]) is Own
 
 
 def test_a_policy_that_makes_the_parameters_16_bit_warns():

@@ -54,11 +54,12 @@ def flat_equations(
 
 
 def flops(eqn: JaxprEqn) -> float:
-    """Two for each multiply-add of a product, one for each element of any other arithmetic."""
-    shapes = [tuple(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
-    name, size = eqn.primitive.name, math.prod(shapes[-1])
+    """Two for each multiply-add of a product, one for each element of any other arithmetic. A symbolic size is 1."""
+    known = lambda sizes: math.prod(n for n in sizes if isinstance(n, int))
+    sizes = [known(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
+    name = eqn.primitive.name
     if name in _jaxpr.PRODUCTS:
-        return 2.0 * size * _jaxpr.summed_terms(eqn)
+        return 2.0 * sizes[-1] * known([_jaxpr.summed_terms(eqn)])
     if name in RULES:
-        return float(max(map(math.prod, shapes))) if RULES[name][1] != MOVES_DATA else 0.0
+        return float(max(sizes)) if RULES[name][1] != MOVES_DATA else 0.0
     return float(sum(times * flops(e) for inner, times in _jaxpr.inner(eqn) for e in inner.eqns))

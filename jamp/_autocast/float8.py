@@ -47,7 +47,7 @@ class Float8:
     def __post_init__(self) -> None:
         for name, size in {"forward": 1, "backward": 1, "carrier": 2}.items():
             dtype = check_floating(name, getattr(self, name))
-            if dtype.itemsize != size:
+            if dtype.itemsize != size or dtype == jnp.float8_e8m0fnu:
                 raise ValueError(f"{name} must be a float of {8 * size} bits, got {name}={dtype.name!r}.")
             object.__setattr__(self, name, dtype)
         if self.granularity not in ("tensor", "row"):

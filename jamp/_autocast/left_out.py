@@ -32,7 +32,7 @@ def warn(body: PlannedJaxpr, stacklevel: int) -> None:
     if not any(map(_holds_float32_products, body.planner.left_out)):
         return
     found = list(flat_equations(body, {}))
-    total = sum(x.times * flops(x.planned.eqn) for x in found)
+    total = sum(x.times * flops(x.planned.eqn) for x in found) or 1
     for x in found:
         eqn = x.planned.eqn
         if x.planned.category in (NOT_ENTERED, NO_RULE) and _holds_float32_products(eqn):

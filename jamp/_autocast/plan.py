@@ -49,6 +49,7 @@ class Where:
     manual: bool = False
     float8: bool = True  # whether products may be float8: not in custom rules
     read_on: tuple[bool, ...] = ()  # whether a later product reads each result
+    scope: str = ""  # the names around it, if a rule is for one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,8 @@ class PlannedJaxpr:
                 self.values.constants[v] = known.constant
             if known.computed:
                 self.values.computed.add(v)
-        self._read_on = self._feeds_products() if planner.float8 else set()
+        later = where.read_on or (False,) * len(jaxpr.outvars)
+        self._read_on = planner.feeding(jaxpr, later) if planner.float8 else set()
         self.decisions = [self._decide(eqn) for eqn in jaxpr.eqns]
         self.low = [i >= as_traced and self.values.is_low(v) for i, v in enumerate(jaxpr.outvars)]
 
@@ -97,12 +99,12 @@ class PlannedJaxpr:
         elif name in _jaxpr.CONSTRUCTS and name not in rules:
             decision = self._enter(eqn)
         else:
-            key = self.planner.rule(eqn, self.values)
+            key = self.planner.rule(eqn, self.values, self.where.scope)
             category = rules[key][0] if key in rules else NO_RULE
             # A function in the parameters (that of a scatter) is for the dtypes it was traced with.
             low = self.values.runs_low(eqn, category) and not _jaxpr.has_body(eqn)
             decision = Decision(category, key, tuple(low and is_float32(v) for v in eqn.outvars))
-            if self.planner.float8 and category == COMPUTE and low and name == "dot_general":
+            if self.planner.float8 and category == COMPUTE and any(decision.low) and name == "dot_general":
                 why = self.planner.why_not_float8(eqn, key, self.values, self.where, eqn.outvars[0] in self._read_on)
                 decision = dataclasses.replace(decision, float8=not why, why=why)
         if decision.category in (NOT_ENTERED, NO_RULE):
@@ -130,7 +132,8 @@ class PlannedJaxpr:
             in_loop=self.where.in_loop or bool(carry),
             manual=self.where.manual or name == "shard_map",
             float8=self.where.float8 and name not in _RULES_OF_OTHERS,
-            read_on=tuple(i < len(carry) or v in self._read_on for i, v in enumerate(eqn.outvars)),
+            read_on=self.planner.read_on(eqn, [v in self._read_on for v in eqn.outvars]) if self.planner.float8 else (),
+            scope=self.planner.scope(eqn, self.where.scope) if self.planner.parts else "",
         )
         bodies = tuple(
             self.planner.body(closed, [known[i] for i in operands], where, len(carry))
@@ -142,16 +145,6 @@ class PlannedJaxpr:
     def _known(self, atom: Atom, exact: bool) -> Input:
         low = self.values.is_low(atom) and not (exact and self.values.is_rounded(atom))
         return Input(low, self.values.constant(atom), self.planner.float8 is not None and self.values.is_computed(atom))
-
-    def _feeds_products(self) -> set[Any]:
-        """The values that a product reads, however late."""
-        jaxpr = self.closed.jaxpr
-        read_on = self.where.read_on or (False,) * len(jaxpr.outvars)
-        found = {v for v, x in zip(jaxpr.outvars, read_on, strict=False) if x and not _jaxpr.is_literal(v)}
-        for eqn in reversed(jaxpr.eqns):
-            if any(v in found for v in eqn.outvars) or self.planner.is_product(eqn):
-                found.update(v for v in eqn.invars if not _jaxpr.is_literal(v))
-        return found
 
     def program(self, low: Sequence[bool] | None = None) -> Program:
         """What to evaluate, if some outputs are to be low: by default, those that are."""

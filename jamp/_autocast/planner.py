@@ -1,5 +1,6 @@
 """What the plans of a function share: the compute dtype, the rules, and the jaxprs planned so far."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jamp._autocast.rules import CHEAP, COMPUTE, COPIES, LINEAR, MOVES, RULES, Y
 from jamp._autocast.runs import Kind
 from jamp._autocast.values import Values
 from jamp._cast import is_inexact
-from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 _LARGE = 1024  # elements: a run that computes no array of this size is not worth computing again
 
@@ -27,7 +28,7 @@ class Planner:
         self.float8 = compute_dtype if isinstance(compute_dtype, Float8) else None
         self.compute_dtype = np.dtype(self.float8.carrier if self.float8 else compute_dtype)
         self.rules = rules
-        self._parts = [key for key in rules if "[" in key and key not in RULES]  # rules for a part of the name stack
+        self.parts = [key for key in rules if "[" in key and key not in RULES]  # rules for a part of the name stack
         self.left_out: list[JaxprEqn] = []  # what is not entered, or has no rule
         self._bodies: dict[Any, PlannedJaxpr] = {}
         self._runs: dict[Any, ClosedJaxpr] = {}
@@ -45,11 +46,11 @@ class Planner:
             self._bodies[key] = PlannedJaxpr(self, closed, inputs, where, as_traced)
         return self._bodies[key]
 
-    def rule(self, eqn: JaxprEqn, values: Values) -> str:
-        """The key of the rule for an equation: the primitive's name, or a special case of it."""
+    def rule(self, eqn: JaxprEqn, values: Values, scope: str = "") -> str:
+        """The key of the rule for an equation: the primitive's name, or a special case of it, also by its scope."""
         name, case = eqn.primitive.name, None
-        for key in self._parts:
-            if key.startswith(f"{name}[") and key[len(name) + 1 : -1] in str(eqn.source_info.name_stack):
+        for key in self.parts:
+            if key.startswith(f"{name}[") and f"/{key[len(name) + 1 : -1]}/" in self.scope(eqn, scope):
                 return key
         if name in _jaxpr.PRODUCTS and self._is_explicit(_jaxpr.precisions(eqn)):
             case = "precision"
@@ -58,6 +59,10 @@ class Planner:
         elif name == "div" and values.constant(eqn.invars[1]) is not None:
             case = "constant"
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
+
+    def scope(self, eqn: JaxprEqn, around: str) -> str:
+        """The names in the name stack of an equation and of the constructs around it: "/jvp/h_3/attn/"."""
+        return re.sub(r"[/()]+", "/", f"{around}/{eqn.source_info.name_stack}/")
 
     def _is_explicit(self, precisions: tuple[Any, ...]) -> bool:
         """Whether the precision of a product was asked for in the code, and not by a default for the whole program."""
@@ -102,10 +107,37 @@ class Planner:
         """Whether an equation is a product, or a construct that holds one."""
         return eqn.primitive.name in _jaxpr.PRODUCTS or self.holds_product(_jaxpr.bodies(eqn) or ())
 
+    def feeding(self, jaxpr: Jaxpr, read_on: Sequence[bool]) -> set[Any]:
+        """The values that a product reads, however late; of the results, some are read on by a later one."""
+        found = {v for v, x in zip(jaxpr.outvars, read_on, strict=False) if x and not _jaxpr.is_literal(v)}
+        for eqn in reversed(jaxpr.eqns):
+            # A sum of all products, such as a loss that is written as one, is not a layer.
+            is_layer = eqn.primitive.name != "dot_general" or _jaxpr.product_sizes(eqn)[:2] != [1, 1]
+            if any(v in found for v in eqn.outvars) or (self.is_product(eqn) and is_layer):
+                found.update(v for v in eqn.invars if not _jaxpr.is_literal(v))
+        return found
+
+    def read_on(self, eqn: JaxprEqn, later: Sequence[bool]) -> tuple[bool, ...]:
+        """Of which results of a construct's bodies a product reads: a later one, or of a loop, one in the next step."""
+        carry, bodies = _jaxpr.carry(eqn), _jaxpr.bodies(eqn) or ()
+        found = list(later)
+        for _ in carry:
+            feeding = self.feeding(bodies[-1].jaxpr, found)
+            inputs = (
+                bodies[-1].jaxpr.invars[-len(carry) :]
+                if eqn.primitive.name == "while"
+                else [bodies[-1].jaxpr.invars[i] for i in carry]
+            )
+            new = [x or v in feeding for x, v in zip(found, inputs, strict=False)] + found[len(carry) :]
+            if new == found:
+                break
+            found = new
+        return tuple(found)
+
     def why_not_float8(self, eqn: JaxprEqn, key: str, values: Values, where: Where, is_read_on: bool) -> str:
         """Why a dot_general stays in the carrier; nothing if it is float8."""
         assert self.float8 is not None
-        name = key if key in self._parts else eqn.primitive.name
+        name = key if key in self.parts else eqn.primitive.name
         force = f"rules={{{name!r}: 'compute'}} makes it float8"
         sizes = _jaxpr.product_sizes(eqn)
         if not where.float8:
@@ -114,7 +146,7 @@ class Planner:
             return ""
         if "transpose(" in str(eqn.source_info.name_stack):
             return "the function was differentiated before autocast; write jax.grad(autocast(f))"
-        if any(not isinstance(n, int) or n < self.float8.min_size for n in sizes):
+        if any(isinstance(n, int) and n < self.float8.min_size for n in sizes):  # A symbolic size is not compared.
             return f"a size of it, of {sizes}, is below min_size={self.float8.min_size}"
         if all(map(values.is_computed, eqn.invars)):
             return f"products compute both operands, as in attention; {force}"
@@ -142,12 +174,12 @@ class Planner:
 
     def quantize(self, aval: Any, axes: tuple[int, ...] | None) -> ClosedJaxpr:
         """The equations that quantize an operand of a product, traced once."""
-        from jamp._autocast.quantized import quantize  # It imports Pallas: `_jaxpr.core` says more.
+        from jamp._autocast.quantized import packed  # It imports Pallas: `_jaxpr.core` says more.
 
         assert self.float8 is not None
         key, dtype = ("quantize", aval, axes), self.float8.forward
         if key not in self._runs:
-            self._runs[key] = jax.make_jaxpr(lambda x: quantize(x, dtype, axes))(aval)
+            self._runs[key] = jax.make_jaxpr(lambda x: packed(x, dtype, axes))(aval)
         return self._runs[key]
 
     def float8_product(self, eqn: JaxprEqn, avals: Sequence[Any]) -> ClosedJaxpr:

@@ -161,8 +161,10 @@ class Program:
             operands: list[Any] = eqn.invars
             quantized = [scope.quantized(v, x) for v, x in zip(operands, axes, strict=True)]
         writes = tuple(scope.define(v, x) for v, x in zip(eqn.outvars, low, strict=True))
-        shown = tuple(q for q, _ in quantized) or reads
-        self.eqns.append(PlannedEqn(eqn, decision.category, decision.key, shown, writes, decision.bodies, decision.why))
+        shown = tuple(_jaxpr.core().Var(q.aval.update(dtype=self._planner.float8.forward)) for q, _ in quantized)
+        self.eqns.append(
+            PlannedEqn(eqn, decision.category, decision.key, shown or reads, writes, decision.bodies, decision.why)
+        )
         if quantized:
             inputs = [*reads, *quantized[0], *quantized[1]]
             closed = self._planner.float8_product(eqn, _jaxpr.avals(inputs))

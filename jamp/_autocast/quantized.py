@@ -24,7 +24,7 @@ def quantize(x: Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Pair:
     The scale of an operand that holds inf or NaN is inf, so that the product is NaN and the step is skipped.
     """
     values = lax.stop_gradient(x)
-    amax = jnp.max(jnp.abs(values), axes, keepdims=axes is not None).astype(jnp.float32)
+    amax = jnp.max(jnp.abs(values), axes, keepdims=axes is not None, initial=0).astype(jnp.float32)
     # The smallest power of two with amax / scale <= the largest float8, which is 1.m * 2**k: the exponent of
     # amax * 2**-k, plus one if its mantissa is above m. It is not 0, whose inverse is inf.
     largest = np.float32(jnp.finfo(dtype).max)
@@ -32,38 +32,44 @@ def quantize(x: Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Pair:
     bits = lax.bitcast_convert_type(amax * np.float32(2.0**-k), jnp.int32)
     powers = lax.bitcast_convert_type((bits + (0x7FFFFF - mantissa)) & 0x7F800000, jnp.float32)
     scale = jnp.maximum(powers, np.float32(2.0**-100))
-    return _derived((values.astype(jnp.float32) * (1 / scale)).astype(dtype), x), scale
+    return (values.astype(jnp.float32) * (1 / scale)).astype(dtype), _derived(scale, x)
+
+
+def packed(x: Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Pair:
+    """`quantize`, with the values as bytes: JAX rounds floats that a checkpoint saves, which makes large E4M3 NaN."""
+    values, scale = quantize(x, dtype, axes)
+    return lax.bitcast_convert_type(values, jnp.uint8), scale
 
 
 @jax.custom_jvp
-def _derived(values: Array, x: Array) -> Array:
-    """The float8 values of `x`. `quantized_product` ignores their tangent, and nothing else may use it."""
-    return values
+def _derived(scale: Array, x: Array) -> Array:
+    """The scale of `x`. `quantized_product` ignores its tangent, and nothing else may use it."""
+    return scale
 
 
 def _derived_rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
-    values, x = primals
-    return _derived(values, x), _tangent_of(values, tangents[1:], _no_derivative)
+    scale, x = primals
+    return _derived(scale, x), _tangent_of(scale, tangents[1:], _no_derivative)
 
 
 _derived.defjvp(_derived_rule, symbolic_zeros=True)
 
 
 def quantized_product(eqn: JaxprEqn, config: Float8) -> Callable[..., Array]:
-    """A product as a function of its operands in the carrier, and of the float8 values and scales of each.
+    """A product as a function of its operands in the carrier, and of the packed float8 values and scales of each.
 
     Its value depends on the latter, and its derivative is with respect to the former.
     """
     options = _jaxpr.dot_options(eqn)
+    unpack = lambda q, scale: (lax.bitcast_convert_type(q, config.forward), scale)
 
     @jax.custom_jvp
     def product(x: Array, y: Array, *quantized: Array) -> Array:
-        qx, sx, qy, sy = quantized
-        return _dot((qx, sx), (qy, sy), options, config)
+        return _dot(unpack(*quantized[:2]), unpack(*quantized[2:]), options, config)
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
         _, _, qx, sx, qy, sy = primals
-        out = _dot((qx, sx), (qy, sy), options, config)
+        out = _dot(unpack(qx, sx), unpack(qy, sy), options, config)
         moving = [i for i in range(2) if not isinstance(tangents[i], SymbolicZero)]
         # What the cotangent of an operand needs is the other one. A scale cannot vary along an axis that is summed, and
         # the backward products sum other axes, so with scales by row it is quantized again.
@@ -88,7 +94,9 @@ def _pull_back(
         quantized_g: Any = quantize(g, config.backward) if config.granularity == "tensor" else g
         found = []
         for i in moving:
-            other: Any = (next(values), next(values)) if config.granularity == "tensor" else next(values)
+            other: Any = next(values)
+            if config.granularity == "tensor":
+                other = lax.bitcast_convert_type(other, config.forward), next(values)
             closed = jax.make_jaxpr(functools.partial(_transposed, options, avals[i], i))(g, avals[1 - i])
             found.append(_evaluate_quantized(closed, quantized_g, other, config))
         return found

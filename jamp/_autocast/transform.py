@@ -177,7 +177,8 @@ def _merge(rules: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         if category not in CATEGORIES:
             raise ValueError(f"The rule for {name!r} must be one of {', '.join(CATEGORIES)}, got {category!r}.")
         known = {*RULES, *(key.split("[")[0] for key in RULES), *_jaxpr.CONSTRUCTS, *_jaxpr.primitive_names()}
-        if name not in known and not (name.endswith("]") and name.partition("[")[0] in known):
+        base = name.partition("[")[0] if name.endswith("]") else ""
+        if name not in known and (base not in known or base in _jaxpr.CONSTRUCTS):
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]!r}?" if close else " The keys are names of JAX primitives."
             raise ValueError(f"{name!r} is not the name of an operation.{hint}")

@@ -102,8 +102,8 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
 
 
 def _like(x: Array, old: Any) -> Any:
-    """An array with the shape and the sharding of another."""
-    x = jnp.broadcast_to(x, jnp.shape(old))
+    """An array with the shape, dtype and sharding of another."""
+    x = jnp.broadcast_to(x, jnp.shape(old)).astype(jnp.result_type(old))
     is_placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
     return jax.device_put(x, old.sharding) if is_placed else x
 

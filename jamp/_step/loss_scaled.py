@@ -78,6 +78,7 @@ def loss_scaled(
     check_loss_scale(loss_scale)
     inner = optax.with_extra_args_support(inner)
     kind = ScaledGradsState if unscale else LossScaledState
+    structure = jax.tree.structure(jax.eval_shape(loss_scale.init))
 
     def init(params: optax.Params) -> LossScaledState:
         check_whole(params)
@@ -93,7 +94,7 @@ def loss_scaled(
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        check_state(state, kind, loss_scale)
+        check_state(state, kind, loss_scale, structure)
         true = scaling.unscale(grads, find_loss_scale(state.loss_scale_state)) if unscale else to_float32(grads)
         params = to_float32(params)
 
@@ -105,7 +106,7 @@ def loss_scaled(
             return updates, state._replace(inner_state=inner_state)
         finite = all_finite(true, axis_name=axis_name) if grads_finite is None else _as_flag(grads_finite)
         updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
-        return updates, kind(*state.scaler_state.advance(loss_scale, finite), inner_state)
+        return updates, type(state)(*state.scaler_state.advance(loss_scale, finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

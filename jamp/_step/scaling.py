@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
@@ -159,7 +160,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        for i in [argnums] if isinstance(argnums, int) else argnums:
+        for i in np.ravel(argnums).tolist():
             _check_differentiable(args[i : i + 1 or None], i)
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), unscale(scaled_grads, scale)

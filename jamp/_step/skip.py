@@ -45,7 +45,7 @@ def update_or_skip(
     skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
     # Outside jit each operation runs by itself, and jax_debug_nans would raise on the gradients.
     if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
-        grads = jax.tree.map(lambda g: _select(grads_finite, g, jnp.zeros_like(g)), grads)
+        grads = jax.tree.map(lambda g: _select(grads_finite, jnp.asarray(g), jnp.zeros_like(g)), grads)
     outputs = _run(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
     unflattened: tuple[Any, Any] = jax.tree.unflatten(jax.tree.structure((updates, new_state)), outputs)
     return unflattened

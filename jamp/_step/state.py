@@ -101,7 +101,7 @@ def find_loss_scale(tree: Any, unscales: str = "") -> Array | None:
             "the optimizer without unscale=True."
         )
     found = find_loss_scale_state(tree)
-    if unscales and hasattr(type(found.loss_scale), "get_value"):
+    if unscales == "value_and_grad" and hasattr(type(found.loss_scale), "get_value"):
         raise ValueError(
             f"This is an nnx.Optimizer or its state, whose arrays are Variables, and {unscales} does not restore what "
             "the loss function changes in a model. Use jamp.nnx.Optimizer and jamp.nnx.value_and_grad."
@@ -135,26 +135,25 @@ def check_whole(params: Any) -> None:
         raise ValueError(
             "A loss-scaled optimizer inside optax.masked or optax.partition sees only some of the gradients: an inf in "
             "the others would be applied. Wrap the whole: jamp.loss_scaled(optax.masked(tx, mask)), or "
-            "jamp.loss_scaled(optax.partition(transforms, labels))."
+            "jamp.loss_scaled(optax.partition(transforms, labels)), also if the others are frozen."
         )
 
 
-def check_state(state: Any, kind: type[LossScaledState], loss_scale: LossScale) -> None:
-    """Raise TypeError if a state is not of this kind, or not of an optimizer with this loss scale."""
+def check_state(state: Any, kind: type[LossScaledState], loss_scale: LossScale, structure: Any) -> None:
+    """Raise TypeError if a state is not of this kind, or not of an optimizer with a loss scale of this structure."""
     if not isinstance(state, LossScaledState):
         raise TypeError(
             f"Expected the state that this optimizer's init returns, a {kind.__name__}; got {_name(state)}. If it is "
             "the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, loss_scale). If "
             "it was restored from a checkpoint without a target, restore it into tx.init(params)."
         )
-    if type(state) is not kind:
-        given, here = isinstance(state, ScaledGradsState), kind is ScaledGradsState
+    given, here = isinstance(state, ScaledGradsState), kind is ScaledGradsState
+    if given != here:
         raise TypeError(
             f"The state is that of an optimizer with unscale={given}, and this one has unscale={here}. One takes "
             "scaled gradients and the other true ones, so use the same optimizer for init and update."
         )
-    expected: Any = jax.tree.structure(jax.eval_shape(loss_scale.init))
-    if jax.tree.structure(state.loss_scale_state) != expected:
+    if jax.tree.structure(state.loss_scale_state) != structure:
         raise TypeError(
             f"The state is that of another loss scale: it holds {_name(state.loss_scale_state)}, and this optimizer "
             f"has {loss_scale!r}. To continue with it: jamp.convert_loss_scale(state, {loss_scale!r})."
@@ -174,7 +173,8 @@ def _is_loss_scale_state(x: Any) -> bool:
 
 def _is_plain_nnx_optimizer(x: Any) -> bool:
     flax, ours = sys.modules.get("flax.nnx"), sys.modules.get("jamp.nnx")
-    return flax is not None and isinstance(x, flax.Optimizer) and not (ours and isinstance(x, ours.Optimizer))
+    is_plain = flax is not None and isinstance(x, flax.Optimizer) and not (ours and isinstance(x, ours.Optimizer))
+    return is_plain and contains(x.opt_state)
 
 
 def _with_types(new: Any, old: Any) -> Any:

@@ -163,6 +163,9 @@ def test_gradients_of_a_scaled_loss_give_the_steps_of_true_ones():
     for call in (jamp.metrics, lambda tree: jamp.value_and_grad(loss_fn, tree), jamp.get_loss_scale):
         with pytest.raises(ValueError, match=r"counts skipped steps.*jamp\.nnx\.Optimizer\(model, tx, wrt"):
             call(plain)
+    unscaled = nnx.Optimizer(models[1], INNER, wrt=nnx.Param)
+    assert jamp.get_loss_scale({"g": optimizers[0], "d": unscaled}) == 2.0**9  # two models, one of them scaled
+    assert jamp.unscale_and_check(params(), optimizers[0])[1]
     for optimizer in (plain.opt_state, optimizers[0], optimizers[0].opt_state):
         with pytest.raises(ValueError, match=r"Use jamp\.nnx\.Optimizer and jamp\.nnx\.value_and_grad"):
             jamp.value_and_grad(loss_fn, optimizer)
