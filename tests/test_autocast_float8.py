@@ -58,7 +58,7 @@ def test_scales_are_finite_unless_an_operand_is_not_and_then_the_product_is_nan(
     tx, fun = jamp.loss_scaled(optax.sgd(0.1)), lambda w: jnp.sum((X @ jax.nn.relu(X @ w) @ w) ** 2)
     for bad in (jnp.inf, jnp.nan):
         for config in (F8, ROW):
-            grads = jax.grad(jamp.autocast(fun, config))(W.at[3, 4].set(bad))
+            grads = jax.jit(jax.grad(jamp.autocast(fun, config)))(W.at[3, 4].set(bad))
             assert not jamp.get_grads_finite(tx.update(grads, tx.init(W), W)[1])
 
 
@@ -165,10 +165,16 @@ CONSTRUCTS = {
 }
 
 
-@pytest.mark.parametrize("name", CONSTRUCTS)
-@pytest.mark.parametrize("config", [F8, ROW], ids=["tensor", "row"])
-def test_inside_every_construct_the_gradients_are_those_of_float32(name, config):
-    fun = CONSTRUCTS[name]
+@pytest.mark.parametrize(
+    ("name", "granularity"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.slow] * ((name, kind) not in (("scan", "tensor"), ("vmap", "row"))))
+        for name in CONSTRUCTS
+        for kind in ("tensor", "row")
+    ],
+)
+def test_inside_every_construct_the_gradients_are_those_of_float32(name, granularity):
+    fun, config = CONSTRUCTS[name], dataclasses.replace(F8, granularity=granularity)
     low = jamp.autocast(fun, config)
     found = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(W, X)
     assert jamp.autocast_report(fun, config)(W, X).share_float8 > 0.3
@@ -191,7 +197,10 @@ def test_a_float16_carrier_and_a_scaled_loss_train_too():
     assert jamp.loss_scale_for(dataclasses.replace(F8, carrier="fp16")) == jamp.DynamicLossScale()
 
 
-@pytest.mark.parametrize("policy", ["everything_saveable", "dots_saveable", "nothing_saveable"])
+SLOW = [pytest.param(policy, marks=pytest.mark.slow) for policy in ("dots_saveable", "nothing_saveable")]
+
+
+@pytest.mark.parametrize("policy", ["everything_saveable", *SLOW])
 def test_a_users_checkpoint_may_save_what_it_likes_inside_and_outside(policy):
     remat = functools.partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy))
     fun = lambda w: jnp.sum(((jnp.tanh(X @ w) @ w) @ w) ** 2)

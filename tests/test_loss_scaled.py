@@ -243,19 +243,19 @@ def test_with_unscale_the_updates_are_those_of_the_manual_path_bit_for_bit():
         "accumulate": optax.MultiSteps(SGD, 2).gradient_transformation(),
     }
     scales = jamp.DynamicLossScale(2.0**127, growth_interval=1, max_scale=2.0**127), jamp.NoOpLossScale()
-    for wrap in (jamp.loss_scaled, jamp.mixed_precision):
-        for tx, scale in ((tx, scale) for tx in inner.values() for scale in scales):
-            manual, auto = wrap(tx, scale), optax.chain(wrap(tx, scale, unscale=True), optax.scale(0.5))
-            (params, state), (p, s) = (PARAMS, manual.init(PARAMS)), (PARAMS, auto.init(PARAMS))
-            for grads in (GOOD, INF, GOOD, NAN, GOOD):
-                scaled = optax.tree.scale(jamp.get_loss_scale(state) * 2.0**-20, grads)
-                true, finite = jamp.unscale_and_check(scaled, state)
-                updates, state = manual.update(true, state, params, grads_finite=finite)
-                params = optax.apply_updates(params, jax.tree.map(lambda u: 0.5 * u, updates))
-                again, given = (auto.update(scaled, s, p, **extra) for extra in ({}, {"grads_finite": finite}))
-                assert_equal(again, given)
-                p, s = optax.apply_updates(p, again[0]), again[1]
-                assert bits((p, tuple(s[0]))) == bits((params, tuple(state)))
+    dynamic = [(jamp.loss_scaled, tx, scales[0]) for tx in inner.values()]
+    for wrap, tx, scale in (*dynamic, (jamp.mixed_precision, SGD, scales[0]), (jamp.loss_scaled, SGD, scales[1])):
+        manual, auto = wrap(tx, scale), optax.chain(wrap(tx, scale, unscale=True), optax.scale(0.5))
+        (params, state), (p, s) = (PARAMS, manual.init(PARAMS)), (PARAMS, auto.init(PARAMS))
+        for grads in (GOOD, INF, GOOD, NAN, GOOD):
+            scaled = optax.tree.scale(jamp.get_loss_scale(state) * 2.0**-20, grads)
+            true, finite = jamp.unscale_and_check(scaled, state)
+            updates, state = manual.update(true, state, params, grads_finite=finite)
+            params = optax.apply_updates(params, jax.tree.map(lambda u: 0.5 * u, updates))
+            again, given = (auto.update(scaled, s, p, **extra) for extra in ({}, {"grads_finite": finite}))
+            assert_equal(again, given)
+            p, s = optax.apply_updates(p, again[0]), again[1]
+            assert bits((p, tuple(s[0]))) == bits((params, tuple(state)))
 
 
 @promotes

@@ -68,6 +68,7 @@ def test_an_example_has_at_most_150_lines():
     assert all(len((REQUIREMENTS / name).read_text().splitlines()) <= 80 for name in TRANSLATED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_the_translated_examples_of_a_requirement_assert_what_they_claim(name, run):
     output, errors = run(f"requirements/{name}")
