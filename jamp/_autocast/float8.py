@@ -21,8 +21,9 @@ class Float8:
       forward: The dtype of the operands of a product. E4M3 has more digits.
       backward: The dtype of the gradient that the two backward products read. E5M2 has more range.
       carrier: The dtype in which products give their results, and of all other 16-bit values: bfloat16 or float16.
-      granularity: "tensor" for one scale for each operand, or "row" for one for each row or column of the product,
-        which is more accurate, keeps 16-bit operands for the backward pass and quantizes them again there.
+      granularity: "tensor" for one scale for each operand, or "row" for one for each row or column of the product. The
+        latter helps if rows differ much in size. It keeps 16-bit operands for the backward pass, and quantizes them
+        again there.
       min_size: The smallest size of a product, in each of its three dimensions, that runs in float8.
 
     Raises:

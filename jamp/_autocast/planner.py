@@ -120,14 +120,10 @@ class Planner:
     def read_on(self, eqn: JaxprEqn, later: Sequence[bool]) -> tuple[bool, ...]:
         """Of which results of a construct's bodies a product reads: a later one, or of a loop, one in the next step."""
         carry, bodies = _jaxpr.carry(eqn), _jaxpr.bodies(eqn) or ()
-        found = list(later)
+        found, operands = list(later), _jaxpr.body_operands(eqn)[-1]
         for _ in carry:
             feeding = self.feeding(bodies[-1].jaxpr, found)
-            inputs = (
-                bodies[-1].jaxpr.invars[-len(carry) :]
-                if eqn.primitive.name == "while"
-                else [bodies[-1].jaxpr.invars[i] for i in carry]
-            )
+            inputs = [bodies[-1].jaxpr.invars[operands.index(i)] for i in carry]
             new = [x or v in feeding for x, v in zip(found, inputs, strict=False)] + found[len(carry) :]
             if new == found:
                 break

@@ -122,7 +122,7 @@ def value_and_grad(
     inf or NaN, and `loss_scaled` skips the step.
 
     Call it inside the jitted train step. It reads the loss scale of the `state` that it is given, so one that is made
-    once, outside the step, scales by the first loss scale for ever.
+    once, outside the step, scales by the first loss scale forever.
 
     Args:
       fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
