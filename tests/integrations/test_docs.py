@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 # Their programs are run, and more is asserted of them, by tests of their own.
+SLOW = {"frameworks.md", "from-pytorch.md", "from-flax.md", "recipes.md"}  # ten seconds each: other libraries
 ELSEWHERE = {"from-mindspore.md": "test_mindspore.py", "distributed.md": "distributed/test_mapped.py"}
 
 
@@ -27,7 +28,14 @@ def programs(page):
     return [(block, printed) for block, printed in blocks if "--8<--" not in block]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and programs(page)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW))
+        for page in PAGES
+        if page not in ELSEWHERE and programs(page)
+    ],
+)
 def test_the_programs_of_a_page_run_in_their_order_and_print_what_it_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     mpl.use("Agg")

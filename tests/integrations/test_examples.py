@@ -103,6 +103,7 @@ def test_digits_with_jamp_is_as_good_as_float32_and_without_it_gradients_vanish(
     assert (skipped[:2], 1 <= skipped[2] <= 100) == ((0, 0), True)
 
 
+@pytest.mark.slow
 def test_linen_transformer_shows_progress_and_makes_a_picture_and_scalars(run, tmp_path):
     args = "--steps", 2, "--out", tmp_path, "--logdir", tmp_path / "logs"
     output, progress = run("linen_transformer.py", *args, Transformer={"layers": 1, "width": 16})

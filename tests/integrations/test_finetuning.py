@@ -50,6 +50,7 @@ def through_a_checkpoint(path, tree):
         return checkpointer.restore(path, jax.eval_shape(lambda: tree))
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_is_finetuned_with_a_fresh_scaler_and_frozen_leaves(tmp_path):
     """One loss scale for policy and value: an overflow in either skips both. The reference is an argument."""
     params, tx = init(3), jamp.loss_scaled(SGD, jamp.DynamicLossScale(growth_interval=10))
