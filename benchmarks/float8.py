@@ -3,12 +3,14 @@
     python -m benchmarks.float8 accuracy --json docs/benchmarks/float8_accuracy.json   about an hour on one core
     python -m benchmarks.float8 h200 --json docs/benchmarks/float8_h200.json
                                                          needs `pip install "jax[cuda13]" equinox flax dm-haiku qwix`
+    python -m benchmarks.float8 micro-batches            needs `pip install "jax[cuda13]"`
 
 accuracy: the language model and the digits of `benchmarks.accuracy`, five seeds, the same weights and batches for each
 way to compute. The loss is that of data that are never trained on.
 h200: the gradients of `benchmarks.float8_models`, compiled ahead of time, and those of other float8 libraries: how many
 matrix products are float8, kernels, and memory. All this is read from the compiled program. A product of the head has
 an axis of `CLASSES`, and one of attention has a batch axis. All others are products of the layers.
+micro-batches: the kernels of gradient accumulation with and without `jamp.precompute`, in the loop and before it.
 """
 
 import argparse
@@ -264,6 +266,9 @@ def h200(quick: bool, only: list[str]) -> dict[str, list[dict[str, Any]]]:
             return of(loss), params, batch
 
         rows += compare(model, {name: partial(way, of) for name, of in GRADIENTS.items()})
+    if quick:
+        wrong = [row for row in rows if row["way"] != "bfloat16" and (row["layer_share"] < 0.95 or row["state_leaves"])]
+        assert not wrong, f"Expected float8 in 95 % of the layers' products, and no state. Got {wrong}"
     if quick or (only and "peers" not in only):
         return {"rows": rows}
     peers = compare("Linen transformer", {name: peer.make for name, peer in PEERS.items()})
@@ -278,6 +283,34 @@ def h200(quick: bool, only: list[str]) -> dict[str, list[dict[str, Any]]]:
     return {"rows": rows, "peers": table + BY_DOCUMENTATION}
 
 
+def micro_batches() -> list[dict[str, Any]]:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params[:-1]:
+            x = x + jax.nn.gelu(x @ w)
+        return jnp.mean((x @ params[-1]) ** 2)
+
+    grad, rows = jax.grad(jamp.autocast(loss, jamp.Float8())), []
+    shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4, jax.ShapeDtypeStruct((8, 1024, 512), jnp.float32)
+
+    def accumulate(params: Any, xs: Any, is_precomputed: bool) -> Any:
+        of_batch = jamp.precompute(grad, params, xs[0]) if is_precomputed else partial(grad, params)
+        add = lambda total, x: (jax.tree.map(jnp.add, total, of_batch(x)), None)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)[0]
+
+    for is_precomputed in (False, True):
+        with mock.patch("jax.default_backend", return_value="gpu"):
+            lowered = jax.jit(accumulate, static_argnums=2).lower(*on_device("h200", shapes), is_precomputed)
+        bodies = computations(lowered.compile().as_text() or "")
+        kernels = Counter({1: 0, 8: 0})
+        for name, times, is_fused in started(bodies):
+            kernels[times] += sum(bool(re.search(r" (fusion|custom-call)\(", x)) for x in bodies[name]) * (not is_fused)
+        rows.append({"precompute": is_precomputed, "kernels_once": kernels[1], "kernels_each": kernels[8]})
+        print(
+            "precompute {precompute!s:5}  {kernels_each} kernels a micro-batch, {kernels_once} once".format(**rows[-1])
+        )
+    return rows
+
+
 def versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
@@ -290,12 +323,13 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["accuracy", "h200"])
+    parser.add_argument("what", choices=["accuracy", "h200", "micro-batches"])
     parser.add_argument("--quick", action="store_true", help="few steps and one seed, or one model")
     parser.add_argument("--only", nargs="+", default=[], help="parts of the names of models for h200, or peers")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    found = record("benchmarks.float8", options.quick, options.what)
+    device = "cpu" if options.what == "accuracy" else "h200, which was not there"
+    found = record("benchmarks.float8", options.quick, device)
     if options.what == "accuracy":
         return write(options.json, found | {"rows": accuracy(options.quick)})
     jax.config.update("jax_platforms", "cpu")
@@ -304,7 +338,8 @@ def main() -> None:
     except NotImplementedError:
         return print('The compiler for the H200 is not installed: pip install "jax[cuda13]"')
     found["versions"] |= versions()
-    write(options.json, found | h200(options.quick, options.only))
+    measured = {"rows": micro_batches()} if options.what == "micro-batches" else h200(options.quick, options.only)
+    write(options.json, found | measured)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from ._autocast import (
     autocast as autocast,
     autocast_report as autocast_report,
     full_precision as full_precision,
+    precompute as precompute,
 )
 from ._cast import (
     Policy as Policy,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jamp._jaxpr import BODIES, ClosedJaxpr, Env, JaxprEqn, Var, core, is_literal
+from jamp._jaxpr import BODIES, ClosedJaxpr, Env, JaxprEqn, Var, bodies, core, inlinable, is_literal
 
 
 def closed_jaxpr(
@@ -72,6 +72,15 @@ def with_bodies(
         params.update(zip(names, opened, strict=True))
     effects = frozenset().union(*(body.effects for body in bodies))
     return eqn.replace(params=params, invars=list(invars), outvars=list(outvars), effects=effects)
+
+
+def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a call that only evaluates it, as long as nothing differentiates it, else None."""
+    calls = ("custom_jvp_call", "custom_vjp_call", "closed_call")
+    if eqn.primitive.name in calls or (eqn.primitive.name == "remat2" and not eqn.params["differentiated"]):
+        found = bodies(eqn)
+        return found[0] if found else None
+    return inlinable(eqn)
 
 
 def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:

@@ -1,0 +1,103 @@
+"""precompute: the same results, from what is computed once of the parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import normal
+from trees import assert_equal
+
+import jamp
+
+ROW = jamp.Float8(granularity="row")
+ALL = {"dot_general": "compute"}
+PARAMS = {"layers": normal(3, 128, 128), "bias": normal(128, seed=1), "head": normal(128, 128, seed=2)}
+X = normal(136, 128, seed=3)
+
+
+def model(params, x, train=True):
+    """Layers that a scan computes, and the backward pass again, and a head."""
+    layer = lambda x, w: (jax.nn.gelu(x @ w / 12 + params["bias"]) + x, None)
+    x, _ = lax.scan(jax.checkpoint(layer) if train else layer, x, params["layers"])
+    return jax.jit(jnp.matmul)(x, params["head"])
+
+
+def rollout(params, x):
+    """A loop whose constants are the parameters."""
+    step = lambda c: (c[0] + 1, jnp.tanh(model(params, c[1], train=False)))
+    return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
+
+
+def of_layers(params, xs):
+    return lax.scan(lambda total, x: (total + model(params, x).sum(), None), 0.0, xs)[0]
+
+
+def jit(fun):
+    return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False})  # no rounding is left out
+
+
+def size(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(jnp.bfloat16, 0.51), (jamp.Float8(), 0.26), (ROW, 0.27)])
+@pytest.mark.parametrize("fun", [model, rollout])
+def test_the_results_are_those_of_the_function_and_only_small_weights_are_kept(fun, dtype, share):
+    low = jamp.autocast(fun, dtype, rules=ALL)
+    late = jamp.precompute(low, PARAMS, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert_equal(jit(lambda late, x: late(x))(late, X), jit(low)(PARAMS, X))
+    assert_equal(jit(late)(X[:130]), jit(low)(PARAMS, X[:130]))  # another batch size
+    assert size(late) < share * size(PARAMS)
+
+
+def test_gradients_of_micro_batches_read_weights_that_are_quantized_once():
+    grad = jax.grad(lambda params, x: jnp.mean(jamp.autocast(model, jamp.Float8())(params, x) ** 2))
+    late = jamp.precompute(grad, PARAMS, X)
+    assert_equal(jit(lambda late: late(X))(late), jit(grad)(PARAMS, X))
+    maxima = lambda f, *args: str(jax.make_jaxpr(f)(*args)).count("reduce_max")
+    assert maxima(late, X) < maxima(grad, PARAMS, X)
+    assert not [x for x in jax.tree.leaves(late) if x.dtype == jnp.float32 and x.ndim == 3]
+
+
+def test_a_broadcast_and_what_depends_on_other_arguments_is_not_kept():
+    fun = lambda params, x: jnp.broadcast_to(params["bias"], (136, 128)) * 2 + jnp.where(x > 0, params["head"][0], 0)
+    late = jamp.precompute(fun, PARAMS, X)
+    assert_equal(late(X), fun(PARAMS, X))
+    assert size(late) == 2 * 128 * 4
+
+
+def test_flags_stay_what_they_are_and_a_loop_over_data_keeps_its_weights_outside():
+    late = jamp.precompute(model, PARAMS, X, train=False)
+    assert_equal(jit(lambda late: late(X, train=False))(late), jit(model)(PARAMS, X))
+    fun, xs = jamp.autocast(of_layers, jnp.bfloat16), jnp.stack([X, 2 * X])
+    late = jamp.precompute(fun, PARAMS, xs)
+    assert_equal(jit(lambda late: late(xs))(late), jit(fun)(PARAMS, xs))
+    assert size(late) < 0.52 * size(PARAMS)
+
+
+def test_a_loop_reads_parameters_as_they_are_in_their_places():
+    step = lambda params: lambda x, w: (x + 2 * w[0] - w[1] + 3 * (x - params["head"]) - params["other"], None)
+    fun = lambda params, x: lax.scan(step(params), x, (params["layers"], params["layers"][:, ::-1]))[0]
+    params, x = jax.tree.map(jnp.round, (PARAMS | {"other": 5 * PARAMS["layers"][0]}, X[:128]))
+    assert_equal(jit(jamp.precompute(fun, params, x))(x), jit(fun)(params, x))
+
+
+def test_an_effect_happens_at_every_call(capsys):
+    late = jamp.precompute(lambda params, x: (jax.debug.print("called"), x + params["bias"].sum())[1], PARAMS, X)
+    jax.block_until_ready((late(X), late(X)))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "called\n" * 2
+
+
+def test_a_step_with_it_compiles_once_and_errors_say_what_to_do():
+    low = jamp.autocast(model, jnp.bfloat16)
+    late, apply = jamp.precompute(low, PARAMS, X), jit(lambda late, x: late(x))
+    other = jax.tree.map(lambda x: 2 * x, late)
+    assert not np.array_equal(apply(late, X), apply(other, X))
+    assert apply._cache_size() == 1
+    with pytest.raises(TypeError, match=r"has no derivative\. Take the gradient first"):
+        jax.grad(lambda x: late(x).sum())(X)
+    fun = lambda params, x: x * (params["head"].sum() if x.shape[0] > 2 else params["bias"].sum(0, keepdims=True))
+    with pytest.raises(ValueError, match=r"Call jamp\.precompute again"):
+        jamp.precompute(fun, PARAMS, X)(X[:2])
