@@ -7,6 +7,8 @@ Each model is written for float32 and stays unchanged. Each trains for a few ste
 and under autocast. At the end the program prints the autocast report of the plain-JAX model.
 """
 
+import argparse
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -16,7 +18,7 @@ from flax import nnx
 
 import jamp
 
-WIDTH, STEPS = 64, 20
+WIDTH = 64
 X = jax.random.normal(jax.random.key(0), (256, 8))
 Y = jnp.sin(X.sum(-1, keepdims=True))
 
@@ -59,7 +61,7 @@ def equinox():
     return params, lambda params, x, y: jnp.mean((jax.vmap(eqx.combine(params, static))(x) - y) ** 2)
 
 
-def train(params, loss_fn):
+def train(params, loss_fn, steps):
     tx = optax.adam(1e-2)
 
     @jax.jit
@@ -69,12 +71,12 @@ def train(params, loss_fn):
         return optax.apply_updates(params, updates), opt_state, loss
 
     opt_state = tx.init(params)
-    for _ in range(STEPS):
+    for _ in range(steps):
         params, opt_state, loss = train_step(params, opt_state)
     return float(loss)
 
 
-def train_16_bit(params, loss_fn):
+def train_16_bit(params, loss_fn, steps):
     tx = jamp.loss_scaled(optax.adam(1e-2))  # 1. skips a step that overflows
     loss_fn = jamp.autocast(loss_fn)  # 2. float16 products
 
@@ -85,18 +87,25 @@ def train_16_bit(params, loss_fn):
         return optax.apply_updates(params, updates), opt_state, loss
 
     opt_state = tx.init(params)
-    for _ in range(STEPS):
+    for _ in range(steps):
         params, opt_state, loss = train_step(params, opt_state)
     return float(loss)
 
 
-if __name__ == "__main__":
-    print(f"loss after {STEPS} steps  float32  float16 products  FLOPs in 16 bit")
+def main():
+    parser = argparse.ArgumentParser(description="Four frameworks in 16 bit, with the same change.")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run")
+    steps = parser.parse_args().steps
+    print(f"loss after {steps:2} steps  float32  float16 products  FLOPs in 16 bit")
     for make in (plain_jax, linen, nnx_module, equinox):
         params, loss_fn = make()
         share = jamp.autocast_report(jax.grad(loss_fn))(params, X, Y).share_16_bit
-        losses = train(params, loss_fn), train_16_bit(params, loss_fn)
+        losses = train(params, loss_fn, steps), train_16_bit(params, loss_fn, steps)
         print(f"{make.__name__:19s}  {losses[0]:9.4f}  {losses[1]:16.4f}  {share:15.1%}")
     params, loss_fn = plain_jax()
     print()
     print(jamp.autocast_report(loss_fn)(params, X, Y))
+
+
+if __name__ == "__main__":
+    main()

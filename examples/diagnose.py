@@ -7,9 +7,10 @@
    many, how many of them the loss scale saves, and which scale fits. A training run with an adaptive loss scale is
    recorded with `jamp.History`, checked with `check_health` and plotted.
 
-Run it with `python examples/diagnose.py [--steps 400] [--out build/diagnose]`. It prints the reports and writes
-`history.csv` and three figures: the loss scale over the steps, the range of the gradients, and a bar for each layer. It
-takes about twenty seconds on a CPU and needs Matplotlib: `pip install '.[examples]'`.
+    pip install '.[examples]'
+    python examples/diagnose.py
+
+It prints the reports, and writes history.csv and three figures. It takes about twenty seconds on a CPU.
 """
 
 import argparse
@@ -46,9 +47,8 @@ def attention(params, x, divisor):
 
 def overflow():
     keys = jax.random.split(jax.random.key(0), LAYERS)
-    one = lambda key: {
-        name: 16 * dense(k, WIDTH, WIDTH) for name, k in zip("qkv", jax.random.split(key, 3), strict=True)
-    }
+    split = lambda key: zip("qkv", jax.random.split(key, 3), strict=True)
+    one = lambda key: {name: 16 * dense(k, WIDTH, WIDTH) for name, k in split(key)}
     params = jax.vmap(one)(keys)
     x = jax.random.normal(jax.random.key(1), (LENGTH, WIDTH))
 
@@ -137,14 +137,14 @@ def underflow(steps, out):
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
         plt.close(figure)
-        print(f"wrote {out / name}.png")
+    print(f"history.csv and {', '.join(f'{name}.png' for name in pictures)} are in {out}.")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--out", type=Path, default=Path("build/diagnose"))
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description="Find an overflow and underflowing gradients, in two small models.")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the recorded run")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="the folder for history.csv and the figures")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     overflow()
-    underflow(options.steps, options.out)
+    underflow(args.steps, args.out)

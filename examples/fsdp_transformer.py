@@ -105,9 +105,9 @@ def launch(processes):
 
 def main():
     parser = argparse.ArgumentParser(description="A language model in float16 on a mesh of any size.")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="steps to train")
     parser.add_argument("--devices", type=int, help="the number of simulated CPU devices, in all processes together")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="how many processes to start")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -10,8 +10,8 @@ same parameters as an undisturbed run, bit for bit.
     python examples/linen_transformer.py --resume --steps 2000  # continue
     python examples/linen_transformer.py --out out/logged --logdir out/tensorboard
 
-It draws out/linen_transformer.png. For a short run, the loss scale here may grow every 40 steps and has no ceiling. It
-rises until a gradient overflows. That step is skipped and the scale is halved. In a long run, keep the defaults.
+It draws out/linen_transformer.png. For a short run, the scale here may grow every 40 steps and has no ceiling. It rises
+until a gradient overflows. That step is skipped, and the scale is halved. In a long run, keep the defaults.
 """
 
 import argparse
@@ -98,12 +98,12 @@ def save(manager, step, state, history):
 
 
 def draw(history, path):
-    loss, scale, finite = (np.array(x) for x in zip(*history, strict=True))
-    steps, skipped = np.arange(1, len(loss) + 1), np.flatnonzero(~finite.astype(bool))
+    loss, scale, finite = np.transpose(history)
+    steps, skipped = np.arange(1, len(loss) + 1), np.flatnonzero(finite == 0)
     figure = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True)
     top.plot(steps, loss / math.log(2), color="C0")
-    top.set(ylabel="training loss (bits per byte)", title="A float16 transformer reads Python's standard library")
+    top.set(ylabel="loss (bits per byte)", title="A float16 transformer reads Python's standard library")
     bottom.semilogy(steps, scale, base=2, color="C0")
     bottom.plot(steps[skipped], scale[skipped], "rx", label=f"overflow, step skipped ({len(skipped)} times)")
     bottom.set(xlabel="step", ylabel="loss scale")
@@ -131,8 +131,8 @@ def main():
             state, measured = train_step(state, get_batch(text, step))
             pending.append(measured)
             if step % 10 == 0 or step == args.steps:
-                scale = f"2**{math.log2(measured['loss_scale']):g}"
-                bar.set_postfix(loss=f"{measured['loss']:.3f}", scale=scale, skipped=int(measured["overflow_steps"]))
+                bits, scale = measured["loss"] / math.log(2), f"2**{math.log2(measured['loss_scale']):g}"
+                bar.set_postfix(loss=f"{bits:.2f} bits", scale=scale, skipped=int(measured["overflow_steps"]))
             if step % SAVE_EVERY == 0 or step == args.steps:
                 rows, pending = jax.device_get(pending), []
                 for index, row in enumerate(rows, len(history) + 1):
@@ -141,8 +141,8 @@ def main():
                 history += [[float(row[name]) for name in ("loss", "loss_scale", "grads_finite")] for row in rows]
                 save(manager, step, state, history)
     draw(history, args.out / "linen_transformer.png")
-    bits = np.mean([loss for loss, *_ in history[-20:]]) / math.log(2)
-    print(f"{len(history)} steps, {int(jamp.get_stats(state).overflow_steps)} skipped: {bits:.2f} bits per byte.")
+    bits, skipped = np.mean([loss for loss, *_ in history[-20:]]) / math.log(2), jamp.get_stats(state).overflow_steps
+    print(f"{len(history)} steps, {skipped} skipped: {bits:.2f} bits per byte.")
     print(f"The curves are in {args.out / 'linen_transformer.png'}.")
 
 

@@ -114,7 +114,7 @@ def main():
     model.eval()
     finite = bool(jamp.all_finite(nnx.state(model, nnx.BatchStat)))
     print(f"{skipped} of {args.steps} steps skipped; BatchNorm's statistics are {'finite' if finite else 'nan'}.")
-    print(f"{accuracy(model, test_images, test_labels):.1%} of the test digits are recognised.")
+    print(f"Loss {loss:.3f}; {accuracy(model, test_images, test_labels):.1%} of the test digits are recognised.")
 
 
 if __name__ == "__main__":

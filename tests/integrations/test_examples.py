@@ -1,5 +1,6 @@
 """examples/: each does what its docstring says. The slow tests run them as a newcomer does, in their own processes."""
 
+import ast
 import functools
 import importlib
 import random
@@ -73,6 +74,44 @@ def test_an_example_has_at_most_150_lines():
 def test_the_translated_examples_of_a_requirement_assert_what_they_claim(name, run):
     output, errors = run(f"requirements/{name}")
     assert (len(output.splitlines()) >= 2, errors) == (True, "")
+
+
+def test_every_option_of_an_example_is_explained_and_out_is_a_folder():
+    for path in (ROOT / "examples").glob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        named = {ast.unparse(call.func): call for call in calls}
+        assert {k.arg for k in named["argparse.ArgumentParser"].keywords} == {"description"}, path.name
+        for call in calls:
+            if ast.unparse(call.func) == "parser.add_argument":
+                options = {k.arg: ast.unparse(k.value) for k in call.keywords}
+                assert "help" in options, path.name
+                if ast.literal_eval(call.args[0]) == "--out":
+                    assert (options["type"], options["default"]) == ("Path", "Path('out')"), path.name
+                    assert "the folder for" in options["help"], path.name
+
+
+def photo_table(output):
+    """That of photo.py: PSNR (dB), loss, skipped steps, exponent of the scale."""
+    names = ["float32", "float16 without loss scaling", "float16 with jamp"]
+    rows = [re.search(rf"^{name} +(\S+) dB +(\S+) +(\S+) +2\*\*(\S+)$", output, re.MULTILINE) for name in names]
+    return [tuple(map(float, row.groups())) for row in rows]
+
+
+def test_photo_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
+    args = "--steps", 10, "--stride", 16, "--out", tmp_path
+    output, progress = run("photo.py", *args, init_params={"sizes": (64, 8, 3)})
+    for quality, loss, skipped, _ in photo_table(output):
+        assert (quality == pytest.approx(-10 * np.log10(loss), abs=0.02), 0 < loss < 0.2, skipped) == (True, True, 0)
+    assert re.search(r"float16 with jamp: 100%.* 10/10 .*PSNR=\S+ dB, scale=2\*\*16]", progress)
+    assert matplotlib.image.imread(tmp_path / "photo.png").shape[1::-1] == (1100, 540)
+
+
+@pytest.mark.slow
+def test_photo_with_jamp_is_as_good_as_float32_and_without_it_is_far_worse(tmp_path):
+    output, _ = finish("photo.py", "--steps", 60, "--out", tmp_path)
+    (float32, *_), (unscaled, *_), (with_jamp, _, skipped, exponent) = photo_table(output)
+    assert unscaled < float32 - 3
+    assert (abs(with_jamp - float32) < 0.2, skipped, exponent) == (True, 0, 16)
 
 
 def test_digits_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
@@ -156,10 +195,22 @@ def test_fsdp_transformer_learns_and_prints_speed_loss_scale_and_agreement(devic
     assert (0 < skipped < 10, 16 < exponent < 24) == (True, True)
 
 
+def test_from_pytorch_learns_the_digits(run):
+    output, progress = run("from_pytorch.py", "--epochs", 2)
+    (_, _, first), (_, _, last) = re.findall(r"^ +(\d) +(\S+) +(\S+)%$", output, re.MULTILINE)
+    assert 60 < float(first) < float(last) > 85
+    assert "\n56 steps applied, 0 skipped" in output
+    assert re.search(r"100%.* 2/2 .*correct=\S+%, loss=\S+, scale=2\*\*16]", progress)
+
+
 @pytest.mark.slow
 def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went():
     for name, steps, said in (
-        ("nnx_resnet.py", 12, r"1 of 12 steps skipped; BatchNorm's statistics are finite\.\n[\d.]+% of the"),
+        (
+            "nnx_resnet.py",
+            12,
+            r"1 of 12 steps skipped; BatchNorm's statistics are finite\.\nLoss [\d.]+; [\d.]+% of the",
+        ),
         ("equinox_mlp.py", 3, r"training loss  skipped\nfloat32 .* 0\nautocast +[\d.]+% +\S+ +\d"),
     ):
         output, progress = finish(name, "--steps", steps)
