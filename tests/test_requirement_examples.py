@@ -1,24 +1,15 @@
-"""docs/from-pytorch.md has every member and every usage example of the five requirement documents."""
+"""docs/from-pytorch-members.md has every member and every usage example of the five requirement documents."""
 
 import pathlib
 import pkgutil
 import re
-import runpy
 
 from loss_scales import recorded
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def test_the_example_of_003_runs(capsys):
-    scaler = runpy.run_path(str(ROOT / "examples" / "from_pytorch.py"))["main"](num_epochs=2)
-    # The first two overflow in float16 at a loss scale of 2**16, 2**15.
-    assert (int(scaler.stats.finite_steps), int(scaler.stats.overflow_steps)) == (18, 2)
-    first, last = (float(line.split()[3].rstrip(";")) for line in capsys.readouterr().out.splitlines())
-    assert last < first
-
-
-PAGE = (ROOT / "docs" / "from-pytorch.md").read_text()
+PAGE = (ROOT / "docs" / "from-pytorch-members.md").read_text()
 
 
 def test_the_table_has_every_member_and_each_that_works_is_there_under_its_name():
@@ -43,4 +34,4 @@ def test_the_page_includes_the_example_of_every_document():
     examples = sorted((ROOT / "examples" / "requirements").glob("*.py"))
     assert [path.name[:3] for path in examples] == ["000", "001", "002", "003", "004"]
     names = {path.relative_to(ROOT).as_posix() for path in examples}
-    assert set(included) == names | {"examples/from_pytorch.py"}
+    assert set(included) == names
