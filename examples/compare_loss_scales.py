@@ -128,7 +128,7 @@ def plot(results, steps, path):
     note = {"arrowprops": {"arrowstyle": "-", "color": "tab:red"}, "fontsize": 9}
     axes[0, 0].annotate(f"{SPELL} outlier batches", (steps / 2, 0), (steps * 0.53, 8), **note)
     axes[0, 0].yaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")  # of all, which share it
-    fig.supxlabel("step", fontsize=10)
+    plt.setp(axes[1], xlabel="step")
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     fig.savefig(path, dpi=100)
 

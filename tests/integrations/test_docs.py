@@ -139,6 +139,12 @@ def test_only_pages_to_which_no_readme_leads_include_a_file():
     assert not [page for page in including if f"docs/{page}" in README]
 
 
+def test_no_two_powers_in_a_paragraph_turn_the_words_between_them_bold():
+    for page, text in PAGES.items():
+        prose = re.sub(r"^( *)```.*?^ *```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+        assert not [p for p in prose.split("\n\n") if len(re.findall(r"\w\*\*\d", p)) > 1], page
+
+
 def test_the_table_of_the_autocast_page_is_the_data():
     text = PAGES["autocast.md"]
     rows = re.findall(r"^\| (\w+) \| ((?:`[^`]+` ?)+) \| (.+) \|$", text, re.MULTILINE)
