@@ -15,7 +15,7 @@ class Float8:
 
     The operands of a product are divided by a scale, a power of two that brings the largest absolute value of the
     tensor just below the largest float8, and rounded. Scales are computed just in time, so there is no state.
-    docs/float8.md says which products stay in the carrier.
+    [Some products](../float8.md#which-products) stay in the carrier.
 
     Args:
       forward: The dtype of the operands of a product. E4M3 has more digits.

@@ -39,7 +39,7 @@ def autocast(
     product reads it. The backward pass keeps the 16-bit inputs of such a run of cheap operations, and computes the
     float32 values inside it again. Values that are float64, complex, integer, or already 16 bit are left alone. It
     enters jit, scan, while, cond, remat, shard_map, and functions with custom derivatives; what it does not enter runs
-    as it was traced. docs/autocast.md has the table of rules, and `autocast_report` shows what was decided.
+    as it was traced. The [rules](../autocast.md#rules) are a table, and `autocast_report` shows what was decided.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not

@@ -92,6 +92,12 @@ def test_every_public_name_is_on_one_api_page_and_no_other_name_is():
     assert sorted(listed) == sorted({*returned, *(f"jamp.{name}" for name in top), *below})
 
 
+def test_a_docstring_on_an_api_page_links_to_a_page_and_does_not_name_its_file():
+    pages = "".join(text for page, text in PAGES.items() if page.startswith("api/"))
+    for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE):
+        assert "docs/" not in (pkgutil.resolve_name(name).__doc__ or ""), name
+
+
 def test_every_page_is_in_the_navigation():
     class Loader(yaml.SafeLoader):
         """mkdocs.yml may name Python objects."""
