@@ -1,6 +1,6 @@
 """Run the matrix products of a plain-JAX, a Linen, an NNX and an Equinox model in 16 bit, with the same change.
 
-    pip install "jax-amp[flax,equinox]"
+    pip install '.[flax,equinox]'
     python examples/autocast_any_model.py
 
 Each model is written for float32 and stays unchanged. Each trains for a few steps on the same toy problem in float32

@@ -77,6 +77,14 @@ def test_a_page_has_its_images_and_nothing_sticks_out(path, page):
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
 
 
+def test_the_home_page_begins_with_a_picture_and_has_no_empty_column(page):
+    page.goto("")
+    picture = page.locator(".md-content img").first.bounding_box()
+    assert picture["y"] + picture["height"] < page.viewport_size["height"]
+    text = page.locator(".md-content__inner").bounding_box()
+    assert text["width"] > 0.85 * page.viewport_size["width"]
+
+
 @pytest.mark.parametrize(("scheme", "background"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(30, 33, 41)")])
 def test_light_and_dark_follow_the_reader(scheme, background, page):
     page.emulate_media(color_scheme=scheme)
