@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import fill
+from benchmarks.markdown import fill
 
 Row = dict[str, Any]
 FEW = 0.01  # the share of gradients lost up to which a loss scale counts as right
@@ -96,7 +96,7 @@ def _spread(x: np.ndarray, sign: str = "") -> str:
 
 def deviation(x: np.ndarray) -> float:
     """The standard deviation of the seeds' population; 0 of one seed."""
-    return x.std(ddof=1) if len(x) > 1 else 0.0
+    return float(x.std(ddof=1)) if len(x) > 1 else 0.0
 
 
 def _number(x: float) -> str:

@@ -9,13 +9,14 @@ import time
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # before jax loads libtpu: there is no TPU to ask about
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks import peers, update
+from benchmarks import hlo, peers, update
 from benchmarks.timing import Case
 
 # What XLA has to know of a GPU that is not there. Without the versions and the feature extension, it computes float8
@@ -46,61 +47,50 @@ def on_device(target: str, tree: Any) -> Any:
 
 
 def ahead(target: str, quick: bool) -> list[dict[str, Any]]:
-    """Each optimizer's step by each library at 21 M parameters in 40 leaves, and in 16 leaves of two shapes."""
-    there = peers.installed(peers.JAX)
+    """Each optimizer's step by each library at 100 M parameters, more than a chip's caches hold, in 40 leaves."""
+    leaves, width = (4, 16) if quick else (40, 2240)
+    names = [name for name in peers.installed(peers.JAX) if name != peers.AGAIN]
     rows = []
     for optimizer in update.SCALED[:1] if quick else update.OPTIMIZERS:
-        for leaves, width in [(4, 16)] if quick else [(40, 1024), (16, 1024)]:
-            labels = {"optimizer": optimizer, **update.size(leaves, width)}
-            print(
-                "\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves, compiled for {0}".format(
-                    target, **labels
-                )
-            )
-            # libtpu takes minutes for each of the others.
-            cases = update.cases(optimizer, leaves, width, there if optimizer in update.SCALED else update.FEW[:2])
-            for row in compile_for(target, cases):
-                again = optimizer == "clip + adamw" or row["name"] not in peers.UNCHECKED
-                read = sum(x.nbytes for x in jax.tree.leaves(cases[0].args)) / 1e6
-                limit = row.pop("argument_and_result_megabytes") + read * again
-                rows.append(labels | row | {"limit_megabytes": limit})
+        labels = {"optimizer": optimizer, **update.size(leaves, width)}
+        print("\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves".format(**labels), target)
+        cases = (update.shapes(name, optimizer, leaves, width) for name in names)
+        for row in compile_for(target, cases):
+            rows.append(labels | row | {"limit_ratio": update.limit_ratio(optimizer, row["name"])})
     return rows
 
 
-def compile_for(target: str, cases: list[Case]) -> list[dict[str, Any]]:
-    """Bytes accessed, memory, kernels and conditionals of each case, compiled for one device of a target."""
-    rows = []
+def compile_for(target: str, cases: Iterable[Case]) -> list[dict[str, Any]]:
+    """What the program of each case does, compiled for one device of a target, and the time that this predicts."""
+    rows: list[dict[str, Any]] = []
     for case in cases:
-        carry, args = on_device(target, (case.carry, case.args))
         start = time.perf_counter()
-        compiled = jax.jit(case.step, donate_argnums=0).lower(carry, *args).compile()
-        seconds = time.perf_counter() - start
-        text, cost = compiled.as_text(), compiled.cost_analysis() or {}  # XLA:GPU has no analysis without a GPU
-        accessed = cost.get("bytes accessed")
-        memory = compiled.memory_analysis()
+        text, temporary = compiled(target, case)
+        found = hlo.count(text)
         rows.append(
             {
                 "name": case.name,
-                "megabytes_accessed": None if accessed is None else accessed / 1e6,
-                "argument_and_result_megabytes": (memory.argument_size_in_bytes + memory.output_size_in_bytes) / 1e6,
-                "temporary_megabytes": memory.temp_size_in_bytes / 1e6,
-                "fusions": text.count(" fusion("),
-                "kernels": kernels(text),
+                "megabytes": found.bytes / 1e6,
+                "kernels": int(found.kernels),
+                "temporary_megabytes": temporary,
                 "conditionals": text.count(" conditional("),
-                "compile_seconds": seconds,
+                "predicted_milliseconds": hlo.DEVICES[target].milliseconds(found),
+                "compile_seconds": time.perf_counter() - start,
             }
         )
+        rows[-1]["bytes_ratio"] = rows[-1]["megabytes"] / rows[0]["megabytes"]
+        rows[-1]["predicted_ratio"] = rows[-1]["predicted_milliseconds"] / rows[0]["predicted_milliseconds"]
         print(
-            f"{case.name:32s} {(accessed or float('nan')) / 1e6:8.1f} MB accessed "
-            "{temporary_megabytes:8.1f} MB temporary {kernels:4d} kernels {conditionals:2d} conditionals".format(
-                **rows[-1]
-            ),
+            "{name:32s} {megabytes:8.1f} MB x {bytes_ratio:.2f}  {kernels:4d} kernels  {conditionals:2d} conditionals  "
+            "{temporary_megabytes:8.2f} MB temporary  {predicted_milliseconds:.3f} ms x {predicted_ratio:.2f}  "
+            "{compile_seconds:.0f} s".format(**rows[-1]),
             flush=True,
         )
     return rows
 
 
-def kernels(text: str) -> int:
-    """Fusions, calls of libraries and copies that the program starts itself, not counting those in a branch."""
-    entry = text[text.index("\nENTRY ") :].partition("\n}")[0]
-    return sum(entry.count(f" {kind}(") for kind in ("fusion", "custom-call", "copy", "copy-start"))
+def compiled(target: str, case: Case) -> tuple[str, float]:
+    """The optimized program, and the megabytes of its temporaries."""
+    carry, args = on_device(target, (case.carry, case.args))
+    program = jax.jit(case.step, donate_argnums=0).lower(carry, *args).compile()
+    return program.as_text(), program.memory_analysis().temp_size_in_bytes / 1e6

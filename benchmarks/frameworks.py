@@ -3,37 +3,38 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.timing import Case, Result, compare, paired, ratio
+from benchmarks.timing import Case, compare, paired
 
 SCALE = 2.0**15  # Keras's initial scale
-Compared = Callable[[str, dict[str, jax.Array], int], list[Any]]
+Rows = list[dict[str, Any]]
 
 
-def available() -> dict[str, Compared]:
-    """The comparison of each framework that is installed; of the others a line is printed."""
+def installed() -> list[str]:
+    """Those of `FRAMEWORKS` that are there; of the others a line is printed."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    found: dict[str, Compared] = {}
-    for name, compared in (("keras", keras_on_jax), ("torch", torch_on_cpu)):
+    found = []
+    for name in FRAMEWORKS:
         try:
             __import__(name)
-            found[name] = compared
+            found.append(name)
         except ImportError as error:
             print(f"left out: {name} ({error})")
     return found
 
 
-def keras_on_jax(optimizer: str, params: dict[str, jax.Array], rounds: int) -> list[Result]:
-    cases = [keras_case(optimizer, params, scaled) for scaled in (False, True)]
-    return compare(cases, rounds)
+def keras_on_jax(optimizer: str, params: dict[str, jax.Array], rounds: int) -> Rows:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    names = {"keras": False, "keras, again": False, "keras LossScaleOptimizer": True}
+    cases = [keras_case(name, optimizer, params, scaled) for name, scaled in names.items()]
+    return [result.as_dict() for result in compare(cases, rounds)]
 
 
-def keras_case(optimizer: str, params: dict[str, jax.Array], scaled: bool) -> Case:
+def keras_case(name: str, optimizer: str, params: dict[str, jax.Array], scaled: bool) -> Case:
     """A step as Keras's trainer jits it: `stateless_apply`, everything donated."""
     import keras
 
@@ -54,36 +55,20 @@ def keras_case(optimizer: str, params: dict[str, jax.Array], scaled: bool) -> Ca
 
     grads = [jax.numpy.full(p.shape, 1e-3 * (SCALE if scaled else 1.0)) for p in params.values()]
     carry = [v.value for v in variables], [v.value for v in tx.variables]
-    return Case("keras LossScaleOptimizer" if scaled else "keras", step, carry, (grads,))
+    return Case(name, step, carry, (grads,))
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A result of what is not compiled."""
-
-    name: str
-    milliseconds: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-
-    def row(self) -> str:
-        return (
-            f"{self.name:32s} {self.milliseconds:9.2f} ms   x {self.ratio:5.3f}"
-            f" ({self.ratio_low:.3f}-{self.ratio_high:.3f})"
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def torch_on_cpu(optimizer: str, params: dict[str, jax.Array], rounds: int) -> list[Timed]:
+def torch_on_cpu(optimizer: str, params: dict[str, jax.Array], rounds: int) -> Rows:
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)  # as XLA:CPU
-    calls = {name: torch_step(optimizer, params, "GradScaler" in name) for name in ("torch", "torch.amp.GradScaler")}
+    names = {"torch": False, "torch, again": False, "torch.amp.GradScaler": True}
+    calls = {name: torch_step(optimizer, params, scaled) for name, scaled in names.items()}
     times = paired(calls, rounds)
-    return [Timed(name, float(np.median(found) * 1e3), *ratio(found, times["torch"])) for name, found in times.items()]
+    return [
+        {"name": name, "milliseconds": float(np.median(t) * 1e3), "ratio": float(np.median(t / times["torch"]))}
+        for name, t in times.items()
+    ]
 
 
 def torch_step(optimizer: str, params: dict[str, jax.Array], scaled: bool) -> Callable[[], float]:
@@ -111,3 +96,6 @@ def torch_step(optimizer: str, params: dict[str, jax.Array], scaled: bool) -> Ca
         return time.perf_counter() - start
 
     return run
+
+
+FRAMEWORKS: dict[str, Callable[[str, dict[str, jax.Array], int], Rows]] = {"keras": keras_on_jax, "torch": torch_on_cpu}

@@ -1,141 +1,143 @@
-"""Mixed precision's speed-up of whole models, beside torch.amp's on the same device: `python -m benchmarks.gpu`.
+"""Mixed precision on a GPU: whole models beside PyTorch, the optimizer step, and float8 products.
 
-    python -m benchmarks.gpu --json gpu.json          time a training step of ViT-B/16 and a 124 M-parameter transformer
-    python -m benchmarks.gpu --quick                  the same with tiny models, on a CPU too
-    python -m benchmarks.gpu --ahead tpu --json ...   compile them for a device that is not there (tpu or h200)
+    python -m benchmarks.gpu --json docs/benchmarks/gpu.json    as much as fits into 8 minutes: repeat until all is done
+    python -m benchmarks.gpu --json docs/benchmarks/gpu.json --steps-only    the optimizer step alone
+    python -m benchmarks.report docs/benchmarks/gpu.json                     fill the page
+    python -m benchmarks.gpu --device cpu --quick                            rehearse, tiny
 
-A step is forward, backward and AdamW on float32 parameters; the data are random, only the speed is looked at. Each
-library has a process of its own, one after the other, so that neither holds the other's memory.
+Each measurement has a process of its own, and is written as soon as it is there. Started again, the command goes on
+with what is missing, and then tries again what failed.
 """
 
 import argparse
-import multiprocessing
+import json
 import os
-import re
-from collections import Counter
-from dataclasses import replace
-from functools import partial
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before jax starts: torch needs memory too
-
-import jax
-import numpy as np
-
-from benchmarks import models
-from benchmarks.ahead_of_time import on_device
+from benchmarks import gpu_kernels, gpu_models
 from benchmarks.record import record, write
-from benchmarks.timing import compare, paired, ratio
 
+Unit = dict[str, Any]  # what identifies a measurement
 Rows = list[dict[str, Any]]
-BATCH = {"ViT-B/16": 64, "GPT-2 124 M": 8}
-# Float32 has to fit into the 16 GB of a TPU v5e too. Without a GPU, XLA:GPU finds no tiles for ViT's 197 tokens, and
-# leaves the products to cuBLAS.
-AHEAD: dict[str, tuple[str, dict[str, int], dict[str, bool]]] = {
-    "tpu": ("one core of a TPU v5e, not there", {"ViT-B/16": 32, "GPT-2 124 M": 2}, {}),
-    "h200": ("an H200, not there", BATCH, {"xla_gpu_enable_triton_gemm": False}),
-}
-LIBRARIES = ("jax", "torch")
+ROOT = Path(__file__).parents[1]
+PARTS = {"steps": gpu_kernels.steps, "products": gpu_kernels.products, "models": gpu_models.rows}
 
 
-def measure(library: str, name: str, quick: bool) -> tuple[str, Rows]:
-    """The device, and a row for each way to train the model; ratios are to the library's own float32."""
-    shape, batch, rounds = (models.SMALL[name], 2, 1) if quick else (models.SHAPES[name], BATCH[name], 11)
-    labels = {"model": name, "library": library, "batch": batch}
-    if library == "jax":
-        results = compare(models.cases(shape, batch), rounds, tries=1)
-        return jax.devices()[0].device_kind, [labels | result.as_dict() for result in results]
-    import torch
+def probe(unit: Unit, quick: bool) -> Rows:
+    del unit, quick
+    import jax
 
-    from benchmarks import torch_models
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    times = paired(torch_models.steps(shape, batch, device), rounds)
-    base = next(iter(times.values()))
-    rows = [
-        {"name": name, "milliseconds": float(np.median(t) * 1e3)}
-        | dict(zip(("ratio", "ratio_low", "ratio_high"), ratio(t, base), strict=True))
-        for name, t in times.items()
-    ]
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu", [labels | row for row in rows]
+    device = jax.devices()[0]
+    return [{"platform": device.platform, "kind": device.device_kind}]
 
 
-def speed(quick: bool, file: str | None) -> None:
-    """Written after each library and model: a run that is cut off leaves what it has measured."""
-    rows: Rows = []
-    devices: dict[str, None] = {}
-    for name in models.SHAPES:
-        for library in LIBRARIES:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                try:
-                    device, found = pool.apply(measure, (library, name, quick))
-                except ImportError as error:
-                    print(f"left out: {error}")
-                    continue
-            for row in found:
-                print("{model:12s} {name:36s} {milliseconds:9.2f} ms   x {ratio:.3f}".format(**row), flush=True)
-            rows += found
-            devices[device] = None
-            write(file, record("benchmarks.gpu", quick, ", ".join(devices)) | {"gpu": rows})
+def apart(unit: Unit, device: str, quick: bool, timeout: float) -> Rows:
+    """The rows of a measurement in a process of its own, on the GPU or on the CPU."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--unit", json.dumps(unit), *(["--quick"] if quick else [])]
+    platform = {"JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
+    # PyTorch's process and JAX's must not hold each other's memory, and the peak must be what a program needs.
+    environment = os.environ | platform | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def ahead(target: str, quick: bool) -> Rows:
-    """Temporary memory, bytes accessed and the dtypes of the matrix products; the layers are scanned."""
-    _, batches, options = AHEAD[target]
-    rows = []
-    for model, batch in batches.items():
-        shape = replace((models.SMALL if quick else models.SHAPES)[model], scanned=True)
-        params, args = jax.eval_shape(partial(made, shape, batch))
-        labels = {"model": model, "millions": sum(x.size for x in jax.tree.leaves(params)) / 1e6, "batch": batch}
-        for name, (step, tx) in models.steps(shape).items():
-            if name == "float32":
-                continue  # of the compilers, only JAX's default precision is asked
-            carry, batch_on_device = on_device(target, ((params, jax.eval_shape(tx.init, params)), args))
-            lowered = jax.jit(step, donate_argnums=0).lower(carry, batch_on_device)
-            rows.append(labels | {"name": name} | facts(lowered.compile(compiler_options=options)))
-            print(rows[-1], flush=True)
-    return rows
+def find_device(device: str, quick: bool) -> str:
+    """Its name; an error if JAX does not see a GPU where one is asked for."""
+    if device == "cpu" and not quick:
+        raise SystemExit("--device cpu is a rehearsal: add --quick. Times of a CPU say nothing about a GPU.")
+    (found,) = apart({"part": "probe"}, device, quick, 300)
+    if device == "gpu" and found["platform"] != "gpu":
+        raise SystemExit(
+            f"JAX sees no GPU but {found['kind']!r}. Install it with `pip install 'jax[cuda13]'`, or rehearse with "
+            "--device cpu --quick."
+        )
+    return found["kind"]
 
 
-def made(shape: models.Shape, batch: int) -> Any:
-    return models.init(jax.random.key(0), shape), models.data(jax.random.key(1), shape, batch)
+def plan(options: argparse.Namespace) -> list[Unit]:
+    """Everything that is asked for, the most telling first."""
+    parts = [options.only] if options.only else list(PARTS)
+    units: list[Unit] = []
+    if "steps" in parts:
+        units += [{"part": "steps"} | unit for unit in gpu_kernels.step_units(options.quick)]
+    if "products" in parts:
+        units += [{"part": "products"} | unit for unit in gpu_kernels.product_units(options.quick)]
+    if "models" in parts:
+        units += [{"part": "models"} | unit for unit in gpu_models.units(options.quick)]
+    chosen = {"model": options.model, "library": options.library}
+    return [u for u in units if all(wanted is None or u.get(key) == wanted for key, wanted in chosen.items())]
 
 
-def facts(compiled: Any) -> dict[str, Any]:
-    text, cost = compiled.as_text(), compiled.cost_analysis() or {}  # XLA:GPU has no analysis without a GPU
-    return {
-        "temporary_megabytes": compiled.memory_analysis().temp_size_in_bytes / 1e6,
-        "gigabytes_accessed": cost["bytes accessed"] / 1e9 if "bytes accessed" in cost else None,
-        "conditionals": text.count(" conditional("),
-        "products": products(text),
-    }
+def resumed(file: str | None, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The measurements that the file holds."""
+    if not file or not Path(file).exists():
+        return []
+    old = json.loads(Path(file).read_text())
+    differ = [key for key in ("versions", "quick") if old[key] != about[key]]
+    if differ or old["machine"]["device"] != about["machine"]["device"]:
+        raise SystemExit(f"{file} was measured elsewhere or with other versions: name another file, or remove it.")
+    return old["gpu"]
 
 
-def products(text: str) -> dict[str, int]:
-    """Matrix products and convolutions of an optimized program by the dtypes of their operands; a loop's count once."""
-    dtype_of = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
-    found: Counter[str] = Counter()
-    for kind, operands, rest in re.findall(r" (dot|convolution|custom-call)\(([^)]*)\)(.*)", text):
-        if kind != "custom-call" or "__cublas" in rest or "__cudnn$conv" in rest:
-            found[" x ".join(dtype_of.get(name, "?") for name in re.findall(r"%[\w.-]+", operands)[:2])] += 1
-    return dict(found.most_common())
+def measure(options: argparse.Namespace) -> None:
+    end = time.monotonic() + 60 * options.minutes
+    about = record("benchmarks.gpu", options.quick, find_device(options.device, options.quick))
+    found = {json.dumps(entry["unit"]): entry for entry in resumed(options.json, about)}
+    keys = {json.dumps(unit): unit for unit in plan(options)}
+    failed = [key for key in keys if "error" in found.get(key, {})]
+    todo = [key for key in keys if key not in found] + failed
+    for i, key in enumerate(todo):
+        left = end - time.monotonic()
+        longest = max((e["seconds"] for e in found.values() if e["unit"]["part"] == keys[key]["part"]), default=30.0)
+        if left < longest:
+            print(f"{len(todo) - i} measurements are left. The same command goes on with them.")
+            return
+        start = time.monotonic()
+        entry: dict[str, Any] = {"unit": keys[key]}
+        try:
+            entry["rows"] = apart(keys[key], options.device, options.quick, left)
+        except subprocess.TimeoutExpired:
+            entry["error"] = f"not done after {left:.0f} s"
+        except RuntimeError as error:
+            entry["error"] = str(error)[:300]
+        found[key] = entry | {"seconds": time.monotonic() - start}
+        write(options.json, about | {"gpu": list(found.values())})
+        for line in [entry["error"]] if "error" in entry else map(show, entry["rows"]):
+            print(" ".join(str(x) for x in keys[key].values()), line, flush=True)
+    print("Nothing is left to measure.")
+
+
+def show(row: dict[str, Any]) -> str:
+    number = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
+    return "  ".join(f"{key} {number(x)}" for key, x in row.items() if x is not None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="tiny models, each step once")
-    parser.add_argument("--ahead", choices=AHEAD, help="compile for this device instead of timing")
-    parser.add_argument("--json", metavar="FILE", help="write the results here too")
+    parser.add_argument("--json", metavar="FILE", help="write the results here, and go on with those that it holds")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start nothing that may not end in this time")
+    parser.add_argument("--steps-only", dest="only", action="store_const", const="steps")
+    parser.add_argument("--products-only", dest="only", action="store_const", const="products")
+    parser.add_argument("--models-only", dest="only", action="store_const", const="models")
+    parser.add_argument("--model", choices=gpu_models.BATCH, help="this model alone")
+    parser.add_argument("--library", choices=("jax", "torch"), help="its models alone")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--quick", action="store_true", help="tiny, a few steps of each: does it run at all")
+    parser.add_argument("--unit", type=json.loads, help=argparse.SUPPRESS)  # one measurement, in this process
     options = parser.parse_args()
-    if options.ahead:
-        jax.config.update("jax_platforms", "cpu")
-        rows = ahead(options.ahead, options.quick)
-        about = record("benchmarks.gpu", options.quick, AHEAD[options.ahead][0])
-        write(options.json, about | {f"ahead_{options.ahead}": rows})
+    if options.unit:
+        part = PARTS.get(options.unit["part"], probe)
+        print(json.dumps(part(options.unit, options.quick)))
     else:
-        speed(options.quick, options.json)
+        measure(options)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import jamp
+from benchmarks.processes import PROCESSES, across, line
 from benchmarks.timing import Case, compare
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -30,11 +31,16 @@ def cases(make: Callable[[], optax.GradientTransformation], leaves: int, width: 
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3, jnp.bfloat16), params)
     wrapped = {
         "by hand": by_hand(make()),
+        "by hand, again": by_hand(make()),
         "by hand, gradients read twice": with_second_read(by_hand(make())),
         "jamp.mixed_precision": jamp.mixed_precision(make()),
         "jamp.mixed_precision, disabled": jamp.mixed_precision(make(), jamp.NoOpLossScale()),
     }
     return [Case(name, train_step(tx), (params, tx.init(params)), (grads,)) for name, tx in wrapped.items()]
+
+
+def measure(optimizer: str, leaves: int, width: int, rounds: int) -> list[dict[str, Any]]:
+    return [result.as_dict() for result in compare(cases(OPTIMIZERS[optimizer], leaves, width), rounds)]
 
 
 def by_hand(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -85,9 +91,10 @@ def main() -> None:
 
             rows += [{"optimizer": name, **row} for row in compile_for("tpu", cases(make, leaves, width))]
             continue
-        for result in compare(cases(make, leaves, width), rounds=1 if options.quick else 15):
-            print(result.row(), flush=True)
-            rows.append({"optimizer": name, **result.as_dict()})
+        rounds, processes = (1, 1) if options.quick else (9, PROCESSES)
+        for row in across(measure, name, leaves, width, rounds, processes=processes):
+            print(line(row), flush=True)
+            rows.append({"optimizer": name, **row})
     if options.json:
         with open(options.json, "w") as file:
             json.dump(

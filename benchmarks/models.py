@@ -1,4 +1,4 @@
-"""ViT-B/16 and a transformer of GPT-2's shapes, as they are trained: what `benchmarks.gpu` times and compiles."""
+"""ViT-B/16 and transformers of GPT-2's layers, as they are trained: what `benchmarks.gpu` times and compiles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ import optax
 
 import jamp
 from benchmarks.autocast import cast, conv, dense, layer_norm
-from benchmarks.timing import Case
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,13 @@ SHAPES = {
     "ViT-B/16": Shape(12, 768, 12, 1000, 196, 16),
     "GPT-2 124 M": Shape(12, 768, 12, 50304, 1024),
 }
+LARGE = {"GPT 0.9 B": Shape(16, 2048, 16, 32768, 2048, scanned=True)}  # 876 M: where float8 should pay
 SMALL = {"ViT-B/16": Shape(1, 32, 2, 10, 4, 4), "GPT-2 124 M": Shape(1, 32, 2, 128, 16)}
+SMALL |= {"GPT 0.9 B": Shape(2, 128, 2, 128, 128, scanned=True)}
 
+Attend = Callable[..., jax.Array]
+
+TF32 = "float32, TF32"
 # TF32 on GPUs that have it, one pass in bfloat16 on a TPU.
 DEFAULT = "float32, JAX's default precision"
 
@@ -82,11 +86,17 @@ def data(key: jax.Array, shape: Shape, batch: int) -> tuple[jax.Array, jax.Array
 
 
 def loss_fn(
-    params: Any, batch: tuple[jax.Array, jax.Array], shape: Shape, dtype: Any = None, policy: Any = None
+    params: Any,
+    batch: tuple[jax.Array, jax.Array],
+    shape: Shape,
+    dtype: Any = None,
+    policy: Any = None,
+    attend: Attend | None = None,
 ) -> jax.Array:
     """Mean cross entropy; with a dtype, written by hand to compute in it, but for norms, softmax and loss.
 
-    With a policy, each block is in a `jax.checkpoint`.
+    With a policy, each block is in a `jax.checkpoint`. `attend(q, k, v, causal=...)` takes and gives arrays
+    [batch, tokens, heads, width of a head]; None writes attention out.
     """
     inputs, targets = batch
     if shape.patch:
@@ -98,7 +108,7 @@ def loss_fn(
         x = cast(params["embed"][inputs] + params["positions"], dtype)
 
     def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        x = x + attention(p, layer_norm(p["norm1"], x, dtype), shape, dtype)
+        x = x + attention(p, layer_norm(p["norm1"], x, dtype), shape, dtype, attend)
         return x + dense(p["down"], jax.nn.gelu(dense(p["up"], layer_norm(p["norm2"], x, dtype), dtype)), dtype), None
 
     block = jax.checkpoint(block, policy=policy) if policy else block
@@ -112,10 +122,12 @@ def loss_fn(
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
 
 
-def attention(p: Any, x: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
+def attention(p: Any, x: jax.Array, shape: Shape, dtype: Any, attend: Attend | None = None) -> jax.Array:
     """Written out, and softmax in float32: on a CPU, `jax.nn.dot_product_attention` does not compile in float16."""
     heads = (*x.shape[:2], shape.heads, shape.width // shape.heads)
     q, k, v = (y.reshape(heads) for y in jnp.split(dense(p["qkv"], x, dtype), 3, -1))
+    if attend:
+        return dense(p["out"], attend(q, k, v, causal=not shape.patch).reshape(x.shape), dtype)
     scores = jnp.einsum("bthd,bshd->bhts", q * heads[-1] ** -0.5, k).astype(jnp.float32)
     if not shape.patch:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
@@ -123,17 +135,46 @@ def attention(p: Any, x: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
     return dense(p["out"], jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape), dtype)
 
 
-def steps(shape: Shape) -> dict[str, tuple[Callable[..., Any], optax.GradientTransformation]]:
-    """`step((params, opt_state), batch)` and its optimizer: forward, backward and AdamW on float32 parameters."""
-    loss = partial(loss_fn, shape=shape)
+def fused_attention(dtype: Any) -> Attend:
+    """The kernel of cuDNN, which computes in 16 bit alone. Float32 takes XLA's fusions."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+        q, k, v = (cast(y, dtype) for y in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn" if dtype else "xla")
+
+    return attend
+
+
+def flops(shape: Shape, batch: int) -> float:
+    """Of the matrix products of a training step: three times those of the forward pass (PaLM, appendix B)."""
+    tokens = shape.tokens + bool(shape.patch)
+    weights = 12 * shape.layers * shape.width**2 + (0 if shape.patch else shape.classes * shape.width)
+    return 3.0 * batch * tokens * (2 * weights + 4 * shape.layers * shape.width * tokens)
+
+
+def steps(shape: Shape, fused: bool = False) -> dict[str, tuple[Callable[..., Any], optax.GradientTransformation]]:
+    """`step((params, opt_state), batch)` and its optimizer: forward, backward and AdamW on float32 parameters.
+
+    `fused`: attention by a kernel of the GPU's library where the step is in 16 bit.
+    """
+
+    def loss(kind: Any = None, dtype: Any = None) -> Any:
+        return partial(loss_fn, shape=shape, dtype=dtype, attend=fused_attention(kind) if fused else None)
+
     tx, scaled = optax.adamw(1e-4), jamp.loss_scaled(optax.adamw(1e-4))
+    f16, bf16 = jnp.float16, jnp.bfloat16
+    unscaled = lambda loss, precision=None: (partial(train_step, loss, tx, precision), tx)
     return {
-        "float32": (partial(train_step, loss, tx, "float32"), tx),
-        DEFAULT: (partial(train_step, loss, tx, None), tx),
-        "jamp.autocast float16, loss_scaled": (partial(scaled_step, jamp.autocast(loss, jnp.float16), scaled), scaled),
-        "jamp.autocast bfloat16": (partial(train_step, jamp.autocast(loss, jnp.bfloat16), tx, None), tx),
-        "dtype=float16, loss_scaled": (partial(scaled_step, partial(loss, dtype=jnp.float16), scaled), scaled),
-        "dtype=bfloat16": (partial(train_step, partial(loss, dtype=jnp.bfloat16), tx, None), tx),
+        "float32": unscaled(loss(), "float32"),
+        TF32: unscaled(loss(), "tensorfloat32"),
+        DEFAULT: unscaled(loss()),
+        "jamp.autocast float16, loss_scaled": (partial(scaled_step, jamp.autocast(loss(f16), f16), scaled), scaled),
+        "jamp.autocast float16, unscaled": unscaled(jamp.autocast(loss(f16), f16)),
+        "jamp.autocast bfloat16": unscaled(jamp.autocast(loss(bf16), bf16)),
+        "jamp.autocast float8": unscaled(jamp.autocast(loss(bf16), jamp.Float8())),
+        "dtype=float16, loss_scaled": (partial(scaled_step, loss(f16, f16), scaled), scaled),
+        "dtype=float16, unscaled": unscaled(loss(f16, f16)),
+        "dtype=bfloat16": unscaled(loss(bf16, bf16)),
     }
 
 
@@ -150,9 +191,3 @@ def scaled_step(loss: Any, tx: optax.GradientTransformation, carry: Any, batch: 
     grads = jamp.grad(loss, state)(params, batch)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
-
-
-def cases(shape: Shape, batch: int) -> list[Case]:
-    params = jax.jit(init, static_argnums=1)(jax.random.key(0), shape)
-    args = (data(jax.random.key(1), shape, batch),)
-    return [Case(name, step, (params, tx.init(params)), args) for name, (step, tx) in steps(shape).items()]

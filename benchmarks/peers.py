@@ -4,6 +4,7 @@ Each takes an optimizer and parameters and gives a step `(carry, grads) -> carry
 that is not installed is an ImportError.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,6 +50,38 @@ def grad_scaler(tx: optax.GradientTransformation, params: Any) -> Recipe:
         return scaler.step(tx, state, params, scaled_grads=scaled_grads)[:3]
 
     return Recipe(step, (params, tx.init(params), jamp.GradScaler(init_scale=SCALE)), scale=SCALE)
+
+
+def cond(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """By hand, as an expert would: `lax.cond` around the whole step, and jamp's exact check."""
+    loss_scale = jamp.DynamicLossScale()
+
+    def step(carry: Any, grads: Any) -> Any:
+        params, state, scale = carry
+
+        def apply(params: Any, state: Any) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        finite = jamp.all_finite(grads)
+        params, state = jax.lax.cond(finite, apply, lambda *kept: kept, params, state)
+        return params, state, loss_scale.update(scale, finite)
+
+    return Recipe(step, (params, tx.init(params), loss_scale.init()))
+
+
+def where(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """By hand: jamp's exact check, and `where` over parameters and optimizer state."""
+    loss_scale = jamp.DynamicLossScale()
+
+    def step(carry: Any, grads: Any) -> Any:
+        old, scale = carry[:2], carry[2]
+        finite = jamp.all_finite(grads)
+        updates, state = tx.update(grads, old[1], old[0])
+        new = optax.apply_updates(old[0], updates), state
+        return *jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old), loss_scale.update(scale, finite)
+
+    return Recipe(step, (params, tx.init(params), loss_scale.init()))
 
 
 def linen(tx: optax.GradientTransformation, params: Any) -> Recipe:
@@ -137,28 +170,32 @@ def mpx_recipe(tx: optax.GradientTransformation, params: Any) -> Recipe:
     return Recipe(step, (params, tx.init(params), jnp.float32(mpx.FLOAT16_MAX), jnp.int32(0)))
 
 
+AGAIN = "optax, again"  # the same program once more: how far two equal programs differ
 JAX = {
     "optax": plain,
+    AGAIN: plain,
     "jamp": loss_scaled,
     "jamp, NoOpLossScale": no_op,
     "jamp.GradScaler, unscales too": grad_scaler,
     "jamp.linen": linen,
     "jamp.nnx": nnx,
+    "lax.cond by hand": cond,
+    "where by hand": where,
     "optax.apply_if_finite": if_finite,
     "flax DynamicScale recipe": flax_dynamic_scale,
     "jmp recipe": jmp_recipe,
     "mpx recipe": mpx_recipe,
 }
-UNCHECKED = ("optax", "jamp, NoOpLossScale")  # they do not look whether the gradients are finite
+UNCHECKED = ("optax", AGAIN, "jamp, NoOpLossScale")  # they do not look whether the gradients are finite
 
 
 def installed(names: Any) -> list[str]:
-    """Those of the names whose packages are there; of the others a line is printed."""
+    """Those of the names whose packages are there; of the others a line is printed to the standard error."""
     found = []
     for name in names:
         try:
             JAX[name](optax.sgd(1.0), {"w": jnp.ones(1)})
             found.append(name)
         except ImportError as error:
-            print(f"left out: {name} ({error})")
+            print(f"left out: {name} ({error})", file=sys.stderr)
     return found

@@ -1,4 +1,8 @@
-"""Paired timing: every case runs once in each round, so that a drifting machine drifts for all of them."""
+"""Paired timing in one process: every case runs once in each round, so that a drifting machine drifts for all of them.
+
+Where arrays lie in memory differs from process to process and decides about as much as the code. `benchmarks.processes`
+therefore times the same cases in several.
+"""
 
 import random
 import time
@@ -8,8 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-
-TRIES = 3  # how often a quick compilation is repeated
 
 
 @dataclass(frozen=True)
@@ -24,48 +26,32 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over rounds; ratios are to the first case, round by round."""
+    """Medians over rounds; the ratio is to the first case, round by round."""
 
     name: str
     milliseconds: float
     ratio: float
-    ratio_low: float  # lower quartile
-    ratio_high: float  # upper quartile
     dispatch_milliseconds: float  # until the call returns, before anybody waits for its results
     trace_seconds: float  # trace and lower, in Python
     compile_seconds: float  # what XLA takes after that
-    compile_ratio: float  # trace and compile together
-    hlo_lines: int
     temporary_megabytes: float
     peak_megabytes: float  # arguments, results and temporaries, donated ones once
-
-    def row(self) -> str:
-        return (
-            f"{self.name:32s} {self.milliseconds:9.2f} ms"
-            f"   x {self.ratio:5.3f} ({self.ratio_low:.3f}-{self.ratio_high:.3f})"
-            f"   dispatch {self.dispatch_milliseconds:7.3f} ms"
-            f"   trace {self.trace_seconds:5.2f} + compile {self.compile_seconds:6.2f} s x {self.compile_ratio:4.2f}"
-            f"   {self.temporary_megabytes:8.1f} MB temporary, {self.peak_megabytes:8.1f} peak"
-        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def compare(cases: list[Case], rounds: int, tries: int = TRIES) -> list[Result]:
+def compare(cases: list[Case], rounds: int) -> list[Result]:
     """Compile and time the cases side by side; the first is the baseline. Their carries are used up."""
-    compiled, seconds = build(cases, tries)
-    calls = {
-        case.name: runner(compiled[case.name], carry, case.args)
-        for case, carry in zip(cases, distinct(cases), strict=True)
-    }
+    built = build(cases)
+    carries, _padding = placed(cases)
+    calls = {case.name: runner(built[case.name][0], carries[case.name], case.args) for case in cases}
     times = paired(calls, rounds)
-    base = cases[0].name
+    base = times[cases[0].name][:, 1]
     results = []
-    for case in cases:
-        dispatched, done = times[case.name].T
-        trace, compilation = np.median(seconds[case.name], 0)
-        memory = compiled[case.name].memory_analysis()
+    for name, (compiled, traced, seconds) in built.items():
+        dispatched, done = times[name].T
+        memory = compiled.memory_analysis()
         peak = (
             memory.argument_size_in_bytes
             + memory.output_size_in_bytes
@@ -74,14 +60,12 @@ def compare(cases: list[Case], rounds: int, tries: int = TRIES) -> list[Result]:
         )
         results.append(
             Result(
-                case.name,
+                name,
                 float(np.median(done) * 1e3),
-                *ratio(done, times[base][:, 1]),
+                float(np.median(done / base)),
                 float(np.median(dispatched) * 1e3),
-                float(trace),
-                float(compilation),
-                float((trace + compilation) / np.median(seconds[base], 0).sum()),
-                compiled[case.name].as_text().count("\n"),
+                traced,
+                seconds,
                 memory.temp_size_in_bytes / 1e6,
                 peak / 1e6,
             )
@@ -89,37 +73,32 @@ def compare(cases: list[Case], rounds: int, tries: int = TRIES) -> list[Result]:
     return results
 
 
-def build(cases: list[Case], tries: int = TRIES) -> tuple[dict[str, Any], dict[str, list[tuple[float, float]]]]:
-    """Each case compiled, and the seconds that its tracing and its compilation took, in each try."""
+def build(cases: list[Case]) -> dict[str, tuple[Any, float, float]]:
+    """Each case compiled, and the seconds that its tracing and its compilation took."""
     jax.jit(lambda x: x + 1)(0)  # what only the first compilation of a process pays
-    compiled: dict[str, Any] = {}
-    seconds: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
-    for _ in range(tries):
-        for case in cases:
-            if sum(map(sum, seconds[case.name])) > 2:
-                continue  # long enough to be told from noise
-            # A function of its own each time, and nothing that another case has traced, or the cache would answer.
-            jax.clear_caches()
-            jitted = jax.jit(lambda carry, *args, step=case.step: step(carry, *args), donate_argnums=0)
-            start = time.perf_counter()
-            lowered = jitted.lower(case.carry, *case.args)
-            traced = time.perf_counter()
-            compiled[case.name] = lowered.compile()
-            seconds[case.name].append((traced - start, time.perf_counter() - traced))
-    return compiled, seconds
+    built = {}
+    for case in random.sample(cases, len(cases)):
+        # A function of its own, and nothing that another case has traced, or the cache would answer.
+        jax.clear_caches()
+        jitted = jax.jit(lambda carry, *args, step=case.step: step(carry, *args), donate_argnums=0)
+        start = time.perf_counter()
+        lowered = jitted.lower(case.carry, *case.args)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        built[case.name] = compiled, traced - start, time.perf_counter() - traced
+    return {case.name: built[case.name] for case in cases}
 
 
-def distinct(cases: list[Case]) -> list[Any]:
-    """The carries, each array donated once: one that several cases share, or that is an argument, is copied."""
-    taken = {id(x) for case in cases for x in jax.tree.leaves(case.args)}
+def placed(cases: list[Case]) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Copies of the carries, which a step updates in place, at random places; and what lies between them."""
+    padding: list[np.ndarray] = []
 
-    def own(x: Any) -> Any:
-        if id(x) in taken:
-            return x.copy()
-        taken.add(id(x))
-        return x
+    def copy(x: Any) -> Any:
+        padding.append(np.empty(random.randrange(2**22), np.uint8))  # addresses alone: no page of it is touched
+        return x.copy()
 
-    return [jax.tree.map(own, case.carry) for case in cases]
+    order = random.sample(cases, len(cases))
+    return jax.block_until_ready({case.name: jax.tree.map(copy, case.carry) for case in order}), padding
 
 
 def runner(step: Callable[..., Any], carry: Any, args: tuple[Any, ...]) -> Callable[[], tuple[float, float]]:
@@ -146,8 +125,3 @@ def paired(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.nda
             calls[name]()  # the first call meets the caches and the freed memory of another case: not counted
             found[name].append(calls[name]())
     return {name: np.array(values) for name, values in found.items()}
-
-
-def ratio(times: np.ndarray, base: np.ndarray) -> list[float]:
-    """Median and quartiles of the ratios, round by round."""
-    return np.quantile(times / base, [0.5, 0.25, 0.75]).tolist()

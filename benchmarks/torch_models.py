@@ -1,6 +1,5 @@
 """The models of `benchmarks.models` in PyTorch, trained in float32 and as `torch.amp` documents mixed precision."""
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -14,6 +13,7 @@ VARIANTS = {
     "torch float32": (None, "highest"),
     "torch float32, TF32": (None, "high"),
     "torch.autocast float16, GradScaler": (torch.float16, "high"),
+    "torch.autocast float16, unscaled": (torch.float16, "high"),
     "torch.autocast bfloat16": (torch.bfloat16, "high"),
 }
 
@@ -64,40 +64,29 @@ def data(shape: Shape, batch: int, device: str) -> tuple[Tensor, Tensor]:
     return torch.randint(shape.classes, size, device=device), torch.randint(shape.classes, size, device=device)
 
 
-def steps(shape: Shape, batch: int, device: str) -> dict[str, Callable[[], float]]:
-    """For each variant a function that trains one step and returns its seconds."""
+def advance(shape: Shape, batch: int, device: str, name: str, backend: str) -> Callable[[int], None]:
+    """Trains so many steps and waits for the last; the model is compiled by `torch.compile`."""
+    dtype, precision = VARIANTS[name]
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision == "high"  # of the convolution over patches
     inputs, targets = data(shape, batch, device)
-    return {name: train_step(shape, inputs, targets, dtype, precision) for name, (dtype, precision) in VARIANTS.items()}
-
-
-def train_step(
-    shape: Shape, inputs: Tensor, targets: Tensor, dtype: torch.dtype | None, precision: str
-) -> Callable[[], float]:
-    device = inputs.device.type
     model = Transformer(shape).to(device)
+    compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler(device, enabled="GradScaler" in name)
 
     def step() -> None:
         with torch.autocast(device, dtype, enabled=dtype is not None):
-            loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+            loss = cross_entropy(compiled(inputs).flatten(0, -2), targets.flatten())
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-    def run() -> float:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = precision == "high"  # of the convolution over patches
-        wait(device)
-        start = time.perf_counter()
-        step()
-        wait(device)
-        return time.perf_counter() - start
+    def steps(count: int) -> None:
+        for _ in range(count):
+            step()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
-    return run
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return steps

@@ -8,24 +8,31 @@ import optax
 
 import jamp
 from benchmarks import transformer, whole_step
+from benchmarks.processes import PROCESSES, across, line
 from benchmarks.timing import Case, compare
 
 BATCHES = {"mlp": (8, 64, 512), "resnet": (2, 8, 32), "transformer": (1, 4, 16)}
 
 
 def train(quick: bool) -> list[dict[str, Any]]:
-    """AdamW, float16, each model at each batch size."""
+    """AdamW, float16, each model at each batch size, in several processes."""
     there = whole_step.installed()
     rows = []
     for model, batches in BATCHES.items():
         for batch in batches[:1] if quick else batches:
-            cases = CASES[model](batch, there[:2] if quick and model != "mlp" else there, quick)
-            millions = sum(x.size for x in jax.tree.leaves(cases[0].carry[0])) / 1e6
-            print(f"\n{model} of {millions:.2g} M parameters, batch {batch}, whole step with AdamW in float16")
-            for result in compare(cases, rounds=1 if quick else 15, tries=1):
-                print(result.row(), flush=True)
-                rows.append({"model": model, "batch": batch, "millions": millions} | result.as_dict())
+            names = there[:3] if quick and model != "mlp" else there
+            found = across(measure, model, batch, names, quick, processes=1 if quick else PROCESSES)
+            print(f"\n{model} of {found[0]['millions']:.2g} M parameters, batch {batch}, whole step in float16")
+            for row in found:
+                print(line(row), flush=True)
+            rows += found
     return rows
+
+
+def measure(model: str, batch: int, names: list[str], quick: bool) -> list[dict[str, Any]]:
+    cases = CASES[model](batch, names, quick)
+    labels = {"model": model, "batch": batch, "millions": sum(x.size for x in jax.tree.leaves(cases[0].carry[0])) / 1e6}
+    return [labels | result.as_dict() for result in compare(cases, rounds=1 if quick else 7)]
 
 
 def mlp(batch: int, names: list[str], quick: bool) -> list[Case]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import jamp
+from benchmarks.peers import AGAIN
 from benchmarks.timing import Case
 
 Loss = Callable[..., jax.Array]
@@ -33,6 +34,25 @@ def with_jamp(loss: Loss, tx: optax.GradientTransformation, params: Any) -> tupl
         return optax.apply_updates(params, updates), state
 
     return step, (params, scaled.init(params))
+
+
+def with_cond(loss: Loss, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+    """By hand, as an expert would: `lax.cond` around update and apply_updates, and jamp's exact check."""
+    loss_scale = jamp.DynamicLossScale()
+
+    def step(carry: Any, *batch: Any) -> Any:
+        params, state, scale = carry
+        _, grads = jamp.value_and_grad(loss, scale)(params, *batch)
+
+        def apply(params: Any, state: Any) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        finite = jamp.all_finite(grads)
+        params, state = jax.lax.cond(finite, apply, lambda *kept: kept, params, state)
+        return params, state, loss_scale.update(scale, finite)
+
+    return step, (params, tx.init(params), loss_scale.init())
 
 
 def with_flax(loss: Loss, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
@@ -87,7 +107,9 @@ def with_mpx(loss: Loss, tx: optax.GradientTransformation, params: Any) -> tuple
 
 RECIPES = {
     "optax": plain,
+    AGAIN: plain,
     "jamp": with_jamp,
+    "lax.cond by hand": with_cond,
     "flax DynamicScale recipe": with_flax,
     "jmp recipe": with_jmp,
     "mpx recipe": with_mpx,
