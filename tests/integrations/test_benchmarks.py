@@ -1,4 +1,4 @@
-"""The benchmarks: every library's recipe steps as plain Optax does; the page says what the results say."""
+"""The benchmarks: every recipe steps as plain Optax does, counts are right, and the pages say what the results say."""
 
 import functools
 import json
@@ -15,14 +15,15 @@ from trees import assert_close, bits
 
 sys.path.append(str(Path(__file__).parents[2]))  # at the end: an installed jamp comes first
 
-from benchmarks import accuracy_report, peers, train, whole_step
+from benchmarks import accuracy_report, gpu, hlo, peers, processes, report, report_gpu, report_step, train, whole_step
 
 TX = optax.sgd(1e-3, momentum=0.9)  # not Adam, which does not see a forgotten division by the loss scale
 PARAMS = {"b": jnp.array([0.5, -1.0]), "w": jnp.array([[1.0, 2.0], [3.0, -4.0]])}
 GRADS = {"b": np.float32([0.1, -0.3]), "w": np.float32([[1.0, -2.0], [1e-3, 0.5]])}
 LAYERS = [{"w": jnp.full((4, 3), 0.5).at[0, 1].set(1.0), "b": jnp.zeros(3)}]
 X, LABELS = train.images(8, (4,))
-RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "accuracy.json"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "benchmarks" / "accuracy.json"
 
 
 def run(recipe, *factors):
@@ -57,8 +58,152 @@ def test_every_whole_step_is_plain_optax_s_and_skips_an_overflow(name):
     carry = step(carry, X, LABELS)
     updates, _ = TX.update(jax.jit(jax.grad(train.mlp_loss))(LAYERS, X, LABELS), TX.init(LAYERS), LAYERS)
     assert_close(carry[0], optax.apply_updates(LAYERS, updates), rtol=0, atol=1e-6)
-    if name != "optax":
+    if name not in peers.UNCHECKED:
         assert bits(step(carry, X * np.float32(np.inf), LABELS)[0]) == bits(carry[0])
+
+
+PROGRAM = """
+%branch.1 (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %c = f32[64]{0} copy(%p)
+}
+
+%branch.2 (q: f32[64]) -> f32[64] {
+  ROOT %q = f32[64]{0} parameter(0)
+}
+
+ENTRY %main (a: f32[64], b: bf16[64]) -> (f32[64], f32[64]) {
+  %a = f32[64]{0} parameter(0)
+  %b = bf16[64]{0} parameter(1)
+  %flag = pred[] constant(true)
+  %n = s32[] constant(3)
+  %sum = s32[] add(%n, %n)
+  %f = (f32[64]{0}, /*index=1*/f32[64]{0:T(128)S(1)}) fusion(%a, %b, %a), kind=kLoop, calls=%g
+  %x = f32[64]{0} get-tuple-element(%f), index=0
+  %on_chip = f32[64]{0:T(128)S(1)} get-tuple-element(%f), index=1
+  %start = (f32[64]{0:T(128)}, f32[64]{0:T(128)S(1)}, u32[]{:S(2)}) copy-start(%on_chip)
+  %done = f32[64]{0:T(128)} copy-done(%start)
+  %chosen = f32[64]{0} conditional(%flag, %x, %x), branch_computations={%branch.1, %branch.2}
+  ROOT %tuple = (f32[64]{0}, f32[64]{0}) tuple(%chosen, %done)
+}
+"""
+
+
+def test_bytes_are_counted_once_an_operand_and_only_in_main_memory():
+    # The fusion reads 256 + 128 and writes 256, the copy from the chip writes 256, the larger branch copies 256.
+    assert hlo.count(PROGRAM) == hlo.Counts(256 + 128 + 256 + 256 + 2 * 256, 2)
+    assert hlo.Device(bandwidth=1e6, launch=1e-3).milliseconds(hlo.Counts(500, 3)) == 0.5 + 3
+
+
+def test_a_ratio_within_the_noise_of_the_same_program_is_no_difference():
+    ratios = {"optax": [1, 1, 1], "optax, again": [0.9, 1.05, 1], "jamp": [1.2, 1.1, 1.3], "other": [1, 1.1, 1.2]}
+    runs = [[{"name": name, "ratio": float(x[i])} for name, x in ratios.items()] for i in range(3)]
+    rows = {row["name"]: row for row in processes.summary(runs)}
+    assert processes.equal([*rows.values()]) == pytest.approx(np.log(1 / 0.9))
+    assert processes.cell(rows["jamp"]) == "1.20 (1.10 to 1.30)"
+    assert processes.cell(rows["other"]) == "no difference (1.10)"
+    assert processes.cell(rows["optax, again"]) == "1.00 (0.90 to 1.05)"
+
+
+def test_the_aim_is_met_up_to_five_percent_above_the_limit():
+    assert report_step.verdict(1.2 * 1.04, 1.2) == "met"
+    assert report_step.verdict(1.2 * 1.06, 1.2) == "**missed**"
+
+
+def test_the_tables_of_the_benchmarks_are_those_that_the_results_give(tmp_path):
+    for name in (report.PAGE, report.README, report.COMPARISON):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    report.write(tmp_path, report.read(sorted(RESULTS.parent.glob("*.json"))))
+    for name in (report.PAGE, report.README, report.COMPARISON):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text()
+
+
+def test_a_measurement_on_a_gpu_is_written_at_once_and_resumed(tmp_path, monkeypatch, capsys):
+    file, calls = tmp_path / "gpu.json", []
+
+    def apart(unit, device, quick, timeout):
+        if unit["part"] == "probe":
+            return [{"platform": "gpu", "kind": "NVIDIA H200"}]
+        assert not calls or json.loads(file.read_text())["gpu"][-1]["unit"] == calls[-1]
+        calls.append(unit)
+        if unit["part"] == "products" and len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return [{"name": "jamp", "milliseconds": 1.0}]
+
+    monkeypatch.setattr(gpu, "apart", apart)
+    run = lambda *options: (
+        monkeypatch.setattr(sys, "argv", ["gpu", "--json", str(file), "--quick", *options]),
+        gpu.main(),
+    )
+    run("--minutes", "0")  # the first may not end in time
+    assert not calls
+    run("--steps-only")
+    assert [unit["part"] for unit in calls] == ["steps", "steps"]
+    run("--model", "ViT-B/16", "--library", "torch", "--models-only")
+    assert {(unit.get("model"), unit.get("library")) for unit in calls[2:]} == {("ViT-B/16", "torch")}
+    done = len(calls)
+    run("--products-only")
+    run("--steps-only")
+    assert len(calls) == done + 1
+    assert "Nothing is left" in capsys.readouterr().out
+    file.write_text(file.read_text().replace("NVIDIA H200", "another"))
+    with pytest.raises(SystemExit, match="measured elsewhere"):
+        run()
+
+
+def test_a_measurement_that_failed_is_tried_again_after_all_others(tmp_path, monkeypatch):
+    file, order = tmp_path / "gpu.json", []
+
+    def apart(unit, device, quick, timeout):
+        if unit["part"] == "probe":
+            return [{"platform": "gpu", "kind": "NVIDIA H200"}]
+        order.append(unit["part"])
+        if order.count("steps") == 1:
+            raise RuntimeError("out of memory")
+        return [{"name": "jamp"}]
+
+    monkeypatch.setattr(gpu, "apart", apart)
+    for options in (["--steps-only"], []):
+        monkeypatch.setattr(sys, "argv", ["gpu", "--json", str(file), "--quick", *options])
+        gpu.main()
+    assert order[:2] == ["steps", "steps"]
+    assert order[-1] == "steps"
+    assert "error" not in file.read_text()
+
+
+def test_without_a_gpu_the_error_says_how_to_rehearse(monkeypatch):
+    monkeypatch.setattr(gpu, "apart", lambda *args: [{"platform": "cpu", "kind": "cpu"}])
+    with pytest.raises(SystemExit, match=r"JAX sees no GPU but 'cpu'.*--device cpu --quick"):
+        gpu.find_device("gpu", quick=False)
+    with pytest.raises(SystemExit, match="a rehearsal: add --quick"):
+        gpu.find_device("cpu", quick=False)
+
+
+def test_the_gpu_tables_hold_speed_ups_break_even_and_what_failed():
+    unit = {"part": "models", "library": "jax", "model": "ViT-B/16"}
+    row = {"batch": 2, "tokens_per_second": 5e4, "mfu": 0.25, "peak_gigabytes": 12.0}
+    entries = [
+        {"unit": unit | {"name": "float32, TF32"}, "rows": [row | {"milliseconds": 4.0}]},
+        {"unit": unit | {"name": "dtype=bfloat16"}, "rows": [row | {"milliseconds": 2.0}]},
+        {"unit": unit | {"name": "float32"}, "error": "out of memory"},
+    ]
+    table = report_gpu.models(entries)
+    assert "| ViT-B/16, batch 2 | dtype=bfloat16 | 2 | 2.00 | 50 | 25 % | 12 |" in table
+    assert table.endswith("Not measured: models jax ViT-B/16 float32: out of memory")
+    unit = {"part": "products", "size": [8, 8, 8]}
+    rows = [
+        {"name": n, "what": "forward", "milliseconds": t, "teraflops": 9 / t}
+        for n, t in (("bfloat16", 3.0), ("float8", 2.0))
+    ]
+    assert "| 8 x 8 x 8 | forward | 3 (1.00) | 4 (1.50) |" in report_gpu.products([{"unit": unit, "rows": rows}])
+    rows = [
+        {"name": n, "millions": 25.0, "milliseconds": 1.0, "ratio": r}
+        for n, r in (("optax", 1.0), ("optax, again", 1.01), ("jamp", 1.1))
+    ]
+    unit = {"part": "steps", "optimizer": "adamw", "width": 1120, "grads": "float16", "process": 0}
+    table = report_gpu.steps([{"unit": unit, "rows": rows}])
+    assert "| AdamW, 25 M, float16 | 1 ms | 1.01 (1.01 to 1.01) | 1.10 (1.10 to 1.10) |" in table
 
 
 def test_the_tables_of_the_accuracy_page_are_those_that_the_results_give(tmp_path):
