@@ -146,7 +146,7 @@ def test_digits_with_jamp_is_as_good_as_float32_and_without_it_gradients_vanish(
 def test_linen_transformer_shows_progress_and_makes_a_picture_and_scalars(run, tmp_path):
     args = "--steps", 2, "--out", tmp_path, "--logdir", tmp_path / "logs"
     output, progress = run("linen_transformer.py", *args, Transformer={"layers": 1, "width": 16})
-    assert re.search(r"100%.* 2/2 .*loss=\S+, scale=2\*\*16, skipped=0]", progress)
+    assert re.search(r"100%.* 2/2 .*loss=\d\.\d\d bits, scale=2\*\*16, skipped=0]", progress)
     assert re.match(r"2 steps, 0 skipped: \d\.\d\d bits per byte.", output)
     assert matplotlib.image.imread(tmp_path / "linen_transformer.png").shape[:2] == (600, 800)
     (events,) = (tmp_path / "logs").iterdir()
