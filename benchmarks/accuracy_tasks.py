@@ -119,7 +119,7 @@ def digits(quick: bool, batch: int | None = None) -> Task:
     steps, every = (4, 2) if quick else (2000, 50)
     return Task(
         "digits in batches" if batch else "digits",
-        _init_digits,
+        init_digits,
         _digits_loss,
         (x, y),
         get_batch,
@@ -132,7 +132,7 @@ def digits(quick: bool, batch: int | None = None) -> Task:
     )
 
 
-def _init_digits(key: jax.Array, sizes: tuple[int, ...] = (64, 128, 128, 128, 10)) -> Any:
+def init_digits(key: jax.Array, sizes: tuple[int, ...] = (64, 128, 128, 128, 10)) -> Any:
     he = jax.nn.initializers.he_normal()
     layers = zip(jax.random.split(key, len(sizes) - 1), sizes[:-1], sizes[1:], strict=True)
     return [{"w": he(k, (n, m)), "b": jnp.zeros(m)} for k, n, m in layers]

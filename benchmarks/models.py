@@ -140,7 +140,14 @@ def fused_attention(dtype: Any) -> Attend:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
         q, k, v = (cast(y, dtype) for y in (q, k, v))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn" if dtype else "xla")
+        if not dtype:
+            return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
+        # For training, cuDNN takes an even number of tokens. Of the one that is added, nothing is read.
+        tokens = q.shape[1]
+        q, k, v = (jnp.pad(y, ((0, 0), (0, tokens % 2), (0, 0), (0, 0))) for y in (q, k, v))
+        lengths = jnp.full(len(q), tokens, jnp.int32) if tokens % 2 else None
+        options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "is_causal": causal}
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)[:, :tokens]
 
     return attend
 

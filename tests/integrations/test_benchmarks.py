@@ -15,7 +15,20 @@ from trees import assert_close, bits
 
 sys.path.append(str(Path(__file__).parents[2]))  # at the end: an installed jamp comes first
 
-from benchmarks import accuracy_report, gpu, hlo, peers, processes, report, report_gpu, report_step, train, whole_step
+from benchmarks import (
+    accuracy_overflow,
+    accuracy_report,
+    gpu,
+    hlo,
+    peers,
+    processes,
+    report,
+    report_gpu,
+    report_step,
+    train,
+    whole_step,
+)
+from benchmarks.markdown import fill
 
 TX = optax.sgd(1e-3, momentum=0.9)  # not Adam, which does not see a forgotten division by the loss scale
 PARAMS = {"b": jnp.array([0.5, -1.0]), "w": jnp.array([[1.0, 2.0], [3.0, -4.0]])}
@@ -213,6 +226,24 @@ def test_the_tables_of_the_accuracy_page_are_those_that_the_results_give(tmp_pat
     page.write_text("# No marks\n")
     with pytest.raises(ValueError, match="has no marks <!-- about -->"):
         accuracy_report.write_page(page, results)
+
+
+def test_the_loss_scale_works_in_every_dynamic_run_of_the_overflow_study():
+    results = json.loads(RESULTS.with_name("accuracy_overflow.json").read_text())
+    assert fill(RESULTS.with_suffix(".md").read_text(), "overflow", accuracy_overflow.section(results)) == (
+        RESULTS.with_suffix(".md").read_text()
+    )
+    dynamic = accuracy_report.select(results["rows"], setup="float16, dynamic")
+    assert len(dynamic) == 10
+    assert all(row["skipped"] and row["start"] == "default" for row in dynamic)
+
+
+def test_equivalent_means_that_the_interval_lies_inside_the_margin():
+    low, high = accuracy_overflow.interval(np.array([0.0, 0.002, 0.004, 0.002, 0.002]))
+    assert (low, high) == pytest.approx((0.002 - 0.001348, 0.002 + 0.001348), abs=1e-6)  # 2.132 * 0.001414 / 5**0.5
+    assert accuracy_overflow.is_within(-0.0099, 0.0099)
+    assert not accuracy_overflow.is_within(-0.0101, 0.0)
+    assert not accuracy_overflow.is_within(0.0, 0.0101)
 
 
 def test_the_measures_of_the_accuracy_study_are_what_they_are_called():
