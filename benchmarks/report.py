@@ -24,10 +24,10 @@ def train(rows: Rows) -> str:
     body = []
     for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
         at = {row["name"]: row for row in rows if (row["model"], row["batch"]) == (model, batch)}
-        plain = f"{model}, {batch}", number(at["optax"]["milliseconds"])
-        body.append([*plain, *(cell(at.get(name)) for name in names)])
+        label = f"{model}, {batch}: {number(at['optax']['milliseconds'])}"
+        body.append([label, *(cell(at.get(name)) for name in names)])
     short = ("A/A" if is_again({"name": name}) else name for name in names)
-    return table(["model, batch", "plain, ms", *short], body)
+    return table(["model, batch: plain, ms", *short], body)
 
 
 def imports(rows: Rows) -> str:

@@ -1,5 +1,6 @@
 """Tables of the optimizer step: what the compilers count, and what was timed on a CPU."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.markdown import TITLES, number, table
@@ -24,28 +25,29 @@ def at(rows: Rows) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def counted(tpu: Rows, h200: Rows) -> str:
-    """AdamW: what a step moves, its kernels and its temporaries on both."""
-    header = ["AdamW", "TPU v5e: moved", "kernels", "temporary, MB", "H200: moved", "kernels", "temporary, MB"]
+    """AdamW: what a step moves, its kernels and its temporaries, TPU v5e / H200."""
+    header = ["AdamW, TPU v5e / H200", "moved, GB", "of plain Optax's", "kernels", "temporary, MB"]
     on = [at(rows) for rows in (tpu, h200)]
-    return table(header, [[name, *(x for rows in on for x in counts(rows[name, "adamw"]))] for name in FIRST])
+    body = []
+    for name in FIRST:
+        rows = [found[name, "adamw"] for found in on]
+        moved = pair(number(row["megabytes"] / 1e3) for row in rows), pair(f"{row['bytes_ratio']:.2f}" for row in rows)
+        temporary = pair(f"{row['temporary_megabytes']:.0f}" for row in rows)
+        body.append([name, *moved, pair(str(row["kernels"]) for row in rows), temporary])
+    return table(header, body)
 
 
-def counts(row: dict[str, Any]) -> list[str]:
-    moved = (
-        f"{number(row['megabytes'] / 1e3)}&nbsp;GB"
-        if row["name"] == "optax"
-        else f"{row['bytes_ratio']:.2f}&nbsp;times"
-    )
-    return [moved, str(row["kernels"]), f"{row['temporary_megabytes']:.0f}"]
+def pair(texts: Iterable[str]) -> str:
+    return "&nbsp;/&nbsp;".join(texts)
 
 
 def predicted(tpu: Rows, h200: Rows) -> str:
     """Every optimizer and library: the time that bytes, kernels and bandwidth predict, TPU v5e / H200."""
     columns, on = optimizers_in(tpu), (at(tpu), at(h200))
-    pair = lambda one, name, key: "&nbsp;/&nbsp;".join(f"{rows[name, one][key]:.2f}" for rows in on)
-    first = ["plain Optax, ms", *(pair(c, "optax", "predicted_milliseconds") for c in columns)]
+    both = lambda one, name, key: pair(f"{rows[name, one][key]:.2f}" for rows in on)
+    first = ["plain Optax, ms", *(both(c, "optax", "predicted_milliseconds") for c in columns)]
     limit = ["**limit by bytes**", *(bound(on[0]["jamp", c]["limit_ratio"]) for c in columns)]
-    body = [[name, *(pair(c, name, "predicted_ratio") for c in columns)] for name in names_in(tpu) if name != "optax"]
+    body = [[name, *(both(c, name, "predicted_ratio") for c in columns)] for name in names_in(tpu) if name != "optax"]
     return table(["TPU v5e / H200", *(TITLES[c] for c in columns)], [first, limit, *body])
 
 
@@ -148,9 +150,9 @@ def costs(rows: Rows) -> str:
 def cost(tpu: Rows, h200: Rows) -> str:
     """The README's table."""
     columns, on = optimizers_in(tpu)[:3], (at(tpu), at(h200))
-    pair = lambda name, c: "&nbsp;/&nbsp;".join(f"{rows[name, c]['predicted_ratio']:.2f}" for rows in on)
+    both = lambda name, c: " / ".join(f"{rows[name, c]['predicted_ratio']:.2f}" for rows in on)
     first = ["limit by bytes", *(bound(on[0]["jamp", c]["limit_ratio"]) for c in columns)]
-    body = [[name, *(pair(name, c) for c in columns)] for name in FIRST[1:]]
+    body = [[name, *(both(name, c) for c in columns)] for name in FIRST[1:]]
     return table(["TPU v5e / H200", *(TITLES[c] for c in columns)], [first, *body])
 
 
