@@ -42,6 +42,7 @@ from ._step.master_params import (
     master_params as master_params,
     mixed_precision as mixed_precision,
 )
+from ._step.rounding import StochasticRoundingState as StochasticRoundingState
 from ._step.scaling import (
     grad as grad,
     scale_loss as scale_loss,
@@ -49,6 +50,7 @@ from ._step.scaling import (
     value_and_grad as value_and_grad,
 )
 from ._step.state import LossScaledState as LossScaledState
+from ._step.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from .grad_scaler import GradScaler as GradScaler
 from .history import History as History
 

@@ -1,6 +1,6 @@
 """Autocast: rules (data), plan (decisions), program (what is evaluated), report."""
 
 from .float8 import Float8 as Float8
-from .precompute import precompute as precompute
+from .precomputation import precompute as precompute
 from .report import autocast_report as autocast_report
 from .transform import autocast as autocast, full_precision as full_precision

@@ -14,6 +14,7 @@ from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, NoOpLossScale, check_loss_scale
 from jamp._step import scaling
 from jamp._step.finite import all_finite
+from jamp._step.rounding import params_for, rounds_stochastically
 from jamp._step.skip import update_or_skip
 from jamp._step.state import (
     LossScaledState,
@@ -44,7 +45,8 @@ def loss_scaled(
     one `jit` with `optax.apply_updates`, every parameter then stays unchanged bit for bit. Outside, XLA:CPU flushes
     subnormal parameters to 0 in that addition. The loss scale always adapts.
 
-    float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32.
+    float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32. Only
+    `jamp.stochastic_rounding` gets its parameters as they are.
 
     Args:
       inner: The optimizer.
@@ -82,7 +84,10 @@ def loss_scaled(
 
     def init(params: optax.Params) -> LossScaledState:
         check_whole(params)
-        inner_state = jax.tree.map(_without_weak_type, inner.init(to_float32(params)))
+        inner_state = inner.init(to_float32(params))
+        if rounds_stochastically(inner_state):
+            inner_state = inner.init(params)  # It checks their dtypes.
+        inner_state = jax.tree.map(_without_weak_type, inner_state)
         check_one_scaler(inner_state)
         return kind(*ScalerState.init(loss_scale), inner_state)
 
@@ -96,7 +101,7 @@ def loss_scaled(
     ) -> tuple[optax.Updates, LossScaledState]:
         check_state(state, kind, loss_scale, structure)
         true = scaling.unscale(grads, find_loss_scale(state.loss_scale_state)) if unscale else to_float32(grads)
-        params = to_float32(params)
+        params = params_for(state.inner_state, params)
 
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(grads, inner_state, params, **extra_args)

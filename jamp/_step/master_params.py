@@ -11,6 +11,7 @@ from jamp._cast import cast_leaf, check_floating, is_floating
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
 from jamp._step.loss_scaled import loss_scaled
+from jamp._step.rounding import rounds_stochastically
 
 
 class MasterParamsState(NamedTuple):
@@ -123,7 +124,13 @@ def _with_masters(
 
     def init(params: optax.Params) -> MasterParamsState:
         masters = jax.tree.map(master, params)
-        return MasterParamsState(masters, inner.init(masters))
+        inner_state = inner.init(masters)
+        if rounds_stochastically(inner_state):
+            raise ValueError(
+                "stochastic_rounding is for parameters without float32 masters. Use it alone, in "
+                "jamp.loss_scaled(jamp.stochastic_rounding(tx)), or masters alone, in jamp.mixed_precision(tx)."
+            )
+        return MasterParamsState(masters, inner_state)
 
     def update(
         grads: optax.Updates, state: MasterParamsState, params: optax.Params | None = None, **extra_args: Any

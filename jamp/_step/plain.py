@@ -11,6 +11,7 @@ from jax import Array
 
 from jamp._cast import to_float32
 from jamp._step.master_params import MasterParamsState
+from jamp._step.rounding import params_for
 from jamp._step.skip import apply_or_keep, update_or_skip
 from jamp._step.state import contains
 
@@ -57,6 +58,6 @@ def step_plain(
         # State that `init` made float16 for float16 parameters stays float16.
         return updates, optax.tree.cast_like(new, state)
 
-    args = to_float32(grads), opt_state, to_float32(params)
+    args = to_float32(grads), opt_state, params_for(opt_state, params)
     updates, new_state = update(*args) if grads_finite is None else update_or_skip(grads_finite, update, *args)
     return apply_or_keep(grads_finite, params, updates), new_state

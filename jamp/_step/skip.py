@@ -23,9 +23,10 @@ from jamp._step.finite import on_mesh_of
 # factorisation), a skipped update gets gradients of zero. Otherwise the gradients are read without a selection, and
 # their norm can be computed at the same time as the check instead of after it.
 _SAFE_ON_NAN = frozenset({
-    "abs", "add", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq", "exp", "ge", "gt",
-    "integer_pow", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_max", "reduce_sum",
-    "reshape", "rsqrt", "select_n", "sign", "sqrt", "square", "squeeze", "sub", "transpose",
+    "abs", "add", "and", "bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq", "exp",
+    "ge", "gt", "integer_pow", "iota", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow",
+    "reduce_max", "reduce_sum", "reshape", "rsqrt", "select_n", "shift_right_logical", "sign", "sqrt", "square",
+    "squeeze", "sub", "transpose", "xor",
 })  # fmt: skip
 
 

@@ -2,5 +2,6 @@
 
 from ._find import find_nonfinite as find_nonfinite
 from ._finding import Finding as Finding, NonfiniteSearch as NonfiniteSearch, Values as Values
+from ._lost import lost_updates as lost_updates
 from ._nonfinite import NonfiniteReport as NonfiniteReport, nonfinite_report as nonfinite_report
 from ._underflow import UnderflowReport as UnderflowReport, underflow_report as underflow_report

@@ -174,3 +174,27 @@ def test_autocast_keeps_shardings_and_collectives(way):
 
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
     assert compile(jamp.autocast(loss)) == compile(loss) != (Counter(), ())
+
+
+@pytest.mark.promotes("optax")
+def test_index_specs_make_stochastic_rounding_in_shard_map_that_of_the_whole():
+    specs = {"w": P("data"), "v": P(None, "data"), "b": P()}
+    params = {
+        "w": jnp.ones((16, 4), jnp.bfloat16),
+        "v": jnp.ones((3, 16), jnp.bfloat16),
+        "b": jnp.ones(5, jnp.bfloat16),
+    }
+
+    def step(tx, params):
+        updates, _ = tx.update(jax.tree.map(lambda p: p.astype(jnp.float32) * 1e-3, params), tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    rounding = functools.partial(jamp.stochastic_rounding, optax.sgd(1.0))
+    shards = functools.partial(jax.shard_map, mesh=mesh(), in_specs=(specs,), out_specs=specs)
+    whole = jax.jit(functools.partial(step, rounding()))(params)
+    mapped_step = jax.jit(shards(functools.partial(step, rounding(index_specs=specs))))
+    assert_equal(jax.device_get(mapped_step(params)), jax.device_get(whole))
+    assert not collectives(mapped_step.lower(params).compile().as_text())
+    local = np.asarray(jax.jit(shards(functools.partial(step, rounding())))(params)["w"], np.float32)
+    assert np.array_equal(local, np.tile(local[:2], (8, 1)))  # Without them, equal shards are rounded alike.
+    assert len(np.unique(np.asarray(whole["w"], np.float32))) == 2

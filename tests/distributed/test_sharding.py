@@ -268,3 +268,24 @@ def test_a_float8_scale_is_that_of_the_whole_array_and_costs_one_scalar_maximum(
     maxima = collectives(sharded.as_text())
     assert sum(maxima.values()) == 1
     assert {(opcode, operand.partition("[")[2]) for opcode, operand in maxima} == {("all-reduce", "]")}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+@pytest.mark.promotes("optax")
+def test_stochastic_rounding_on_eight_devices_is_that_of_one_and_asks_nobody(kind):
+    tx, (plain, _) = jamp.stochastic_rounding(optax.sgd(0.1, momentum=0.5), state_dtype=jnp.bfloat16), inputs()
+    plain = jamp.cast_floating(jax.tree.map(jnp.asarray, plain), jnp.bfloat16)
+    mesh, shardings, _ = place(kind, "fsdp and tensor")
+
+    def steps(params):
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(jax.tree.map(jnp.square, params), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    with jax.set_mesh(mesh):
+        sharded = jax.jit(steps).lower(jax.device_put(plain, shardings)).compile()
+        found = sharded(jax.device_put(plain, shardings))
+    assert not collectives(sharded.as_text())
+    assert_equal(jax.device_get(found), jax.device_get(jax.jit(steps)(plain)))

@@ -57,6 +57,10 @@ def nnx_state(loss_scale):
 INTEGRATIONS = {name: adapter.make for name, adapter in (contract.ADAPTERS | frameworks.ADAPTERS).items()}
 INTEGRATIONS |= {"mixed_precision": functools.partial(INTEGRATIONS["mixed_precision"], dtype=jnp.bfloat16)}
 INTEGRATIONS |= {"nnx": nnx_state}
+ROUNDED = lambda tx, *args, **kwargs: jamp.loss_scaled(
+    jamp.stochastic_rounding(tx, state_dtype="bf16"), *args, **kwargs
+)
+INTEGRATIONS |= {"stochastic_rounding": functools.partial(contract.wrapper, ROUNDED, dtype=jnp.bfloat16)}
 
 # A format is a pair: save(path, tree) and load(path, like), as docs/checkpoints.md has them.
 

@@ -185,3 +185,26 @@ def test_outside_jit_a_skip_keeps_subnormal_parameters_too():
     found.append(jamp.equinox.apply_gradients(tx, grads, tx.init(tiny), tiny)[0])
     found.append(jamp.GradScaler().step(INNER, INNER.init(tiny), tiny, grads=grads).params)
     assert [bits(params)[1] for params in found] == [bits(tiny)[1]] * 4
+
+
+@pytest.mark.promotes("Flax and Equinox")
+def test_stochastic_rounding_reaches_the_16_bit_parameters_of_every_framework():
+    tx, p, x = jamp.stochastic_rounding(INNER), params(jnp.bfloat16), BATCHES["good"]
+    exact = jax.tree.map(lambda w, g: w - 0.1 * g, params(), jax.grad(loss_fn)(params(), x))
+    train_state = jamp.linen.TrainState.create(apply_fn=None, params=p, tx=tx, loss_scale=DYNAMIC)
+    train_state = train_state.apply_gradients(grads=train_state.value_and_grad(loss_fn)(p, x)[1])
+    net = Net(jnp.bfloat16)
+    optimizer = jamp.nnx.Optimizer(net, tx, wrt=nnx.Param, loss_scale=DYNAMIC)
+    optimizer.update(net, jamp.nnx.value_and_grad(net_loss, optimizer)(net, x)[1])
+    scaled, model = jamp.loss_scaled(tx, DYNAMIC), Model(p, jnp.int32(7))
+    state = scaled.init(eqx.filter(model, eqx.is_inexact_array))
+    grads = jamp.equinox.filter_value_and_grad(lambda model: loss_fn(model.params, x), state)(model)[1]
+    model, state = jamp.equinox.apply_gradients(scaled, grads, state, model)
+    of_net = {name: value[...] for name, value in net.params.items()}
+    for opt_state in (train_state.opt_state, nnx.as_pure(optimizer.opt_state), state):
+        assert int(opt_state.inner_state.rounding_count) == 1
+    for new in (train_state.params, of_net, model.params):
+        for name in new:
+            assert new[name].dtype == jnp.bfloat16
+            error = jnp.abs(new[name].astype(jnp.float32) - exact[name])
+            assert jnp.all(error <= jnp.abs(exact[name]) * 2.0**-7 + 1e-3)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 from jaxprs import normal
 from trees import bits
 

@@ -1,0 +1,248 @@
+"""stochastic_rounding: the rounding, its random bits, and the optimizer around it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jaxprs import normal
+from trees import assert_equal, avals, bits
+
+import jamp
+import jamp.debug
+from jamp._step.rounding import random_words, round_stochastically
+
+BF16 = jnp.bfloat16
+ROUND = jax.jit(round_stochastically, static_argnums=1)
+WORDS = random_words(0, jnp.int32(1))
+floats = st.floats(width=32, allow_subnormal=True)
+
+
+def as_bits(x):
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def params():
+    return {"w": normal(40, 30).astype(BF16), "b": normal(30, seed=1), "v": jnp.full(50, 0.01, BF16)}
+
+
+def grads_like(p, seed=0):
+    return jax.tree.map(lambda x: normal(*x.shape, seed=seed + x.ndim).astype(x.dtype), p)
+
+
+def run(tx, p, state, steps, start=0):
+    """The parameters and the state after some steps, each with gradients of its own."""
+
+    def step(carry, k):
+        p, state = carry
+        seeds = jax.tree.map(lambda x: jax.random.normal(jax.random.key(k), x.shape, x.dtype), p)
+        updates, state = tx.update(seeds, state, p)
+        return (optax.apply_updates(p, updates), state), None
+
+    return jax.jit(lambda c: jax.lax.scan(step, c, start + jnp.arange(steps))[0])((p, state))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(floats, min_size=1, max_size=40), st.integers(0, 2**31 - 1))
+def test_the_result_is_one_of_the_two_neighbours_in_bfloat16(numbers, step):
+    payloads = np.uint32([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001]).view(np.float32)
+    x = np.float32([*numbers, *[0] * (40 - len(numbers)), *payloads])
+    found = as_bits(ROUND(x, "w", random_words(3, jnp.int32(step))))
+    down = as_bits(x) & 0xFFFF0000
+    is_finite = np.isfinite(x)
+    up = np.where((down & 0x7F800000) == 0x7F800000, down, down + 0x10000)
+    up = np.where((up & 0x7F800000) == 0x7F800000, down, up)  # no finite number becomes infinite
+    is_exact = as_bits(x) == down
+    assert np.all(
+        np.where(is_finite, np.where(is_exact, found == down, (found == down) | (found == up)), found == as_bits(x))
+    )
+
+
+def test_on_average_it_is_the_number_for_any_fraction_and_sign():
+    n = 2**16
+    for fraction in (1, 0x1000, 0x8000, 0xF000, 0xFFFF):
+        for sign in (0, 0x80000000):
+            x = np.full(n, sign | 0x3F800000 | fraction, np.uint32).view(np.float32)
+            ups = int(np.sum(as_bits(ROUND(x, f"{fraction}", WORDS)) != as_bits(x) & 0xFFFF0000))
+            expected = n * fraction / 2**16
+            assert abs(ups - expected) <= 5 * max(expected * (1 - fraction / 2**16), 1) ** 0.5
+
+
+def random_numbers(name="w", step=1, seed=0, shape=(2**16,)):
+    """The 16 random bits of each element: how far a fraction of it is from the next number."""
+    found = np.zeros(shape, np.uint32)
+    words = random_words(seed, jnp.int32(step))
+    for bit in 2 ** np.arange(15, -1, -1, dtype=np.uint32):  # the largest r for which 0xFFFF - r carries, bit by bit
+        carries = as_bits(ROUND((0x3F800000 | (0x10000 - (found | bit))).view(np.float32), name, words)) != 0x3F800000
+        found = np.where(carries, found | bit, found)
+    return found
+
+
+def test_random_bits_are_uniform_and_independent_of_neighbours_steps_leaves_seeds():
+    base = random_numbers()
+    cells = np.bincount(base >> 8, minlength=256)
+    assert np.sum((cells - 256.0) ** 2 / 256) < 255 + 5 * (2 * 255) ** 0.5
+    low = np.bincount(base & 0xFF, minlength=256)
+    assert np.sum((low - 256.0) ** 2 / 256) < 255 + 5 * (2 * 255) ** 0.5
+    others = [random_numbers(step=2), random_numbers(name="b"), random_numbers(seed=1), random_numbers(step=2**20)]
+    others += [np.roll(base, shift) for shift in (1, 2, 256, 257)] + [
+        base[np.arange(2**16) ^ bit] for bit in (1, 2, 2**15)
+    ]
+    for other in others:
+        pairs = np.bincount((base >> 12) * 16 + (other >> 12), minlength=256)
+        assert np.sum((pairs - 256.0) ** 2 / 256) < 255 + 6 * (2 * 255) ** 0.5
+        assert abs(np.corrcoef(base, other)[0, 1]) < 5 / 256
+    steps = np.stack([random_numbers(step=k, shape=(512,)) for k in range(100)])  # of one element over the steps
+    assert np.abs(steps.mean(0) / 2**16 - 0.5).max() < 5 * (1 / 12 / 100) ** 0.5
+
+
+def test_bits_follow_the_index_in_the_array_and_not_its_shape():
+    flat = random_numbers(shape=(96,))
+    assert_equal(random_numbers(shape=(4, 24)).ravel(), flat)
+    assert_equal(random_numbers(shape=(2, 3, 16)).ravel(), flat)
+
+
+@pytest.mark.promotes("optax.adamw")
+def test_updates_give_the_rounded_parameters_and_float32_ones_are_stepped_as_usual():
+    tx, inner = jamp.stochastic_rounding(optax.adamw(1e-3), seed=5), optax.adamw(1e-3)
+    p, wide = params(), jamp.cast_floating(params(), jnp.float32)
+    grads = grads_like(p)
+    updates, state = jax.jit(tx.update)(grads, tx.init(p), p)
+    plain, _ = jax.jit(inner.update)(jamp.cast_floating(grads, jnp.float32), inner.init(wide), wide)
+    assert_equal(updates["b"], plain["b"])
+    new = optax.apply_updates(p, updates)
+    for name in ("w", "v"):
+        stepped = wide[name] + plain[name]
+        assert_equal(new[name], ROUND(stepped, f"['{name}']", random_words(5, jnp.int32(1))).astype(BF16))
+    assert int(state.rounding_count) == 1
+
+
+# XLA:CPU makes subnormal numbers 0 when it adds an update of 0, and a TPU does too.
+SPECIAL = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 2e-38, 3.3895314e38, 1.0]).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.promotes("optax.apply_updates")
+def test_a_zero_update_and_a_skipped_step_leave_every_parameter_bit_for_bit():
+    p = {"w": jnp.asarray(SPECIAL)}
+    tx = jamp.loss_scaled(jamp.stochastic_rounding(optax.sgd(0.1), state_dtype=BF16))
+
+    @jax.jit
+    def step(p, state, grads):
+        updates, state = tx.update(grads, state, p)
+        return optax.apply_updates(p, updates), state
+
+    state = tx.init(p)
+    after, _ = step(p, state, {"w": jnp.zeros_like(p["w"])})
+    assert bits(after) == bits(p)
+    after, skipped = step(p, state, {"w": jnp.full_like(p["w"], jnp.inf)})
+    assert bits((after, skipped.inner_state)) == bits((p, state.inner_state))
+    assert int(step(p, skipped, {"w": jnp.ones_like(p["w"])})[1].inner_state.rounding_count) == 1
+    largest = {"w": jnp.full(1000, 3.3895314e38, BF16)}
+    assert jnp.isfinite(step(largest, tx.init(largest), {"w": -jnp.full(1000, 1e36)})[0]["w"]).all()
+
+
+@pytest.mark.promotes("optax.apply_updates")
+def test_small_updates_are_not_lost_and_rounding_to_nearest_loses_them():
+    p = {"w": jnp.ones(4096, BF16)}
+    grads = {"w": jnp.full(4096, 1e-4)}
+    lost = jax.jit(jamp.debug.lost_updates)(p, {"w": -grads["w"]})
+    assert_equal(lost, {"w": jnp.float32(1.0)})
+    assert_equal(jamp.debug.lost_updates({"n": jnp.arange(3)}, {"n": jnp.zeros(3)}), {"n": jnp.float32(0)})
+    tx = jamp.stochastic_rounding(optax.sgd(1.0))
+    update = jax.jit(lambda p, state: tx.update(grads, state, p))
+    state = tx.init(p)
+    for _ in range(50):
+        updates, state = update(p, state)
+        p = optax.apply_updates(p, updates)
+    assert abs(float(p["w"].astype(jnp.float32).mean()) - (1 - 50e-4)) < 2e-4
+
+
+MOMENTS = {  # how many arrays of the state are stored in bfloat16, and how many stay float32
+    "adamw": (optax.adamw(1e-3), 6, 0),
+    "adafactor": (optax.adafactor(1e-3, min_dim_size_to_factor=8), 9, 0),
+    "lion": (optax.lion(1e-3), 3, 0),
+    "muon": (optax.contrib.muon(1e-3), 5, 1),
+    "momentum": (optax.sgd(1e-3, momentum=0.9), 3, 0),
+    "schedule free": (optax.contrib.schedule_free_adamw(1e-3, warmup_steps=2), 3, 3),
+    "MultiSteps": (optax.MultiSteps(optax.adam(1e-3), 2), 6, 3),
+    "partition": (
+        optax.partition({"a": optax.adam(1e-3), "f": optax.set_to_zero()}, {"w": "a", "b": "f", "v": "a"}),
+        4,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("adamw", "muon"))) for n in MOMENTS]
+)
+@pytest.mark.promotes("optax")
+def test_moments_are_stored_in_bfloat16_and_sums_and_constants_are_not(name):
+    inner, low, high = MOMENTS[name]
+    tx, p = jamp.stochastic_rounding(inner, state_dtype=BF16), params()
+    state = tx.init(p)
+    arrays = [x.dtype for x in jax.tree.leaves(state) if x.ndim and x.dtype != jnp.int32]
+    assert (arrays.count(BF16), arrays.count(jnp.float32)) == (low, high)
+    new, after = run(tx, p, state, 3)
+    assert avals(after) == avals(state)
+    exact, _ = run(jamp.stochastic_rounding(inner), p, jamp.stochastic_rounding(inner).init(p), 3)
+    moved = lambda q: jnp.concatenate([(q[k].astype(jnp.float32) - p[k].astype(jnp.float32)).ravel() for k in p])
+    cosine = jnp.vdot(moved(new), moved(exact)) / jnp.linalg.norm(moved(new)) / jnp.linalg.norm(moved(exact))
+    assert cosine > 0.9
+
+
+def test_a_function_chooses_what_is_stored_in_16_bit():
+    keep = lambda path, x: None if any(getattr(key, "name", "") == "nu" for key in path) else BF16
+    state = jamp.stochastic_rounding(optax.adam(1e-3), state_dtype=keep).init(params()).inner_state[0]
+    assert {x.dtype for x in jax.tree.leaves(state.mu)} == {jnp.dtype(BF16)}
+    assert {x.dtype for x in jax.tree.leaves(state.nu)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.promotes("optax.adamw")
+def test_a_run_is_the_same_in_two_halves_and_another_with_another_seed():
+    make = functools.partial(jamp.stochastic_rounding, optax.adamw(1e-3), state_dtype=BF16)
+    tx, p = jamp.loss_scaled(make()), params()
+    whole = run(tx, p, tx.init(p), 6)
+    half = jax.tree.map(np.asarray, run(tx, p, tx.init(p), 3))
+    assert_equal(run(tx, *half, 3, start=3), whole)
+    other = jamp.loss_scaled(make(seed=1))
+    assert bits(run(other, p, other.init(p), 6)[0]) != bits(whole[0])
+    assert not any(x.weak_type for x in jax.tree.leaves(tx.init(p)))
+
+
+@pytest.mark.promotes("optax.apply_updates")
+def test_a_grad_scaler_and_an_autocast_loss_step_it_too():
+    p, tx = params(), jamp.stochastic_rounding(optax.sgd(0.1))
+    wide = lambda p: jamp.cast_floating(p, jnp.float32)
+    loss = jamp.autocast(lambda p: jnp.sum((wide(p)["w"] @ wide(p)["b"]) ** 2) + jnp.sum(wide(p)["v"]), BF16)
+    for loss_scale in (jamp.DynamicLossScale(), jamp.NoOpLossScale()):
+        scaler = jamp.GradScaler(loss_scale)
+        grads = scaler.value_and_grad(loss)(p)[1]
+        new, state, *_ = scaler.step(tx, tx.init(p), p, grads=grads)
+        for plain in (tx, jamp.loss_scaled(tx)):
+            updates, _ = plain.update(grads, plain.init(p), p)
+            assert_equal(optax.apply_updates(p, updates), new)
+        assert int(state.rounding_count) == 1
+
+
+def test_misuse_is_told():
+    tx, p = jamp.stochastic_rounding(optax.sgd(0.1)), {"w": jnp.ones(3, jnp.float16)}
+    for wrapper in (tx, jamp.loss_scaled(tx)):
+        with pytest.raises(ValueError, match=r"parameter \['w'\] is float16. Stochastic rounding is for bfloat16"):
+            wrapper.init(p)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(p, tx.init({"w": jnp.ones(3)}))
+    for inner in (jamp.loss_scaled(optax.sgd(0.1)), jamp.mixed_precision(optax.sgd(0.1))):
+        with pytest.raises(ValueError, match=r"jamp\.loss_scaled\(jamp\.stochastic_rounding\(tx\)\)"):
+            jamp.stochastic_rounding(inner).init({"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"the plain optimizer in place of jamp\.master_params"):
+        jamp.stochastic_rounding(jamp.master_params(optax.sgd(0.1))).init({"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="stochastic_rounding is for parameters without float32 masters"):
+        jamp.mixed_precision(tx).init({"w": jnp.ones(3, BF16)})
+    for dtype in ("float16", jnp.int32):
+        with pytest.raises(ValueError, match="state_dtype"):
+            jamp.stochastic_rounding(optax.sgd(0.1), state_dtype=dtype)
