@@ -51,7 +51,7 @@ def steps(rows: Rows, folder: Path) -> None:
         same = np.exp(equal([r for r in rows if r["optimizer"] == optimizer]))
         axes.axvspan(1 / same, same, color="tab:red", alpha=0.2, zorder=0, lw=0)
         axes.axvline(at["jamp"]["limit_ratio"], color="tab:red", lw=1, ls="--", zorder=0)
-        axes.set(title=TITLES[optimizer], xscale="log", xlim=(0.8, 1.6 * max(r["ratio"] for r in shown)))
+        axes.set(title=TITLES[optimizer], xscale="log", xlim=(0.8, 1.6 * max(r["ratio_high"] for r in shown)))
         axes.set_xticks([1, 2, 5], ["1", "2", "5"])
         axes.minorticks_off()
     drawn.supxlabel("time beside plain Optax, XLA:CPU; dashed: limit by bytes; shaded: A/A", fontsize=10)
