@@ -1,11 +1,13 @@
 """bfloat16 parameters without masters: where training ends.
 
     python -m benchmarks.rounding --json docs/benchmarks/rounding.json       about half an hour on one core
+    python -m benchmarks.rounding --optimizers --json docs/benchmarks/rounding_optimizers.json   about 15 minutes
 
 Three tasks, five seeds, the same initial parameters and batches for each way to keep the parameters: the language model
 and the digits of `benchmarks.accuracy`, and the language model fine-tuned on other text with a learning rate so low
 that most updates are below half the spacing of bfloat16. All ways but float32 compute in bfloat16 under autocast, and
-have bfloat16 gradients. The loss is that of data that are never trained on.
+have bfloat16 gradients. The loss is that of data that are never trained on. With --optimizers: the language model with
+six optimizers, two seeds.
 """
 
 import argparse
@@ -92,6 +94,31 @@ def trained(task: Task, way: str, params: Any, key: jax.Array, tx: optax.Gradien
     return jax.lax.scan(step, (params, tx.init(params)), keys)[0][0]
 
 
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(3e-3),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=32),
+    "lion": lambda: optax.lion(5e-4),
+    "muon": lambda: optax.contrib.muon(5e-3),
+    "sgd with momentum": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+    "schedule-free adamw": lambda: optax.contrib.schedule_free_adamw(3e-3, warmup_steps=50),
+}
+
+
+def optimizers(quick: bool) -> list[dict[str, Any]]:
+    rows, task = [], language_model(quick)
+    for name, make in OPTIMIZERS.items():
+        for way in ("float32", "rounded to nearest", "stochastic", "stochastic, bfloat16 state"):
+
+            def run(key: jax.Array, make: Any = make, way: str = way) -> Any:
+                return FLOAT32.make_loss(task)(wide(trained(task, way, task.init(key), key, make())), task.held_out)[0]
+
+            compiled = jax.jit(run).lower(jax.random.key(0)).compile()
+            losses = [float(compiled(jax.random.key(seed))) for seed in range(1 if quick else 2)]
+            rows.append({"optimizer": name, "way": way, "losses": losses, "loss": float(np.mean(losses))})
+            print("{optimizer:20s} {way:28s} {loss:.4f}  {losses}".format(**rows[-1]), flush=True)
+    return rows
+
+
 def accuracy(quick: bool) -> list[dict[str, Any]]:
     rows = []
     tuned, start = fine_tuning(quick)
@@ -121,7 +148,8 @@ def accuracy(quick: bool) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps and one seed")
+    parser.add_argument("--optimizers", action="store_true", help="the language model with six optimizers")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     found = record("benchmarks.rounding", options.quick, "cpu")
-    write(options.json, found | {"rows": accuracy(options.quick)})
+    write(options.json, found | {"rows": (optimizers if options.optimizers else accuracy)(options.quick)})
