@@ -22,6 +22,12 @@ def closed_jaxpr(
     return core().ClosedJaxpr(jaxpr, list(constants.values()))
 
 
+def without_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same jaxpr with its constants as its first inputs."""
+    jaxpr = closed.jaxpr
+    return closed_jaxpr({}, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+
+
 def call(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr."""
     values: list[Any] = core().jaxpr_as_fun(closed)(*args)

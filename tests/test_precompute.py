@@ -98,6 +98,42 @@ def test_a_step_with_it_compiles_once_and_errors_say_what_to_do():
     assert apply._cache_size() == 1
     with pytest.raises(TypeError, match=r"has no derivative\. Take the gradient first"):
         jax.grad(lambda x: late(x).sum())(X)
-    fun = lambda params, x: x * (params["head"].sum() if x.shape[0] > 2 else params["bias"].sum(0, keepdims=True))
+    with pytest.raises(TypeError, match=r"has no derivative"):
+        jax.grad(lambda b: jamp.precompute(lambda w, x: (x @ w + b).sum(), PARAMS["head"], X)(X))(1.0)
+
+
+OTHERS = {
+    "a number": (lambda params, x, k: x @ (params["head"] * k), (X, 2), (X, 3)),
+    "a flag": (lambda params, x, name: x @ getattr(jnp, name)(params["head"]), (X, "sin"), (X, "cos")),
+    "a length": (lambda params, x: x @ (params["head"] / x.shape[0]), (X,), (X[:130],)),
+    "an order": (
+        lambda params, x: x @ jnp.sin(params["layers"][len(x) > 130]) + x @ jnp.sin(params["layers"][len(x) <= 130]),
+        (X,),
+        (X[:130],),
+    ),
+    "another parameter": (
+        lambda params, x: x @ params["layers"] if len(x) > 130 else x @ (2 * params["layers"]),
+        (X,),
+        (X[:130],),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_values_of_the_parameters_are_an_error_and_not_another_result(name):
+    fun, first, second = OTHERS[name]
+    late = jamp.precompute(fun, PARAMS, *first)
+    assert late(*first).shape == fun(PARAMS, *first).shape
     with pytest.raises(ValueError, match=r"Call jamp\.precompute again"):
-        jamp.precompute(fun, PARAMS, X)(X[:2])
+        late(*second)
+
+
+def test_parameters_may_be_a_module_and_batch_sizes_symbolic():
+    params = {"act": jax.nn.relu, "w": PARAMS["head"]}
+    fun = lambda params, x: params["act"](x @ params["w"]) + jnp.broadcast_to(params["w"].sum(), (x.shape[0], 1))
+    late = jamp.precompute(fun, params, X)
+    assert_equal(jit(lambda late: late(X))(late), jit(lambda w: fun(params | {"w": w}, X))(params["w"]))
+    (rows,) = jax.export.symbolic_shape("rows")
+    shapes = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda w, x: jamp.precompute(fun, params | {"w": w}, x)(x)))
+    assert exported(PARAMS["head"], shapes).out_avals[0].shape[1] == 128

@@ -1,6 +1,7 @@
 """stochastic_rounding: the rounding, its random bits, and the optimizer around it."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,16 @@ def test_moments_are_stored_in_bfloat16_and_sums_and_constants_are_not(name):
     assert cosine > 0.9
 
 
+def test_the_name_of_a_parameter_does_not_decide_how_its_moments_are_stored():
+    class Model(NamedTuple):
+        s: Any
+        weight: Any
+
+    p = Model(*[jnp.ones((3, 4), BF16)] * 2)
+    moments = jamp.stochastic_rounding(optax.adam(1e-3), state_dtype=BF16).init(p).inner_state[0].mu
+    assert (moments.s.dtype, moments.weight.dtype) == (BF16, BF16)
+
+
 def test_a_function_chooses_what_is_stored_in_16_bit():
     keep = lambda path, x: None if any(getattr(key, "name", "") == "nu" for key in path) else BF16
     state = jamp.stochastic_rounding(optax.adam(1e-3), state_dtype=keep).init(params()).inner_state[0]
@@ -239,6 +250,11 @@ def test_misuse_is_told():
     for inner in (jamp.loss_scaled(optax.sgd(0.1)), jamp.mixed_precision(optax.sgd(0.1))):
         with pytest.raises(ValueError, match=r"jamp\.loss_scaled\(jamp\.stochastic_rounding\(tx\)\)"):
             jamp.stochastic_rounding(inner).init({"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="would round twice"):
+        jamp.stochastic_rounding(tx).init({"w": jnp.ones(3)})
+    for seed in (jax.random.key(0), 1.5):
+        with pytest.raises(ValueError, match="seed must be an int"):
+            jamp.stochastic_rounding(optax.sgd(0.1), seed=seed)
     with pytest.raises(ValueError, match=r"the plain optimizer in place of jamp\.master_params"):
         jamp.stochastic_rounding(jamp.master_params(optax.sgd(0.1))).init({"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="stochastic_rounding is for parameters without float32 masters"):

@@ -1,11 +1,14 @@
 """`precompute`: evaluate once what a function computes from its parameters alone, such as their float8 values."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
 from jamp import _evaluate
@@ -16,13 +19,17 @@ from jamp._jaxpr import ClosedJaxpr
 def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Partial:
     """Evaluate once what a function computes from its parameters alone: casts to 16 bit, float8 values and scales.
 
-    For weights that are used many times: in inference, and in the micro-batches of gradient accumulation. What is kept
-    is never larger than what it is computed from. Parameters that are not needed any more are not kept, so that a model
-    with float8 or 16-bit weights needs a quarter or half of their memory. Loops over layers are split too.
+    For weights that are used many times: in inference, and in the micro-batches of gradient accumulation. Parameters
+    that nothing else reads are not kept, so that a model with float8 or 16-bit weights needs a quarter or half of their
+    memory. No value that is kept is larger than what it is computed from. It enters loops over layers, `jit` and
+    `jax.checkpoint`; of what else reads a parameter, such as `cond`, the parameter is kept.
+
+    `fun` must be pure: changes of a module's state are lost, and a random key in the parameters is used again in every
+    call. What is kept may be a parameter itself, so do not donate the parameters.
 
     Args:
       fun: A function of parameters and other arguments: `jamp.autocast(model, jamp.Float8())`, or a gradient of it.
-      params: The first argument of `fun`, a pytree of arrays.
+      params: The first argument of `fun`, a pytree of arrays, or a module.
       *args: The other arguments as `fun` will be called, arrays or `jax.ShapeDtypeStruct`s. Only their types are used.
       **kwargs: Keyword arguments, likewise.
 
@@ -31,7 +38,8 @@ def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) 
       no derivative: give `precompute` the gradient of `fun` instead.
 
     Raises:
-      ValueError: When it is called, if what it keeps does not fit arguments of these types. Call `precompute` again.
+      ValueError: When it is called, if for these arguments the function computes something else of its parameters, such
+        as a scaling by the length of a sequence. Call `precompute` again.
       TypeError: When it is differentiated.
 
     Examples:
@@ -46,34 +54,42 @@ def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) 
       Partial evaluation: Jones, Gomard, Sestoft, Partial Evaluation and Automatic Program Generation, 1993.
       `torch.autocast` caches the casts of weights in the same way, inside one region.
     """
-    parts, _ = _trace(fun, params, args, kwargs)
-    leaves = jax.tree.leaves(params)
+    parts, _ = _trace(fun, (params, *args), kwargs, params)
+    leaves, rebuild = _arrays((params,), {})
     computed = jax.jit(lambda *known: _evaluate.call(parts.early, known))(*leaves)
-    late = _Late(fun, jax.tree.map(jax.typeof, params))
-    return Partial(late, [*computed, *(leaves[i] for i in parts.passed)])
+    types = rebuild([jax.typeof(x) for x in leaves])[0][0]
+    return Partial(_Late(fun, types, _meaning(parts)), [*computed, *(leaves[i] for i in parts.passed)])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Late:
-    """The function that `precompute` returns: `fun`, with the types of its parameters."""
+    """The function that `precompute` returns: `fun`, the types of its parameters, and what was computed of them."""
 
     fun: Callable[..., Any]
     params: Any
+    meaning: Any
 
     def __call__(self, kept: list[Array], *args: Any, **kwargs: Any) -> Any:
-        parts, structure = _trace(self.fun, self.params, args, kwargs)
-        arrays, _ = _arrays(args, kwargs)
-        expected = parts.late.in_avals[: len(parts.late.in_avals) - len(arrays)]
-        if [x.str_short() for x in expected] != [jax.typeof(x).str_short() for x in kept]:
+        parts, structure = _trace(self.fun, (self.params, *args), kwargs, self.params)
+        if _meaning(parts) != self.meaning:
             raise ValueError(
-                "The function reads other values of its parameters for arguments of these types than for those that "
-                "precompute was called with. Call jamp.precompute again, with arguments of these types."
+                "The function computes other values of its parameters for these arguments than for those that "
+                "precompute was called with. Call jamp.precompute again, with arguments like these."
             )
+        arrays, _ = _arrays(args, kwargs)
         return jax.tree.unflatten(structure, _without_derivative(parts.late)(*kept, *arrays))
 
 
+def _meaning(parts: Split) -> Any:
+    """What two traces have in common if their early parts compute the same."""
+    early, _ = dce_jaxpr(parts.early.jaxpr, [True] * len(parts.early.jaxpr.outvars))
+    constants = [id(x) if isinstance(x, jax.core.Tracer) else np.asarray(x).tobytes() for x in parts.early.consts]
+    return re.sub("0x[0-9a-f]+", "", str(early)), constants, parts.passed
+
+
 def _without_derivative(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
-    evaluate = jax.custom_jvp(lambda *args: _evaluate.call(closed, args))
+    # The constants are arguments: they may be values that a caller differentiates.
+    evaluate = jax.custom_jvp(lambda *args: _evaluate.call(_evaluate.without_constants(closed), args))
 
     @evaluate.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
@@ -82,24 +98,23 @@ def _without_derivative(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
             "params, batch)."
         )
 
-    return evaluate
+    return lambda *args: evaluate(*closed.consts, *args)
 
 
-def _trace(fun: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> tuple[Split, Any]:
-    """The parts of a function whose parameters are known, and the structure of its result."""
-    known, treedef = jax.tree.flatten(params)
+def _trace(fun: Callable[..., Any], args: Any, kwargs: Any, params: Any) -> tuple[Split, Any]:
+    """The parts of a function whose first argument, the parameters, is known; and the structure of its result."""
     arrays, rebuild = _arrays(args, kwargs)
     structure = None
 
     def flat_fun(*leaves: Any) -> list[Any]:
         nonlocal structure
-        given, named = rebuild(leaves[len(known) :])
-        results = fun(jax.tree.unflatten(treedef, leaves[: len(known)]), *given, **named)
-        found, structure = jax.tree.flatten(results)
+        given, named = rebuild(leaves)
+        found, structure = jax.tree.flatten(fun(*given, **named))
         return found
 
-    levels = [Level.KNOWN] * len(known) + [Level.OTHER] * len(arrays)
-    closed = jax.make_jaxpr(flat_fun)(*known, *arrays)
+    known = len(_arrays((params,), {})[0])
+    levels = [Level.KNOWN] * known + [Level.OTHER] * (len(arrays) - known)
+    closed = jax.make_jaxpr(flat_fun)(*arrays)
     return split(inlined(closed, levels), levels), structure
 
 

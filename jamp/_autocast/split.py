@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def split(closed: ClosedJaxpr, levels: Sequence[Level]) -> Split:
         inputs = (level[v] for v in variables(eqn.invars))
         depends.append(Level.OTHER if eqn.effects else max(inputs, default=Level.FREE))
         level.update(dict.fromkeys(eqn.outvars, depends[-1]))
-        source = sum(size[v] for v in known(eqn.invars))
+        source = sum(size[v] for v in dict.fromkeys(known(eqn.invars)))
         size.update((v, min(_bytes(v), source)) for v in known(eqn.outvars))
     is_late = [x is not Level.KNOWN for x in depends]
     reads = [v for eqn, x in zip(jaxpr.eqns, is_late, strict=True) if x for v in eqn.invars]
@@ -69,9 +70,10 @@ def split(closed: ClosedJaxpr, levels: Sequence[Level]) -> Split:
     )
 
 
-def _bytes(v: Any) -> int:
+def _bytes(v: Any) -> float:
     (aval,) = _jaxpr.avals([v])
-    return int(aval.size * aval.dtype.itemsize)
+    # A symbolic size depends on other arguments.
+    return aval.size * aval.dtype.itemsize if isinstance(aval.size, int) else math.inf
 
 
 def inlined(closed: ClosedJaxpr, levels: Sequence[Level]) -> ClosedJaxpr:
@@ -146,10 +148,8 @@ def _remat(eqn: JaxprEqn, args: Sequence[Any], known: Sequence[bool]) -> list[An
     levels = [Level.KNOWN if x else Level.OTHER for x in known]
     parts = split(inlined(body, levels), levels)
     once, others = _evaluated(parts, args, levels)
-    jaxpr, constants = parts.late.jaxpr, parts.late.consts
-    late = _evaluate.closed_jaxpr({}, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
-    late_eqn = _evaluate.with_bodies(eqn, [late], eqn.invars, eqn.outvars)
-    return _evaluate.bind(late_eqn, [*constants, *once, *others], _jaxpr.avals(eqn.outvars))
+    late_eqn = _evaluate.with_bodies(eqn, [_evaluate.without_constants(parts.late)], eqn.invars, eqn.outvars)
+    return _evaluate.bind(late_eqn, [*parts.late.consts, *once, *others], _jaxpr.avals(eqn.outvars))
 
 
 def _evaluated(parts: Split, constants: Sequence[Any], levels: Sequence[Level]) -> tuple[list[Any], list[Any]]:

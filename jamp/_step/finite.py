@@ -16,7 +16,7 @@ from jamp._cast import cast_leaf, is_inexact
 # Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients".
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
-# Arrays that are added before they are reduced. With more, XLA no longer computes the norm of a clip in the same kernel.
+# Arrays that are added before they are reduced. With more, XLA does not compute a clip's norm in the same kernel.
 _MOST = 8
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._step.master_params import MasterParamsState
-from jamp._step.rounding import StochasticRoundingState, random_words, round_stochastically
+from jamp._step.rounding import StochasticRoundingState, random_words, round_stochastically, rounds_stochastically
 from jamp._step.state import contains
 
 # Fields of Optax's states that stand for a parameter and are not moments: parameters, sums of gradients, constants.
@@ -38,28 +39,31 @@ def stochastic_rounding(
     usual. It is the last transformation before `apply_updates`; put `loss_scaled` around it.
 
     The random bits are a hash of the seed, the number of the step, the path of the parameter and the index of the
-    element in the whole array. From the same gradients, a run is the same bit for bit on one device and on many, and
-    after a restart.
+    element in the whole array. From the same gradients, a compiled run is the same bit for bit on one device and on
+    many, and after a restart.
 
     `apply_updates` gives exactly the rounded parameter where the difference is a normal number, and a step makes the
-    parameter at most 2**14 times smaller. Elsewhere it is within 2**-23 of the old one.
+    parameter at most 2**14 times smaller. Elsewhere it is off by at most 2**-23 times the old parameter.
 
     Args:
       inner: The optimizer.
-      seed: Two runs with different seeds round differently. Under `vmap` the members share their random bits.
+      seed: Two runs with different seeds round differently. Under `vmap` the members share their random bits, unless
+        each has a seed of its own (i32[]).
       state_dtype: bfloat16 stores in it, between steps, the float32 arrays of the inner state that stand for a
         parameter, with the same rounding. Sums of gradients and copies of parameters stay float32: MultiSteps'
         `acc_grads`, schedule-free's `z`. To decide yourself, pass a function of path and array that returns a dtype or
         None.
-      index_specs: Inside `shard_map`, a pytree of `PartitionSpec`s like the parameters. Without it, equal elements of
-        different shards are rounded alike.
+      index_specs: Inside `shard_map`, a pytree of `PartitionSpec`s like the parameters, or a prefix of it. Without it,
+        equal elements of different shards are rounded alike, as are, with `state_dtype`, those of an array of the state
+        whose shape is not that of its parameter.
 
     Returns:
       An Optax transformation whose `update` needs `params`. Its state is a `StochasticRoundingState`.
 
     Raises:
-      ValueError: If `state_dtype` is not bfloat16. From `init` and `update`, if a parameter is float16 or float8. From
-        `init`, if the inner optimizer is loss-scaled or has masters. From `update`, without `params`.
+      ValueError: If `state_dtype` is not bfloat16, or the seed not an int. From `init` and `update`, if a parameter is
+        float16 or float8. From `init`, if the inner optimizer is loss-scaled, has masters, or rounds stochastically.
+        From `update`, without `params`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -75,18 +79,24 @@ def stochastic_rounding(
       Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015. Zamirai et al., Revisiting BFloat16
       Training, arXiv:2010.06192.
     """
+    if not jnp.issubdtype(jnp.result_type(seed), jnp.integer) or jnp.ndim(seed):
+        raise ValueError(f"seed must be an int, got seed={seed!r}. The random bits are a hash of it, and need no key.")
     inner = optax.with_extra_args_support(inner)
     choose = _chooser(state_dtype)
 
-    def store(inner_state: Any, words: Any, params: Any) -> Any:
+    def store(inner_state: Any, words: Any, params: Any, specs: Any) -> Any:
         """The inner state, with some of its arrays in 16 bit."""
-        names = {path for path, _ in jax.tree.leaves_with_path(params)}
+        shapes = tree_map_with_path(lambda path, p, spec: (path, jnp.shape(p), spec), params, specs)
+        of_params = {path: rest for path, *rest in jax.tree.leaves(shapes, is_leaf=lambda x: type(x) is tuple)}
 
         def stored(path: Any, x: Any) -> Any:
-            dtype = choose(path, x, names) if jnp.result_type(x) == jnp.float32 else None
+            start = next((i for i in range(len(path) + 1) if path[i:] in of_params), None)
+            dtype = choose(path, x, start) if jnp.result_type(x) == jnp.float32 else None
             if dtype is None:
                 return x
-            return round_stochastically(x, f"state{keystr(path)}", words).astype(_check_state_dtype(dtype))
+            shape, spec = (None, None) if start is None else of_params[path[start:]]
+            spec = spec if shape == jnp.shape(x) else PartitionSpec()
+            return round_stochastically(x, f"state{keystr(path)}", words, spec).astype(_check_state_dtype(dtype))
 
         return inner_state if state_dtype is None else tree_map_with_path(stored, inner_state)
 
@@ -94,7 +104,10 @@ def stochastic_rounding(
         _check_params(params)
         inner_state, count = inner.init(to_float32(params)), jnp.array(0, jnp.int32)
         _check_inner(inner_state)
-        return StochasticRoundingState(count, store(inner_state, random_words(seed, count), params))
+        return StochasticRoundingState(
+            count,
+            store(inner_state, random_words(seed, count), params, jax.tree.map(lambda _: PartitionSpec(), params)),
+        )
 
     def update(
         grads: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
@@ -107,31 +120,30 @@ def stochastic_rounding(
 
         words = random_words(seed, count)
 
-        def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any = None) -> Any:
+        def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
             if jnp.result_type(p) != jnp.bfloat16:
                 return step
-            new = round_stochastically(old + step, keystr(path), words, spec)
+            new = round_stochastically((old + step).astype(jnp.float32), keystr(path), words, spec)
             is_same = lax.bitcast_convert_type(new, jnp.uint32) == lax.bitcast_convert_type(old, jnp.uint32)
             # -0.0 leaves every number as it is, also inf and NaN.
             return jnp.where(is_same, jnp.float32(-0.0), new - old)
 
-        specs = () if index_specs is None else (index_specs,)
-        updates = tree_map_with_path(rounded, params, wide, updates, *specs)
-        return updates, StochasticRoundingState(count, store(inner_state, words, params))
+        specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
+        updates = tree_map_with_path(rounded, params, wide, updates, specs)
+        return updates, StochasticRoundingState(count, store(inner_state, words, params, specs))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, set[tuple[Any, ...]]], Any]:
-    """The dtype in which an array of the state is stored, by its path, itself, and the paths of the parameters."""
+def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
+    """The dtype of an array of the state, by its path, itself, and where in its path that of a parameter begins."""
     if callable(state_dtype) and not isinstance(state_dtype, (type, np.dtype, type(jnp.bfloat16))):
-        return lambda path, x, params: state_dtype(path, x)
+        return lambda path, x, start: state_dtype(path, x)
     dtype = None if state_dtype is None else _check_state_dtype(state_dtype)
 
-    def choose(path: tuple[Any, ...], x: Any, params: set[tuple[Any, ...]]) -> Any:
-        stands_for_a_parameter = any(path[i:] in params for i in range(len(path) + 1))
-        is_moment = not _NOT_MOMENTS & {getattr(key, "name", None) for key in path}
-        return dtype if stands_for_a_parameter and is_moment and jnp.ndim(x) else None
+    def choose(path: tuple[Any, ...], x: Any, start: int | None) -> Any:
+        is_moment = not _NOT_MOMENTS & {getattr(key, "name", None) for key in path[:start]}
+        return dtype if start is not None and is_moment and jnp.ndim(x) else None
 
     return choose
 
@@ -147,9 +159,9 @@ def _check_params(params: Any) -> None:
     for path, p in jax.tree.leaves_with_path(params):
         if is_floating(p) and p.dtype.itemsize < 4 and p.dtype != jnp.bfloat16:
             raise ValueError(
-                f"The parameter {keystr(path)} is {p.dtype.name}. Stochastic rounding is for bfloat16, which has the "
-                "range of float32: smaller types would make small parameters 0. Use bfloat16 parameters, or float32 "
-                "masters: jamp.mixed_precision(tx)."
+                f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. Stochastic rounding is for bfloat16, "
+                "which has the range of float32: smaller types would make small parameters 0. Use bfloat16 parameters, "
+                "or float32 masters: jamp.mixed_precision(tx)."
             )
 
 
@@ -159,6 +171,8 @@ def _check_inner(inner_state: Any) -> None:
             "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "
             "whole: jamp.loss_scaled(jamp.stochastic_rounding(tx))."
         )
+    if rounds_stochastically(inner_state):
+        raise ValueError("stochastic_rounding inside stochastic_rounding would round twice. Pass the plain optimizer.")
     if contains(inner_state, lambda x: isinstance(x, MasterParamsState)):
         raise ValueError(
             "stochastic_rounding is for parameters without float32 masters, and the optimizer inside it has some. Pass "
