@@ -117,7 +117,6 @@ def stochastic_rounding(
         _check_params(params)
         wide, count = to_float32(params), optax.safe_increment(state.rounding_count)
         updates, inner_state = inner.update(to_float32(grads), to_float32(state.inner_state), wide, **extra_args)
-
         words = random_words(seed, count)
 
         def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
