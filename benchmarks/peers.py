@@ -52,20 +52,24 @@ def grad_scaler(tx: optax.GradientTransformation, params: Any) -> Recipe:
     return Recipe(step, (params, tx.init(params), jamp.GradScaler(init_scale=SCALE)), scale=SCALE)
 
 
+def step_if(finite: Any, tx: optax.GradientTransformation, grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+    """`lax.cond` around update and apply_updates."""
+
+    def apply(params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.lax.cond(finite, apply, lambda *kept: kept, params, state)
+
+
 def cond(tx: optax.GradientTransformation, params: Any) -> Recipe:
     """By hand, as an expert would: `lax.cond` around the whole step, and jamp's exact check."""
     loss_scale = jamp.DynamicLossScale()
 
     def step(carry: Any, grads: Any) -> Any:
         params, state, scale = carry
-
-        def apply(params: Any, state: Any) -> Any:
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
         finite = jamp.all_finite(grads)
-        params, state = jax.lax.cond(finite, apply, lambda *kept: kept, params, state)
-        return params, state, loss_scale.update(scale, finite)
+        return *step_if(finite, tx, grads, params, state), loss_scale.update(scale, finite)
 
     return Recipe(step, (params, tx.init(params), loss_scale.init()))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import jamp
-from benchmarks.peers import AGAIN
+from benchmarks.peers import AGAIN, step_if
 from benchmarks.timing import Case
 
 Loss = Callable[..., jax.Array]
@@ -44,13 +44,8 @@ def with_cond(loss: Loss, tx: optax.GradientTransformation, params: Any) -> tupl
         params, state, scale = carry
         _, grads = jamp.value_and_grad(loss, scale)(params, *batch)
 
-        def apply(params: Any, state: Any) -> Any:
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
         finite = jamp.all_finite(grads)
-        params, state = jax.lax.cond(finite, apply, lambda *kept: kept, params, state)
-        return params, state, loss_scale.update(scale, finite)
+        return *step_if(finite, tx, grads, params, state), loss_scale.update(scale, finite)
 
     return step, (params, tx.init(params), loss_scale.init())
 

@@ -201,9 +201,10 @@ def test_the_name_of_a_parameter_does_not_decide_how_its_moments_are_stored():
         s: Any
         weight: Any
 
-    p = Model(*[jnp.ones((3, 4), BF16)] * 2)
-    moments = jamp.stochastic_rounding(optax.adam(1e-3), state_dtype=BF16).init(p).inner_state[0].mu
-    assert (moments.s.dtype, moments.weight.dtype) == (BF16, BF16)
+    w = jnp.ones((3, 4), BF16)
+    for p in (Model(w, w), (w, w), [(w, {"z": w})], w):  # nor the container
+        moments = jamp.stochastic_rounding(optax.adam(1e-3), state_dtype=BF16).init(p).inner_state[0].mu
+        assert {x.dtype for x in jax.tree.leaves(moments)} == {jnp.dtype(BF16)}
 
 
 def test_a_function_chooses_what_is_stored_in_16_bit():

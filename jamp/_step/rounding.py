@@ -54,7 +54,7 @@ def round_stochastically(x: Array, name: str, words: tuple[Array, Array], spec: 
 
     Args:
       x: f32.
-      name: The random bits of leaves with different names are independent.
+      name: Leaves with different names get different random bits.
       words: Those of the step, from `random_words`.
       spec: In `shard_map`, how `x` is sharded.
     """

@@ -86,8 +86,10 @@ def stochastic_rounding(
 
     def store(inner_state: Any, words: Any, params: Any, specs: Any) -> Any:
         """The inner state, with some of its arrays in 16 bit."""
-        shapes = tree_map_with_path(lambda path, p, spec: (path, jnp.shape(p), spec), params, specs)
-        of_params = {path: rest for path, *rest in jax.tree.leaves(shapes, is_leaf=lambda x: type(x) is tuple)}
+        if state_dtype is None:
+            return inner_state
+        leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
+        of_params = {path: (jnp.shape(p), spec) for (path, p), spec in leaves}
 
         def stored(path: Any, x: Any) -> Any:
             start = next((i for i in range(len(path) + 1) if path[i:] in of_params), None)
@@ -98,16 +100,14 @@ def stochastic_rounding(
             spec = spec if shape == jnp.shape(x) else PartitionSpec()
             return round_stochastically(x, f"state{keystr(path)}", words, spec).astype(_check_state_dtype(dtype))
 
-        return inner_state if state_dtype is None else tree_map_with_path(stored, inner_state)
+        return tree_map_with_path(stored, inner_state)
 
     def init(params: optax.Params) -> StochasticRoundingState:
         _check_params(params)
         inner_state, count = inner.init(to_float32(params)), jnp.array(0, jnp.int32)
         _check_inner(inner_state)
-        return StochasticRoundingState(
-            count,
-            store(inner_state, random_words(seed, count), params, jax.tree.map(lambda _: PartitionSpec(), params)),
-        )
+        specs = jax.tree.broadcast(PartitionSpec(), params)
+        return StochasticRoundingState(count, store(inner_state, random_words(seed, count), params, specs))
 
     def update(
         grads: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
