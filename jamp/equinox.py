@@ -25,7 +25,7 @@ def filter_value_and_grad(fun: Callable[..., Any], state: Any, *, has_aux: bool 
       has_aux: As for `eqx.filter_value_and_grad`.
 
     Returns:
-      A function of the arguments of `fun` that returns `(value, grads)`: the true loss, and the true float32 gradients
+      A function of the arguments of `fun` that returns `(value, grads)`, the true loss and the true float32 gradients
       of the floating arrays in the first argument. Every other leaf of `grads` is None.
 
     Raises:

@@ -156,7 +156,7 @@ class GradScaler(Presets):
           extra_args: Extra arguments for the optimizer's `update`, such as `{"value": loss}`.
 
         Returns:
-          The new `params`, `opt_state` and `scaler`, and `stepped` (bool[]): False if an overflow was found.
+          The new `params`, `opt_state` and `scaler`, and `stepped`, a bool[] that is False if an overflow was found.
 
         Raises:
           ValueError: If neither or both kinds of gradients are given, or `opt_state` has a loss scale of its own.

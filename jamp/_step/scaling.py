@@ -77,7 +77,7 @@ def unscale_and_check(
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes that must agree on the check.
 
     Returns:
-      The true gradients, and bool[]: whether they are all finite. The check is exact for gradients of any size, and
+      The true gradients, and whether they are all finite (bool[]). The check is exact for gradients of any size, and
       reads the unscaled ones. Under `NoOpLossScale` the result is always True.
 
     Raises:
