@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ SKIPPED = "array_str cond diagflat dlpack empty file hankel kron load outer pinv
 SKIPPED += " expn"  # JAX's own rule for it leaks a tracer if its jaxpr is traced before it is differentiated
 SKIPPED += " toeplitz circulant lstsq matrix_norm"
 EXACT = {"xla_allow_excess_precision": False}  # Else XLA:CPU leaves out a rounding here and there.
+if version("jaxlib").startswith("0.10."):
+    EXACT["xla_cpu_use_fusion_emitters"] = False  # XLA:CPU's older emitters, later removed, compile four times as fast.
 SHAPE = jax.ShapeDtypeStruct((N, N), jnp.float32)
 
 
@@ -129,11 +132,12 @@ def is_close(mine, careful, true, dtype):
 
 @pytest.mark.slow
 @pytest.mark.promotes("jnp")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("module", MODULES)
-def test_every_function_is_as_accurate_as_careful_casts_by_hand(module):
+def test_every_function_is_as_accurate_as_careful_casts_by_hand(module, dtype):
     found = functions(importlib.import_module(module))
     assert len(found) >= MODULES[module]
-    assert not check(dict([*found.items()][::2]), jnp.float16) + check(dict([*found.items()][1::2]), jnp.bfloat16)
+    assert not check(dict([*found.items()][dtype == jnp.bfloat16 :: 2]), dtype)  # the other half in the other dtype
 
 
 QUICK = {"softmax": (nn.softmax, 1), "power": (jnp.power, 2), "cumsum": (jnp.cumsum, 1), "clamp": (lax.clamp, 3)}
