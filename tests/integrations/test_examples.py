@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import orbax.checkpoint as ocp
@@ -216,6 +218,25 @@ def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went():
         output, progress = finish(name, "--steps", steps)
         assert re.search(said, output), output
         assert re.search(r"100%.*loss=\S+, scale=2\*\*\d+, skipped=\d+]", progress)
+
+
+def test_in_float32_the_sampler_and_the_trainer_of_reinforce_agree():
+    example, key = runpy.run_path(str(ROOT / "examples" / "reinforce.py")), jax.random.key(0)
+    params, prompts = example["init_params"](key), example["solved"](key, 4)[:, : example["DIGITS"] + 1]
+    tokens, sampled = jax.jit(example["sample"])(params, prompts, key)
+    _, trained = jax.jit(example["loss_fn"])(params, tokens, jnp.ones(1))
+    assert sampled.std() > 0.1
+    np.testing.assert_allclose(sampled, trained, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_reinforce_in_float16_has_a_sixth_of_the_mismatch_of_bfloat16(tmp_path):
+    output, progress = finish("reinforce.py", "--steps", 10, "--out", tmp_path)
+    means = [float(re.search(rf"^{name} +(\S+) .* 0$", output, re.MULTILINE)[1]) for name in RUNS[::2]]
+    bfloat16 = float(re.search(r"^bfloat16 +(\S+) .* 0$", output, re.MULTILINE)[1])
+    assert (means[0] < 1e-5, 6 * means[1] < bfloat16) == (True, True)
+    assert re.search(r"float16 with jamp: 100%.* 10/10 .*reward=\S+, skipped=0]", progress)
+    assert matplotlib.image.imread(tmp_path / "reinforce.png").shape[:2] == (360, 800)
 
 
 @pytest.mark.slow
