@@ -22,6 +22,7 @@ from benchmarks import (
     hlo,
     peers,
     processes,
+    reinforce_page,
     report,
     report_gpu,
     report_step,
@@ -236,6 +237,11 @@ def test_the_loss_scale_works_in_every_dynamic_run_of_the_overflow_study():
     dynamic = accuracy_report.select(results["rows"], setup="float16, dynamic")
     assert len(dynamic) == 10
     assert all(row["skipped"] and row["start"] == "default" for row in dynamic)
+
+
+def test_the_tables_of_float16_or_bfloat16_are_those_that_the_results_give():
+    page = reinforce_page.PAGE.read_text()
+    assert reinforce_page.fill_page(page, reinforce_page.read()) == page
 
 
 def test_equivalent_means_that_the_interval_lies_inside_the_margin():
