@@ -102,7 +102,8 @@ def value_and_grad(
       has_aux: As for `nnx.value_and_grad`.
 
     Returns:
-      A function of the arguments of `fun` that returns `(value, grads)`, the true loss and the true gradients in float32.
+      A function of the arguments of `fun` that returns `(value, grads)`, the true loss and the true gradients in
+      float32.
 
     Raises:
       ValueError: If `optimizer` holds no loss-scale state, for example because it was split. Merge it first.

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,6 @@ SKIPPED = "array_str cond diagflat dlpack empty file hankel kron load outer pinv
 SKIPPED += " expn"  # JAX's own rule for it leaks a tracer if its jaxpr is traced before it is differentiated
 SKIPPED += " toeplitz circulant lstsq matrix_norm"
 EXACT = {"xla_allow_excess_precision": False}  # Else XLA:CPU leaves out a rounding here and there.
-if version("jaxlib").startswith("0.10."):
-    EXACT["xla_cpu_use_fusion_emitters"] = False  # XLA:CPU's older emitters, later removed, compile four times as fast.
 SHAPE = jax.ShapeDtypeStruct((N, N), jnp.float32)
 
 
