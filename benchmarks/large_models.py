@@ -22,8 +22,8 @@ from benchmarks.record import record, write
 # Float32 has to fit into the 16 GB of a TPU v5e too. Without a GPU, XLA:GPU finds no tiles for ViT's 197 tokens, and
 # leaves the products to cuBLAS.
 AHEAD: dict[str, tuple[str, dict[str, int], dict[str, bool]]] = {
-    "tpu": ("one core of a TPU v5e, not there", {"ViT-B/16": 32, "GPT-2 124 M": 2}, {}),
-    "h200": ("an H200, not there", {"ViT-B/16": 64, "GPT-2 124 M": 8}, {"xla_gpu_enable_triton_gemm": False}),
+    "tpu": ("compiled for one core of a TPU v5e", {"ViT-B/16": 32, "GPT-2 124 M": 2}, {}),
+    "h200": ("compiled for an H200", {"ViT-B/16": 64, "GPT-2 124 M": 8}, {"xla_gpu_enable_triton_gemm": False}),
 }
 NAMES = (
     models.DEFAULT,

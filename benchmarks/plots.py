@@ -37,8 +37,9 @@ def steps(rows: Rows, folder: Path) -> None:
     """Ratios to plain Optax on a CPU, one panel an optimizer; shaded: how far plain Optax is from itself."""
     rows = [row for row in largest(rows) if row["optimizer"] in SHOWN and "framework" not in row]
     shown = [row for row in rows if row["name"] not in ("optax", AGAIN, SKIPPED)]
-    names = list(dict.fromkeys(r["name"] for r in shown))[::-1]
     columns = [name for name in SHOWN if any(r["optimizer"] == name for r in rows)]
+    timed = [r["name"] for r in shown]
+    names = [name for name in dict.fromkeys(timed) if timed.count(name) == len(columns)][::-1]
     drawn, panels = figure(0.28 * len(names) + 1.2, len(columns), sharey=True, sharex=True, squeeze=False)
     for axes, optimizer in zip(panels[0], columns, strict=True):
         at = {r["name"]: r for r in shown if r["optimizer"] == optimizer}

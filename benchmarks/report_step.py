@@ -83,13 +83,15 @@ def aims(tpu: Rows, h200: Rows, measured: Rows) -> str:
     for optimizer in optimizers_in(tpu):
         limit = at(tpu)["jamp", optimizer]["limit_ratio"]
         if limit is not None:
-            ratios = [at(rows)["jamp", optimizer][key] for rows, key in on.values()]
-            body.append([TITLES[optimizer], bound(limit), *(f"{x:.2f}, {verdict(x, limit)}" for x in ratios)])
+            found = [(at(rows)["jamp", optimizer], key) for rows, key in on.values()]
+            body.append([TITLES[optimizer], bound(limit), *(verdict(row, key, limit) for row, key in found)])
     return table(["jamp beside plain Optax", "limit", *on], body)
 
 
-def verdict(ratio: float, limit: float) -> str:
-    return "met" if ratio <= WITHIN * limit else "**missed**"
+def verdict(row: dict[str, Any], key: str, limit: float) -> str:
+    if row[key] <= WITHIN * limit:
+        return f"{row[key]:.2f}, met"
+    return f"{row[key]:.2f}, **missed**" if row.get("difference", True) else f"{row[key]:.2f}, within the noise"
 
 
 def largest(rows: Rows) -> Rows:
