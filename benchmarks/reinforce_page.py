@@ -65,7 +65,11 @@ def aims(found: Found) -> str:
     verdict = lambda met: "met" if met else "**missed**"
     body = [
         [f"the mismatch in float16 is at least {AIM} times smaller than in bfloat16", measured, verdict(lowest >= AIM)],
-        [f"float16 loses no step after the first {FIRST}", f"{lost} lost, of all seeds", verdict(lost == 0)],
+        [
+            f"float16 loses no step after the first {FIRST}",
+            f"{lost} lost, of all seeds, default scale",
+            verdict(lost == 0),
+        ],
     ]
     return table(["aim", "measured: mean (lowest to highest seed)", ""], body)
 
@@ -81,16 +85,20 @@ def mismatch(found: Found) -> str:
             spreads = [f"{ratio[:, 0].min():.3f} to {ratio[:, 2].max():.3f}", f"{answer:.1e}"]
             kl = f"{of(found, setup, when, 'kl').mean():.0e}"
             body.append([f"{setup}, {when}", *(f"{x:.1e}" if x else "0" for x in cells), kl, *spreads])
-    return table(["", "mean", "median", "99 %", "largest", "KL", "ratios", "deviation of an answer's"], body)
+    return table(["", "mean", "median", "99 %", "largest", "KL", "ratios", "ratio of an answer, std"], body)
 
 
 def factors(found: Found) -> str:
     body = []
     for way in rows(found, "float16")[0]["end"]:
-        means = [f"{of(found, setup, 'end', 'mean', way).mean():.1e}" for setup in ("bfloat16", "float16")]
+        means = []
+        for setup in ("bfloat16", "float16"):
+            largest = of(found, setup, "end", "quantiles", way).max()
+            means += [f"{of(found, setup, 'end', 'mean', way).mean():.1e}", f"{largest:.1e}"]
         ratios = [times(found, when, way) for when in ("start", "end")]
         body.append([way, *means, *("below 1" if ratio.max() < 1 else spread(ratio) for ratio in ratios)])
-    return table(["sampler / trainer", "bfloat16, end", "float16, end", "times, start", "times, end"], body)
+    head = ["bfloat16, end", "largest", "float16, end", "largest", "times, start", "times, end"]
+    return table(["sampler / trainer", *head], body)
 
 
 def training(found: Found) -> str:
@@ -106,7 +114,7 @@ def training(found: Found) -> str:
             [setup, spread(start, ".2f"), spread(end, ".2f"), compared, *map(str, skipped(found, setup)), scale]
         )
     return table(
-        ["", "reward, start", "end", "minus float32's", "skipped, steps 0 to 99", "later", "final scale"], body
+        ["", "reward, start", "end", "minus float32's", "skipped, steps 0 to 99", "skipped, later", "final scale"], body
     )
 
 

@@ -49,7 +49,7 @@ TABLES = [
     Table("muon", 40, 256, FEW, 5),  # 1.3 M: five iterations of matrix products a leaf
     *(Table(name, 40, 512, FEW) for name in SCALED),  # 5 M
     Table("adamw", 40, 2240, FEW, 5),  # 100 M
-    *(Table("adamw", leaves, width, FEW) for leaves, width in ((10, 1024), (1000, 100))),  # 10 M
+    *(Table("adamw", leaves, width, FEW) for leaves, width in ((10, 1024), (1000, 100))),  # 5 M
     *(Table("adamw", 40, 1024, HALF, 9, dtype) for dtype in ("float16", "bfloat16")),
     *(Table(name, 40, 1024, framework=x) for x in frameworks.FRAMEWORKS for name in SCALED),
 ]

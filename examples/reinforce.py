@@ -117,7 +117,7 @@ def make_step(dtype, loss_scale=None):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, (rewards.mean(), sampled, trained)
 
-    return tx.init, jax.jit(step, compiler_options={"xla_allow_excess_precision": False})  # XLA keeps all roundings.
+    return tx.init, jax.jit(step, compiler_options={"xla_allow_excess_precision": False})  # Keep the casts.
 
 
 if __name__ == "__main__":
