@@ -416,9 +416,10 @@ def test_rules_are_changed_by_name_and_cover_the_special_cases_of_a_primitive():
         ),
         (F16, {"exp": "float16"}, "The rule for 'exp' must be one of compute, float32, widest, got 'float16'"),
         (F16, {"scan": "compute"}, "'scan' is entered, or with the rule 'float32' is not"),
-        *((x, None, f"compute_dtype must be float16 or bfloat16, got {x}") for x in ["float32", "int8", "complex64"]),
-        (jnp.float8_e4m3fn, None, "float8 values need a scale for each tensor"),
-        (jamp.Float8, None, r"pass an instance, jamp.Float8\(\)"),
+        *((x, None, f"compute_dtype must be float16 or bfloat16, got {x}") for x in ["int8", "complex64"]),
+        ("float32", None, "got float32. To compute in it, leave autocast out"),
+        (jnp.float8_e4m3fn, None, "its values need a scale for each tensor"),
+        (jamp.Float8, None, r"got the class Float8: pass an instance, jamp.Float8\(\)"),
     ],
 )
 def test_an_unknown_rule_or_compute_dtype_is_an_error_that_says_what_there_is(dtype, rules, message):

@@ -162,17 +162,14 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     checked = as_dtype(dtype)
     if checked is not None and checked in (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)):
         return checked
-    why = "."
+    got, why = checked or dtype, "."
     if dtype is Float8:
-        checked, why = None, ": pass an instance, jamp.Float8()."
+        got, why = "the class Float8", ": pass an instance, jamp.Float8()."
     elif checked is not None and jnp.issubdtype(checked, jnp.floating):
         why = ". To compute in it, leave autocast out."
         if checked.itemsize == 1:
-            why = (
-                ": float8 values need a scale for each tensor, which a cast does not have. Pass jamp.Float8(), which "
-                "computes them."
-            )
-    raise ValueError(f"compute_dtype must be float16 or bfloat16, got {checked or dtype}{why}")
+            why = ": its values need a scale for each tensor, which a cast does not have. Pass jamp.Float8()."
+    raise ValueError(f"compute_dtype must be float16 or bfloat16, got {got}{why}")
 
 
 def _merge(rules: Mapping[str, str]) -> dict[str, tuple[str, str]]:
