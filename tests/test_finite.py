@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxpr_as_fun
 from jaxprs import equations
 from steps import NO_GRADIENTS
 from trees import assert_equal
@@ -123,25 +122,9 @@ def test_check_is_exact_behind_any_producer(dtype):
                 assert found[name] == all(np.isfinite(np.asarray(x).astype(np.complex128)).all() for x in leaves), name
 
 
-def test_contraction_errors_of_a_million_largest_numbers_do_not_overflow():
-    """Behind a product, x - x may come out as the rounding error of the product: half a unit in the last place."""
-    largest = np.finfo(np.float32).max
-    leaves = [np.full(2**20, largest / 7.3, np.float32)] * 40
-    assert jax.jit(lambda tree: jamp.all_finite([x * 7.29 for x in tree]))(leaves)
-    # XLA:CPU contracts nothing here, so in the jaxpr each x - x is replaced with x, and x is that error.
-    traced = jax.make_jaxpr(jamp.all_finite)(leaves)
-    if traced.jaxpr.eqns[0].primitive.name == "jit":  # jax 0.12 inlines it later
-        traced = traced.jaxpr.eqns[0].params["jaxpr"]
-    assert jax.lax.sub_p in [e.primitive for e in traced.jaxpr.eqns]
-    eqns = [e.replace(primitive=jax.lax.max_p) if e.primitive is jax.lax.sub_p else e for e in traced.jaxpr.eqns]
-    residue = jaxpr_as_fun(traced.replace(jaxpr=traced.jaxpr.replace(eqns=eqns)))
-    assert residue(*[np.full_like(x, 2.0**103) for x in leaves]) == [True]
-    assert residue(*leaves[1:], np.full_like(leaves[0], np.inf)) == [False]
-
-
-def test_leaves_of_one_type_and_name_are_added_before_they_are_reduced():
+def test_leaves_of_one_type_and_name_are_combined_before_they_are_reduced():
     found = lambda tree: [e.primitive.name for e in equations(jax.make_jaxpr(jamp.all_finite)(tree))]
-    leaf, reductions = jnp.ones((4, 4)), lambda tree: found(tree).count("reduce_sum")
+    leaf, reductions = jnp.ones((4, 4)), lambda tree: found(tree).count("reduce_max")
     blocks = {f"layer_{i}": {"up": leaf} for i in range(3)}
     assert reductions(blocks) == reductions({f"w{i}": leaf for i in range(8)}) == 1
     assert reductions({f"w{i}": leaf for i in range(9)}) == 2

@@ -16,7 +16,7 @@ from jamp._cast import cast_leaf, is_inexact
 # Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients".
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
-# Arrays that are added before they are reduced. With more, XLA does not compute a clip's norm in the same kernel.
+# Arrays that are combined before they are reduced. With more, XLA does not compute a clip's norm in the same kernel.
 _MOST = 8
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 
@@ -71,12 +71,12 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
     arrays = [lax.stop_gradient(cast_leaf(jnp.asarray(x), jnp.float32)) for x in leaves]
     if not arrays:
         return jnp.bool_(True)
-    totals: dict[Any, Array] = {}
-    for residue in map(_residue, _groups(arrays, labels)):
-        # Added here, because XLA then sums over devices after these additions, with one scalar per device.
-        total = totals.get(residue.dtype)
-        totals[residue.dtype] = residue if total is None else total + on_mesh_of(total, residue)
-    found = functools.reduce(lambda x, y: x | on_mesh_of(x, y), [~jnp.isfinite(total) for total in totals.values()])
+    largest: dict[Any, Array] = {}
+    for bits in map(_largest_bits, _groups(arrays, labels)):
+        # Combined here, because XLA then reduces over devices after these maxima, with one scalar per device.
+        other = largest.get(bits.dtype)
+        largest[bits.dtype] = bits if other is None else jnp.maximum(other, on_mesh_of(other, bits))
+    found = functools.reduce(lambda x, y: x | on_mesh_of(x, y), map(_hold_nonfinite, largest.values()))
     count = _materialize(found.astype(jnp.float32))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
 
@@ -130,16 +130,22 @@ def _type_tells_sharding(x: Array) -> bool:
     return jax.device_count() == 1 if mesh.empty else AxisType.Auto not in kinds
 
 
-def _residue(group: list[Array]) -> Array:
-    """A number that is finite if and only if some arrays of one type are, f32[] (f64[] of float64 or complex128).
+def _largest_bits(group: list[Array]) -> Array:
+    """The largest of the bit patterns of arrays of one type, without signs, i32[] (i64[] of float64 or complex128).
 
-    x - x is 0 where x is finite. If x is a product, the compiler may contract x - x into the rounding error of that
-    product or an infinity, so the test is whether the sum is finite, not whether it is 0. The factor keeps a sum of
-    many rounding errors finite. XLA:CPU vectorises this sum, but not a sum of `isfinite`. Adding arrays before they are
+    Those of inf and NaN are larger integers than that of any finite number. This is exact whatever computed the arrays,
+    while a compiler may fold or contract arithmetic on them. XLA:CPU computes an integer maximum in one loop with the
+    operations before it; a float sum goes to a library, and its operand to memory. Combining arrays before they are
     reduced makes one kernel instead of many on GPU.
     """
-    total = jnp.sum(functools.reduce(jnp.add, [x - x for x in group]) * 2.0**-32)
-    return total.real + total.imag if jnp.iscomplexobj(total) else total
+    parts = [part for x in group for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
+    integer = jnp.int32 if parts[0].dtype == jnp.float32 else jnp.int64
+    bits = [lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max for x in parts]
+    return jnp.max(functools.reduce(jnp.maximum, bits), initial=0)
+
+
+def _hold_nonfinite(bits: Array) -> Array:
+    return bits >= (0x7F80_0000 if bits.dtype == jnp.int32 else 0x7FF0_0000_0000_0000)  # infinity in IEEE 754
 
 
 def _materialize(count: Array) -> Array:
