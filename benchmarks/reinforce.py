@@ -41,6 +41,7 @@ WAYS = {
     "autocast / autocast": (True, True, True),
     "16-bit weights / 16-bit weights": (False, False, True),
     f"{USUAL}, XLA's default": (False, True, False),
+    "autocast / autocast, XLA's default": (True, True, False),
 }
 
 
@@ -58,8 +59,9 @@ def make_measure(dtype: DTypeLike, way: str) -> Callable[..., dict[str, Any]]:
     sampler, trainer = compiled(reinforce.sample, WAYS[way][0]), compiled(reinforce.loss_fn, WAYS[way][1])
 
     def measure(params: Any, key: jax.Array, sequences: int) -> dict[str, Any]:
-        right = reinforce.solved(key, sequences)
-        tokens, sampled = sampler(params, right[:, : reinforce.DIGITS + 1], jax.random.fold_in(key, 1))
+        prompt_key, sample_key = jax.random.split(key)
+        right = reinforce.solved(prompt_key, sequences)
+        tokens, sampled = sampler(params, right[:, : reinforce.DIGITS + 1], sample_key)
         _, trained = trainer(params, tokens, jnp.ones(1))
         difference = np.asarray(trained - sampled, np.float64)
         ratio, gap = np.exp(difference), np.abs(difference)
@@ -84,7 +86,7 @@ def run(options: argparse.Namespace, found: dict[str, Any]) -> None:
         step = jax.jit(step.__wrapped__, compiler_options=EXACT)
         programs[name] = (init, step), {way: make_measure(dtype, way) for way in ways}
     for seed in range(seeds):
-        start = reinforce.pretrain(jax.random.key(seed))
+        start = reinforce.pretrain(*jax.random.split(jax.random.key(seed)))
         for name, ((init, step), measures) in programs.items():
             fresh = jax.random.key(seed + 2000)
             before = {way: measure(start, fresh, sequences) for way, measure in measures.items()}

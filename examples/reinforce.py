@@ -6,10 +6,9 @@ The task is to sort eight digits, with reward 1 for the right answer. After a sh
 groups of answers to the same prompt, and subtracts from each reward the mean of the others in its group.
 
 As in large systems, two programs compute the same model. The sampler has 16-bit weights and a 16-bit cache, and goes
-token by token. The trainer has float32 parameters under `jamp.autocast`, and takes all tokens at once. The programs
-round at different places. The table shows how much their log-probabilities differ, and estimates the KL divergence.
-What to expect: the difference in float16 is about an eighth of that in bfloat16, because float16 has three more bits
-for digits. The rewards hardly differ at this size. float16 needs loss scaling: the changes are marked.
+token by token. The trainer has float32 parameters under `jamp.autocast`, and takes all tokens at once. They round at
+different places. The table shows how much their log-probabilities differ, and their KL divergence. In float16, which
+has three more bits for digits, expect an eighth of bfloat16's difference. The loss scale that it needs is marked below.
 """
 
 import argparse
@@ -89,9 +88,9 @@ def solved(key, count):
     return jnp.concatenate([digits, jnp.full((count, 1), SIGN), jnp.sort(digits)], 1)
 
 
-def pretrain(key, steps=80):
+def pretrain(init_key, key, steps=80):
     """Supervised, in float32: all runs begin with these parameters."""
-    tx, params = optax.adam(2e-3), init_params(jax.random.fold_in(key, 1))
+    tx, params = optax.adam(2e-3), init_params(init_key)
 
     def step(carry, key):
         grads, _ = jax.grad(loss_fn, has_aux=True)(carry[0], solved(key, PROMPTS * GROUP), jnp.ones(1))
@@ -108,8 +107,9 @@ def make_step(dtype, loss_scale=None):
     fn = loss_fn if dtype == jnp.float32 else jamp.autocast(loss_fn, dtype)
 
     def step(params, opt_state, key):
-        right = jnp.repeat(solved(key, PROMPTS), GROUP, 0)
-        tokens, sampled = sample(jamp.cast_floating(params, dtype), right[:, : DIGITS + 1], jax.random.fold_in(key, 1))
+        prompt_key, sample_key = jax.random.split(key)
+        right = jnp.repeat(solved(prompt_key, PROMPTS), GROUP, 0)
+        tokens, sampled = sample(jamp.cast_floating(params, dtype), right[:, : DIGITS + 1], sample_key)
         rewards = jnp.all(tokens == right, 1).astype(jnp.float32).reshape(PROMPTS, GROUP)
         advantages = (rewards - rewards.mean(1, keepdims=True)).ravel() * GROUP / (GROUP - 1)
         # 3. Scale the loss, and unscale the gradients.
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help="the seed of parameters, prompts and samples")
     parser.add_argument("--out", type=Path, default=Path("out"), help="the folder for reinforce.png")
     args = parser.parse_args()
-    start, table, tenth = pretrain(jax.random.key(args.seed)), [], max(args.steps // 10, 1)
+    start, table, tenth = pretrain(*jax.random.split(jax.random.key(args.seed))), [], max(args.steps // 10, 1)
     left, right = (fig := Figure(figsize=(8, 3.6), layout="constrained")).subplots(1, 2)
     for (name, dtype), color in zip(RUNS.items(), ["0.6", "C1", "C0"], strict=True):
         init, step = make_step(dtype)
