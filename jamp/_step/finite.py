@@ -71,13 +71,9 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
     arrays = [lax.stop_gradient(cast_leaf(jnp.asarray(x), jnp.float32)) for x in leaves]
     if not arrays:
         return jnp.bool_(True)
-    largest: dict[Any, Array] = {}
-    for bits in map(_largest_bits, _groups(arrays, labels)):
-        # Combined here, because XLA then reduces over devices after these maxima, with one scalar per device.
-        other = largest.get(bits.dtype)
-        largest[bits.dtype] = bits if other is None else jnp.maximum(other, on_mesh_of(other, bits))
-    found = functools.reduce(lambda x, y: x | on_mesh_of(x, y), map(_hold_nonfinite, largest.values()))
-    count = _materialize(found.astype(jnp.float32))
+    # Combined here, because XLA then reduces over devices after these maxima, with one scalar per device.
+    found = map(_any_nonfinite, _groups(arrays, labels))
+    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), found))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
 
 
@@ -113,7 +109,7 @@ def _sum_over(count: Array, axis_name: Any) -> Array:
 
 
 def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:
-    """Divide arrays into groups of one type that can be added without moving data.
+    """Divide arrays into groups of one type that can be combined without moving data.
 
     Arrays of one type but different labels may have transposed layouts in memory, such as a tied embedding and a matrix
     of a layer. Arrays whose sharding only the compiler knows are not grouped.
@@ -130,22 +126,15 @@ def _type_tells_sharding(x: Array) -> bool:
     return jax.device_count() == 1 if mesh.empty else AxisType.Auto not in kinds
 
 
-def _largest_bits(group: list[Array]) -> Array:
-    """The largest of the bit patterns of arrays of one type, without signs, i32[] (i64[] of float64 or complex128).
+def _any_nonfinite(group: list[Array]) -> Array:
+    """Whether some arrays of one type hold inf or NaN, as 0 or 1, f32[].
 
-    Those of inf and NaN are larger integers than that of any finite number. This is exact whatever computed the arrays,
-    while a compiler may fold or contract arithmetic on them. XLA:CPU computes an integer maximum in one loop with the
-    operations before it; a float sum goes to a library, and its operand to memory. Combining arrays before they are
-    reduced makes one kernel instead of many on GPU.
+    A float, because XLA:TPU computes floats alone in the same pass as a clip's norm. A maximum, because XLA:CPU hands a
+    float sum to a library, and writes what it adds to memory. Arrays that are combined before they are reduced take one
+    kernel instead of many on GPU.
     """
-    parts = [part for x in group for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
-    integer = jnp.int32 if parts[0].dtype == jnp.float32 else jnp.int64
-    bits = [lax.bitcast_convert_type(x, integer) & jnp.iinfo(integer).max for x in parts]
-    return jnp.max(functools.reduce(jnp.maximum, bits), initial=0)
-
-
-def _hold_nonfinite(bits: Array) -> Array:
-    return bits >= (0x7F80_0000 if bits.dtype == jnp.int32 else 0x7FF0_0000_0000_0000)  # infinity in IEEE 754
+    found = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
+    return jnp.max(found.astype(jnp.float32), initial=0)
 
 
 def _materialize(count: Array) -> Array:

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-SCALAR = ("all-reduce", "s32[]")
+SCALAR = ("all-reduce", "f32[]")
 
 
 def collectives(text):
