@@ -96,7 +96,8 @@ def factors(found: Found) -> str:
             largest = of(found, setup, "end", "quantiles", way).max()
             means += [f"{of(found, setup, 'end', 'mean', way).mean():.1e}", f"{largest:.1e}"]
         ratios = [times(found, when, way) for when in ("start", "end")]
-        body.append([way, *means, *("below 1" if ratio.max() < 1 else spread(ratio) for ratio in ratios)])
+        form = lambda ratio: ".2g" if ratio.min() < 100 else ".0f"
+        body.append([way, *means, *("below 1" if x.max() < 1 else spread(x, form(x)) for x in ratios)])
     head = ["bfloat16, end", "largest", "float16, end", "largest", "times, start", "times, end"]
     return table(["sampler / trainer", *head], body)
 
