@@ -13,7 +13,7 @@ assert "jax" not in sys.modules, "a pytest plugin imported JAX before its settin
 # Set before JAX is imported, and inherited by subprocesses and workers. Set XLA_FLAGS to run with others.
 CACHE = Path(__file__).resolve().parents[1] / "build" / "jax-cache"
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-# XLA:CPU's older emitters compile quickly; other versions test the new ones. libtpu ends a process with this flag.
+# XLA:CPU's older emitters compile quickly; the newest JAX tests the new ones. libtpu ends a process with this flag.
 if version("jaxlib") == "0.10.2" and not find_spec("libtpu"):
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", QUICK)

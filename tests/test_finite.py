@@ -33,7 +33,7 @@ def every(dtypes):
 def test_inf_or_nan_in_any_leaf_is_found_and_finite_numbers_of_any_size_are_finite(dtype):
     info = jnp.finfo(dtype)
     finite = np.array([info.max, -info.max, info.tiny, info.smallest_subnormal, 1, 0, -0.0, info.max], dtype)
-    # 70 leaves of one shape make three groups.
+    # 70 leaves of one shape make nine groups.
     shapes = [(8,)] * (70 if dtype == jnp.float32 else 3) + [(), (1,), (3, 2), (0,), (2, 1, 2)]
     leaves = [np.resize(np.roll(finite, i), shape).astype(dtype) for i, shape in enumerate(shapes)]
     check = jax.jit(jamp.all_finite)
@@ -67,7 +67,7 @@ def test_inf_or_nan_anywhere_in_a_large_leaf_is_found():
             for value, finite in [*((bad, False) for bad in BAD), (3e38, True)]:
                 x.flat[position] = value
                 assert check(leaves) == finite, (x.shape, position, value)
-    assert not check([np.full_like(x, np.nan) for x in leaves])  # these are not too many
+    assert not check([np.full_like(x, np.nan) for x in leaves])
 
 
 def producers(dtype):

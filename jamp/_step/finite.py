@@ -68,11 +68,11 @@ def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[li
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) -> Array:
     """`all_finite` of a list of floating and complex arrays with their `labels`."""
-    arrays = [lax.stop_gradient(cast_leaf(jnp.asarray(x), jnp.float32)) for x in leaves]
-    if not arrays:
+    groups = _groups([lax.stop_gradient(cast_leaf(jnp.asarray(x), jnp.float32)) for x in leaves], labels)
+    if not groups:
         return jnp.bool_(True)
     # Combined here, because XLA then reduces over devices after these maxima, with one scalar per device.
-    found = map(_any_nonfinite, _groups(arrays, labels))
+    found = map(_any_nonfinite, groups)
     count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), found))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
 
@@ -109,14 +109,15 @@ def _sum_over(count: Array, axis_name: Any) -> Array:
 
 
 def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:
-    """Divide arrays into groups of one type that can be combined without moving data.
+    """Divide arrays that are not empty into groups of one type that can be combined without moving data.
 
     Arrays of one type but different labels may have transposed layouts in memory, such as a tied embedding and a matrix
     of a layer. Arrays whose sharding only the compiler knows are not grouped.
     """
     groups = defaultdict(list)
     for i, (label, x) in enumerate(zip(labels, arrays, strict=True)):
-        groups[(jax.typeof(x), label) if _type_tells_sharding(x) else i].append(x)
+        if 0 not in x.shape:
+            groups[(jax.typeof(x), label) if _type_tells_sharding(x) else i].append(x)
     return [group[i : i + _MOST] for group in groups.values() for i in range(0, len(group), _MOST)]
 
 
@@ -129,12 +130,12 @@ def _type_tells_sharding(x: Array) -> bool:
 def _any_nonfinite(group: list[Array]) -> Array:
     """Whether some arrays of one type hold inf or NaN, as 0 or 1, f32[].
 
-    A float, because XLA:TPU computes floats alone in the same pass as a clip's norm. A maximum, because XLA:CPU hands a
-    float sum to a library, and writes what it adds to memory. Arrays that are combined before they are reduced take one
-    kernel instead of many on GPU.
+    A float, because XLA:TPU computes only float reductions in the same pass as a clip's norm. Arrays that are combined
+    before they are reduced take one kernel instead of many on GPU. On CPU, XLA writes what it reduces to memory: here the
+    answers for a whole group, and with a sum of `x - x` it was every unscaled gradient.
     """
     found = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
-    return jnp.max(found.astype(jnp.float32), initial=0)
+    return jnp.max(found.astype(jnp.float32))
 
 
 def _materialize(count: Array) -> Array:
