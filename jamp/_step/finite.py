@@ -131,8 +131,8 @@ def _any_nonfinite(group: list[Array]) -> Array:
     """Whether some arrays of one type hold inf or NaN, as 0 or 1, f32[].
 
     A float, because XLA:TPU computes only float reductions in the same pass as a clip's norm. Arrays that are combined
-    before they are reduced take one kernel instead of many on GPU. On CPU, XLA writes what it reduces to memory: here the
-    answers for a whole group, and with a sum of `x - x` it was every unscaled gradient.
+    before they are reduced take one kernel instead of many on GPU. XLA:CPU writes what it reduces to memory: here the
+    answers for a whole group, while a sum of `x - x` made it write every unscaled gradient.
     """
     found = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
     return jnp.max(found.astype(jnp.float32))
