@@ -17,6 +17,7 @@ from norms import distance
 from trees import bits
 
 import jamp
+import jamp.debug
 from jamp.linen import TrainState
 
 X = np.asarray(normal(4, 4, 4, 2))
@@ -100,7 +101,8 @@ def test_a_skip_costs_no_memory_traffic_on_the_parameters_and_their_ema():
         return np.array([compiled.cost_analysis()["bytes accessed"], compiled.memory_analysis().temp_size_in_bytes])
 
     accessed, temporary = cost(jamp.DynamicLossScale()) - cost(jamp.NoOpLossScale())
-    assert 0 <= accessed - 4 * 256 * 256 < 20_000  # The check reads the gradients once more.
+    # The check reads the gradients once more. On CPU it also writes and reads one answer for each.
+    assert 0 <= accessed - 3 * 4 * 256 * 256 < 20_000
     assert temporary < 20_000
 
 
