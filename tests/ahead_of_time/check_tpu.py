@@ -8,6 +8,7 @@ os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from distributed import test_sharding
 from distributed.hlo import SCALAR, collectives
@@ -38,6 +39,25 @@ def test_the_check_of_a_step_is_one_scalar_all_reduce_for_each_way_to_shard(kind
     # Scalars that are reduced in one operation cross together. `up` and `down` name the axes in two orders.
     instructions = [text.count(" all-reduce(") for text in texts]
     assert instructions[0] - instructions[1] <= {"data": 0, "fsdp": 1, "fsdp and tensor": 2}[layout]
+
+
+@pytest.mark.promotes("optax.adamw")
+def test_the_check_reads_the_gradients_in_the_same_pass_as_a_clips_norm():
+    """A reduction of integers or bools would not."""
+    one = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0])
+    on_one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), tree)
+    params = {f"layer_{i}": jax.ShapeDtypeStruct((2240, 2240), jnp.float32) for i in range(8)}
+
+    def moved(tx):
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        args = on_one((params, jax.eval_shape(tx.init, params), params))
+        return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile().cost_analysis()["bytes accessed"]
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    assert moved(jamp.loss_scaled(tx)) < 1.02 * moved(tx)
 
 
 def test_the_compiler_keeps_the_recomputation_of_autocast(monkeypatch):
