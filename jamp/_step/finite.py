@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jax.tree_util import keystr
 
-from jamp._cast import cast_leaf, is_inexact
+from jamp._cast import is_inexact
 
 # Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients".
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
@@ -68,7 +68,7 @@ def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[li
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) -> Array:
     """`all_finite` of a list of floating and complex arrays with their `labels`."""
-    groups = _groups([lax.stop_gradient(cast_leaf(jnp.asarray(x), jnp.float32)) for x in leaves], labels)
+    groups = _groups([lax.stop_gradient(jnp.asarray(x)) for x in leaves], labels)
     if not groups:
         return jnp.bool_(True)
     # Combined here, because XLA then reduces over devices after these maxima, with one scalar per device.
