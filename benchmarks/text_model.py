@@ -106,13 +106,8 @@ def train(name: str, seed: int, shape: models.Shape, steps: int, every: int) -> 
         row["train_loss"].append(round(float(losses.mean()), 5))
         row["log2_scale"].append(float(scales[-1]))
         row["skipped"] += (i * every + np.flatnonzero(~finite)).tolist()
-        print(
-            name,
-            "seed",
-            seed,
-            *(f"{key} {row[key][-1]:g}" for key in ("steps", "train_loss", "held_out_loss")),
-            flush=True,
-        )
+        measured = (f"{key} {row[key][-1]:g}" for key in ("steps", "train_loss", "held_out_loss"))
+        print(name, "seed", seed, *measured, flush=True)
     return row
 
 
@@ -149,9 +144,8 @@ def draw(found: dict[str, Any], file: Path) -> None:
         for row in found["rows"]:
             label = row["name"] if row["seed"] == found["rows"][0]["seed"] else None
             style = {"linewidth": 3} if row["name"] == "float32" else {"linewidth": 1.2}
-            axes.plot(
-                row["steps"][first:], row["held_out_loss"][first:], color=COLORS[row["name"]], label=label, **style
-            )
+            style |= {"color": COLORS[row["name"]], "label": label}
+            axes.plot(row["steps"][first:], row["held_out_loss"][first:], **style)
         axes.set(title=title, xlabel="step", ylabel="held-out loss (nats a byte)")
         axes.grid(alpha=0.25)
     whole.legend(frameon=False)
