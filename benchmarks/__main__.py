@@ -1,19 +1,16 @@
-"""Run the benchmarks: `python -m benchmarks [--quick] [--only NAME ...] [--json FILE]`."""
+"""The optimizer step and whole training steps: `python -m benchmarks [--quick] [--only NAME ...] [--json FILE]`."""
 
-import argparse
-import functools
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import jax
 
-from benchmarks import accuracy, ahead_of_time, train, update
-from benchmarks.record import record, write
-
-Rows = list[dict[str, Any]]
+from benchmarks.ahead_of_time import TARGETS
+from benchmarks.record import Rows, parser, record, write
+from benchmarks.step import train, update
 
 
 def imports(quick: bool) -> Rows:
@@ -29,27 +26,13 @@ def imports(quick: bool) -> Rows:
     return [{"milliseconds": seconds * 1e3}]
 
 
-BENCHMARKS: dict[str, Callable[[bool], Rows]] = {
-    "step": update.step,
-    "train": train.train,
-    "imports": imports,
-    "accuracy": accuracy.accuracy,
-}
+BENCHMARKS: dict[str, Callable[[bool], Rows]] = {"step": update.step, "train": train.train, "imports": imports}
 ON_ANY_MACHINE = list(BENCHMARKS)  # the compilers for other devices are packages of their own
-BENCHMARKS |= {target: functools.partial(ahead_of_time.ahead, target) for target in ahead_of_time.TARGETS}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="every case once, small: does it run at all")
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=ON_ANY_MACHINE)
-    parser.add_argument("--json", metavar="FILE", help="write the results here too")
-    options = parser.parse_args()
-    found = record("benchmarks", options.quick, jax.devices()[0].device_kind)
-    print(found)
-    found |= {name: BENCHMARKS[name](options.quick) for name in options.only}
-    write(options.json, found)
-
+BENCHMARKS |= {target: partial(update.ahead, target) for target in TARGETS}
 
 if __name__ == "__main__":
-    main()
+    arguments = parser("benchmarks", __doc__)
+    arguments.add_argument("--only", nargs="+", choices=BENCHMARKS, default=ON_ANY_MACHINE)
+    options = arguments.parse_args()
+    about = record("benchmarks", options.quick, jax.devices()[0].device_kind)
+    write(options.json, about | {name: BENCHMARKS[name](options.quick) for name in options.only})

@@ -1,10 +1,9 @@
-"""What the compilers for a TPU v5e and an H200 say of a step, without either.
+"""What the compilers for a TPU v5e and an H200 say of a program, without either.
 
 The TPU needs `pip install libtpu`; the GPU, `pip install "jax[cuda13]"` (5 GB).
 """
 
 import os
-import time
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # before jax loads libtpu: there is no TPU to ask about
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -16,7 +15,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks import hlo, peers, update
+from benchmarks import hlo
+from benchmarks.record import Rows, show
 from benchmarks.timing import Case
 
 # What XLA has to know of a GPU that is not there. Without the versions and the feature extension, it computes float8
@@ -46,25 +46,10 @@ def on_device(target: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def ahead(target: str, quick: bool) -> list[dict[str, Any]]:
-    """Each optimizer's step by each library at 100 M parameters, more than a chip's caches hold, in 40 leaves."""
-    leaves, width = (4, 16) if quick else (40, 2240)
-    names = [name for name in peers.installed(peers.JAX) if name != peers.AGAIN]
-    rows = []
-    for optimizer in update.SCALED[:1] if quick else update.OPTIMIZERS:
-        labels = {"optimizer": optimizer, **update.size(leaves, width)}
-        print("\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves".format(**labels), target)
-        cases = (update.shapes(name, optimizer, leaves, width) for name in names)
-        for row in compile_for(target, cases):
-            rows.append(labels | row | {"limit_ratio": update.limit_ratio(optimizer, row["name"])})
-    return rows
-
-
-def compile_for(target: str, cases: Iterable[Case]) -> list[dict[str, Any]]:
+def compile_for(target: str, cases: Iterable[Case]) -> Rows:
     """What the program of each case does, compiled for one device of a target, and the time that this predicts."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for case in cases:
-        start = time.perf_counter()
         text, temporary = compiled(target, case)
         found = hlo.count(text)
         rows.append(
@@ -75,17 +60,11 @@ def compile_for(target: str, cases: Iterable[Case]) -> list[dict[str, Any]]:
                 "temporary_megabytes": temporary,
                 "conditionals": text.count(" conditional("),
                 "predicted_milliseconds": hlo.DEVICES[target].milliseconds(found),
-                "compile_seconds": time.perf_counter() - start,
             }
         )
         rows[-1]["bytes_ratio"] = rows[-1]["megabytes"] / rows[0]["megabytes"]
         rows[-1]["predicted_ratio"] = rows[-1]["predicted_milliseconds"] / rows[0]["predicted_milliseconds"]
-        print(
-            "{name:32s} {megabytes:8.1f} MB x {bytes_ratio:.2f}  {kernels:4d} kernels  {conditionals:2d} conditionals  "
-            "{temporary_megabytes:8.2f} MB temporary  {predicted_milliseconds:.3f} ms x {predicted_ratio:.2f}  "
-            "{compile_seconds:.0f} s".format(**rows[-1]),
-            flush=True,
-        )
+        show(rows[-1])
     return rows
 
 
@@ -94,3 +73,10 @@ def compiled(target: str, case: Case) -> tuple[str, float]:
     carry, args = on_device(target, (case.carry, case.args))
     program = jax.jit(case.step, donate_argnums=0).lower(carry, *args).compile()
     return program.as_text(), program.memory_analysis().temp_size_in_bytes / 1e6
+
+
+def kept(loss: Any, params: Any, batch: Any) -> float:
+    """The megabytes that `jax.vjp` keeps from the forward pass, without the parameters."""
+    megabytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e6
+    residuals = jax.eval_shape(lambda p, b: jax.vjp(lambda p: loss(p, b), p)[1], params, batch)
+    return megabytes(residuals) - megabytes(params)

@@ -7,6 +7,7 @@ kernel reads each of its operands once and writes its results once, and only the
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,6 +133,23 @@ def _size(array: tuple[str, str, str]) -> float:
     bits = re.search(r"\d+", name)
     size = SIZES[name] if name in SIZES else int(bits[0]) / 8 if bits else 0.0
     return size * math.prod(int(n) for n in dimensions.split(",") if n)
+
+
+def running(
+    programs: dict[str, list[Instruction]], name: str = "ENTRY", times: int = 1
+) -> Iterator[tuple[str, int, bool]]:
+    """The computations that run, how often, and whether they are the inside of a fusion."""
+    yield name, times, False
+    for _, _, kind, _, rest in programs[name]:
+        inner = re.findall(r"(?:body|condition|to_apply|calls|[a-z]+_computation)=(%[\w.-]+)", rest)
+        if kind == "fusion":
+            yield from ((name, times, True) for name in inner)
+        elif branches := re.search(r"branch_computations=\{([^}]*)\}", rest):
+            inner += re.findall(r"%[\w.-]+", branches[1])
+        if kind in ("while", "call", "conditional", "async-start"):
+            trips = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', rest)
+            for body in inner:
+                yield from running(programs, body, times * int(trips[1]) if trips else times)
 
 
 def products(text: str) -> dict[str, int]:

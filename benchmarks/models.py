@@ -1,7 +1,7 @@
-"""ViT-B/16 and transformers of GPT-2's layers, as they are trained: what `benchmarks.gpu` times and compiles."""
+"""ViT-B/16, transformers of GPT-2's layers and ResNet-18, as they are trained, in float32 or by hand in 16 bit."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 import jamp
-from benchmarks.autocast import cast, conv, dense, layer_norm
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,7 @@ class Shape:
 
 
 # 86 M and 124 M parameters. GPT-2's vocabulary of 50257 is padded to a multiple of 128, its head is its embedding.
-SHAPES = {
-    "ViT-B/16": Shape(12, 768, 12, 1000, 196, 16),
-    "GPT-2 124 M": Shape(12, 768, 12, 50304, 1024),
-}
+SHAPES = {"ViT-B/16": Shape(12, 768, 12, 1000, 196, 16), "GPT-2 124 M": Shape(12, 768, 12, 50304, 1024)}
 LARGE = {"GPT 0.9 B": Shape(16, 2048, 16, 32768, 2048, scanned=True)}  # 876 M: where float8 should pay
 SMALL = {"ViT-B/16": Shape(1, 32, 2, 10, 4, 4), "GPT-2 124 M": Shape(1, 32, 2, 128, 16)}
 SMALL |= {"GPT 0.9 B": Shape(2, 128, 2, 128, 128, scanned=True)}
@@ -40,6 +36,30 @@ Attend = Callable[..., jax.Array]
 TF32 = "float32, TF32"
 # TF32 on GPUs that have it, one pass in bfloat16 on a TPU.
 DEFAULT = "float32, JAX's default precision"
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    return x if dtype is None else x.astype(dtype)
+
+
+def dense(p: Any, x: Any, dtype: Any) -> jax.Array:
+    return cast(x, dtype) @ cast(p["w"], dtype) + cast(p["b"], dtype)
+
+
+def layer_norm(p: Any, x: jax.Array, dtype: Any) -> jax.Array:
+    x = x.astype(jnp.float32)
+    normal = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+    return cast(normal * p["scale"] + p["bias"], dtype)
+
+
+def conv(w: Any, x: Any, stride: int, dtype: Any = None) -> jax.Array:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x, w = cast(x, dtype), cast(w, dtype)
+    return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=numbers)
+
+
+def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
 def init(key: jax.Array, shape: Shape) -> Any:
@@ -85,6 +105,11 @@ def data(key: jax.Array, shape: Shape, batch: int) -> tuple[jax.Array, jax.Array
     return jax.random.randint(inputs, size, 0, shape.classes), jax.random.randint(targets, size, 0, shape.classes)
 
 
+def made(shape: Shape, batch: int) -> tuple[Any, Any]:
+    """Parameters and a batch."""
+    return init(jax.random.key(0), shape), data(jax.random.key(1), shape, batch)
+
+
 def loss_fn(
     params: Any,
     batch: tuple[jax.Array, jax.Array],
@@ -111,15 +136,26 @@ def loss_fn(
         x = x + attention(p, layer_norm(p["norm1"], x, dtype), shape, dtype, attend)
         return x + dense(p["down"], jax.nn.gelu(dense(p["up"], layer_norm(p["norm2"], x, dtype), dtype)), dtype), None
 
-    block = jax.checkpoint(block, policy=policy) if policy else block
-    if shape.scanned:
-        x, _ = jax.lax.scan(block, x, params["blocks"])
-    else:
-        for p in params["blocks"]:
-            x, _ = block(x, p)
+    x = stacked(jax.checkpoint(block, policy=policy) if policy else block, x, params["blocks"], shape)
     x = layer_norm(params["norm"], x, dtype)
     logits = dense(params["head"], x[:, 0], dtype) if shape.patch else x @ cast(params["embed"], dtype).T
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+    return cross_entropy(logits, targets)
+
+
+def stacked(block: Any, x: jax.Array, blocks: Any, shape: Shape) -> jax.Array:
+    """All blocks, in a loop or one after the other."""
+    if shape.scanned:
+        return jax.lax.scan(block, x, blocks)[0]
+    for p in blocks:
+        x, _ = block(x, p)
+    return x
+
+
+def problem(module: Any, shape: Shape, batch: int, scanned: bool) -> tuple[Any, Any, Any]:
+    """A module's loss with its keywords `dtype` and `policy`, and the shapes of its parameters and its batch."""
+    shape = replace(shape, scanned=scanned)
+    params = jax.eval_shape(lambda: module.init(jax.random.key(0), shape))
+    return partial(module.loss_fn, shape=shape), params, jax.eval_shape(lambda: data(jax.random.key(1), shape, batch))
 
 
 def attention(p: Any, x: jax.Array, shape: Shape, dtype: Any, attend: Attend | None = None) -> jax.Array:
@@ -198,3 +234,32 @@ def scaled_step(loss: Any, tx: optax.GradientTransformation, carry: Any, batch: 
     grads = jamp.grad(loss, state)(params, batch)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
+
+
+def batch_norm(p: Any, x: jax.Array, dtype: Any) -> jax.Array:
+    x = x.astype(jnp.float32)
+    normal = (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
+    return cast(normal * p["scale"] + p["bias"], dtype)
+
+
+def resnet_loss(params: Any, batch: Any, *, dtype: Any = None) -> jax.Array:
+    """ResNet-18, with a stem for small images."""
+    x = jax.nn.relu(batch_norm(params["norm"], conv(params["stem"], batch[0], 1, dtype), dtype))
+    for p in params["blocks"]:
+        stride = 2 if "project" in p else 1
+        y = jax.nn.relu(batch_norm(p["norm1"], conv(p["conv1"], x, stride, dtype), dtype))
+        y = batch_norm(p["norm2"], conv(p["conv2"], y, 1, dtype), dtype)
+        x = jax.nn.relu(y + (conv(p["project"], x, stride, dtype) if "project" in p else x))
+    return cross_entropy(dense(params["head"], x.mean((1, 2)), dtype), batch[1])
+
+
+def resnet_params(width: int) -> Any:
+    conv = lambda size, n, m: jnp.full((size, size, n, m), (size * size * n) ** -0.5)
+    norm = lambda n: {"scale": jnp.ones(n), "bias": jnp.zeros(n)}
+    blocks = []
+    for n, m in [(1, 1), (1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8)]:
+        n, m = n * width, m * width
+        p = {"conv1": conv(3, n, m), "norm1": norm(m), "conv2": conv(3, m, m), "norm2": norm(m)}
+        blocks.append(p | ({"project": conv(1, n, m)} if n != m else {}))
+    head = {"w": jnp.full((8 * width, 1000), 0.01), "b": jnp.zeros(1000)}
+    return {"stem": conv(3, 3, width), "norm": norm(width), "blocks": blocks, "head": head}

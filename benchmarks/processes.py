@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-Rows = list[dict[str, Any]]
+from benchmarks.record import Rows
+
 PROCESSES = 5
 
 

@@ -1,5 +1,6 @@
-"""What every file of results begins with: when, where, with what and by which command they were measured."""
+"""The command line of a benchmark, and its file of results."""
 
+import argparse
 import json
 import os
 import platform
@@ -11,12 +12,22 @@ from typing import Any
 
 import jamp
 
+Rows = list[dict[str, Any]]
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "flax", "jmp", "mixed-precision-for-jax", "keras", "torch")
 
 
-def record(module: str, quick: bool, device: str) -> dict[str, Any]:
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """With the options that all benchmarks have."""
+    form = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=form)
+    made.add_argument("--quick", action="store_true", help="every case once, small: does it run at all")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
+    return made
+
+
+def record(module: str, quick: bool, device: str, packages: tuple[str, ...] = ()) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "jamp": jamp.__version__}
-    for package in PACKAGES:
+    for package in PACKAGES + packages:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -42,7 +53,15 @@ def cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def write(file: str | None, found: dict[str, Any]) -> None:
+def write(file: Path | None, found: dict[str, Any]) -> None:
+    """A row of results is a line of the file."""
     if file:
-        with open(file, "w") as out:
-            json.dump(found, out, indent=1)
+        file.write_text(json.dumps(found).replace("}, {", "},\n{") + "\n")
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print what is short in a row of results."""
+    short = {
+        key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items() if isinstance(x, float | int | str)
+    }
+    print("  ".join(f"{x}" if isinstance(row[key], str) else f"{key} {x}" for key, x in short.items()), flush=True)

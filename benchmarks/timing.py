@@ -7,11 +7,13 @@ therefore times the same cases in several.
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+
+from benchmarks.record import Rows
 
 
 @dataclass(frozen=True)
@@ -24,53 +26,35 @@ class Case:
     args: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Result:
-    """Medians over rounds; the ratio is to the first case, round by round."""
+def compare(cases: list[Case], rounds: int) -> Rows:
+    """Compile and time the cases side by side; the first is the baseline. Their carries are used up.
 
-    name: str
-    milliseconds: float
-    ratio: float
-    dispatch_milliseconds: float  # until the call returns, before anybody waits for its results
-    trace_seconds: float  # trace and lower, in Python
-    compile_seconds: float  # what XLA takes after that
-    temporary_megabytes: float
-    peak_megabytes: float  # arguments, results and temporaries, donated ones once
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def compare(cases: list[Case], rounds: int) -> list[Result]:
-    """Compile and time the cases side by side; the first is the baseline. Their carries are used up."""
+    Times are medians over rounds, the ratio is to the first case, round by round. "dispatch_milliseconds" is until the
+    call returns. The peak is that of arguments, results and temporaries, donated ones once.
+    """
     built = build(cases)
     carries, _padding = placed(cases)
     calls = {case.name: runner(built[case.name][0], carries[case.name], case.args) for case in cases}
     times = paired(calls, rounds)
     base = times[cases[0].name][:, 1]
-    results = []
+    rows = []
     for name, (compiled, traced, seconds) in built.items():
         dispatched, done = times[name].T
         memory = compiled.memory_analysis()
-        peak = (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            + memory.temp_size_in_bytes
-            - memory.alias_size_in_bytes
+        stored = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        rows.append(
+            {
+                "name": name,
+                "milliseconds": float(np.median(done) * 1e3),
+                "ratio": float(np.median(done / base)),
+                "dispatch_milliseconds": float(np.median(dispatched) * 1e3),
+                "trace_seconds": traced,
+                "compile_seconds": seconds,
+                "temporary_megabytes": memory.temp_size_in_bytes / 1e6,
+                "peak_megabytes": (stored + memory.temp_size_in_bytes) / 1e6,
+            }
         )
-        results.append(
-            Result(
-                name,
-                float(np.median(done) * 1e3),
-                float(np.median(done / base)),
-                float(np.median(dispatched) * 1e3),
-                traced,
-                seconds,
-                memory.temp_size_in_bytes / 1e6,
-                peak / 1e6,
-            )
-        )
-    return results
+    return rows
 
 
 def build(cases: list[Case]) -> dict[str, tuple[Any, float, float]]:

@@ -27,6 +27,7 @@ from ._scale.static import (
 )
 from ._scale.stats import LossScaleStats as LossScaleStats
 from ._step.finite import all_finite as all_finite
+from ._step.gradients import grad as grad, value_and_grad as value_and_grad
 from ._step.lookup import (
     convert_loss_scale as convert_loss_scale,
     get_grads_finite as get_grads_finite,
@@ -42,16 +43,22 @@ from ._step.master_params import (
     master_params as master_params,
     mixed_precision as mixed_precision,
 )
-from ._step.rounding import StochasticRoundingState as StochasticRoundingState
-from ._step.scaling import (
-    grad as grad,
-    scale_loss as scale_loss,
-    unscale_and_check as unscale_and_check,
-    value_and_grad as value_and_grad,
-)
+from ._step.scaling import scale_loss as scale_loss, unscale_and_check as unscale_and_check
 from ._step.state import LossScaledState as LossScaledState
-from ._step.stochastic_rounding import stochastic_rounding as stochastic_rounding
+from ._step.stochastic_rounding import (
+    StochasticRoundingState as StochasticRoundingState,
+    stochastic_rounding as stochastic_rounding,
+)
 from .grad_scaler import GradScaler as GradScaler
 from .history import History as History
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Import `jamp.debug` when it is first used."""
+    if name == "debug":
+        import importlib
+
+        return importlib.import_module("jamp.debug")
+    raise AttributeError(f"module 'jamp' has no attribute {name!r}")

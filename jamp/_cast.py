@@ -21,6 +21,11 @@ _KEYS = {
 }  # fmt: skip
 
 
+def is_float32(x: Any) -> bool:
+    """Whether an array, or its type, is float32."""
+    return bool(getattr(x, "dtype", None) == np.float32)
+
+
 def is_inexact(x: Any) -> bool:
     """Whether a leaf is a floating or complex array or Python number."""
     if isinstance(x, (float, complex)):

@@ -13,16 +13,16 @@ from jamp._scale.static import LossScale
 def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
     """Describe a state: the configuration of the loss scale, and the shape and dtype of every array.
 
-    Save it with the checkpoint, which holds only arrays. Restoring may cast them to other dtypes silently, and two
-    kinds of loss scale may have the same fields. `check_checkpoint_config` detects both.
+    Save it with the checkpoint. Restoring may cast arrays silently, and two kinds of loss scale may have the same
+    fields. `check_checkpoint_config` detects both.
 
     Args:
       tree: The state that is saved, or its `jax.ShapeDtypeStruct`s. Leaves that are not arrays or numbers are left out.
       loss_scale: The configuration of its loss scale.
 
     Returns:
-      A mapping of strings and numbers, for JSON. `loss_scale` is the result of `to_config()`, or has the class name as
-      the type if there is no such method. `arrays` has an entry such as "float32[3,4]" for each path.
+      A mapping of strings and numbers, for JSON. `loss_scale` is the result of `to_config()`, or only a type, the class
+      name. `arrays` has an entry such as "float32[3,4]" for each path.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -42,13 +42,12 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
     continues with the new ones.
 
     Args:
-      saved: What `checkpoint_config` returned when the checkpoint was saved.
+      saved: The result of `checkpoint_config` from when the checkpoint was saved.
       tree: The state to restore into.
       loss_scale: The configuration of its loss scale.
 
     Raises:
-      ValueError: If the kinds of loss scale differ, the shape or dtype of an array differs, or an array is in only one
-        of them. The message names both sides. Also if `saved` does not come from `checkpoint_config`, or is damaged.
+      ValueError: If the kind of loss scale or an array differs, or `saved` is damaged. The message names both sides.
 
     Examples:
       >>> import jax.numpy as jnp, jamp

@@ -1,14 +1,13 @@
 """Build equations and jaxprs, and evaluate them."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jamp._jaxpr import BODIES, ClosedJaxpr, Env, JaxprEqn, Var, bodies, core, inlinable, is_literal
+from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, bodies, core, inlinable, is_literal
 
 
 def closed_jaxpr(
@@ -54,13 +53,39 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any
 
 
 def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -> list[JaxprEqn]:
-    """The equations of a jaxpr with other variables for its inputs and outputs."""
+    """The equations of a jaxpr with other variables: for its inputs and outputs those given, else new ones."""
+    names = _arguments(closed, inputs)
+    given = dict(zip(closed.jaxpr.outvars, outputs, strict=True))
+    eqns = []
+    for eqn in closed.jaxpr.eqns:
+        invars = [v if is_literal(v) else names[v] for v in eqn.invars]
+        names.update((v, given[v] if v in given else core().Var(v.aval)) for v in eqn.outvars)
+        eqns.append(eqn.replace(invars=invars, outvars=[names[v] for v in eqn.outvars]))
+    return eqns
+
+
+def _arguments(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Env:
+    """What stands for the constants and the inputs of a jaxpr."""
     literal = lambda x: core().Literal(x, jax.typeof(x))
     names = dict(zip(closed.jaxpr.constvars, map(literal, closed.consts), strict=True))
-    names |= dict(zip(closed.jaxpr.invars, inputs, strict=True))
-    names |= dict(zip(closed.jaxpr.outvars, outputs, strict=True))
-    rename = lambda atoms: [v if is_literal(v) else names.get(v, v) for v in atoms]
-    return [eqn.replace(invars=rename(eqn.invars), outvars=rename(eqn.outvars)) for eqn in closed.jaxpr.eqns]
+    return names | dict(zip(closed.jaxpr.invars, inputs, strict=True))
+
+
+def flattened(closed: ClosedJaxpr) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations and the outputs of a jaxpr in which jit calls are inlined. Its inputs keep their variables."""
+    eqns: list[JaxprEqn] = []
+
+    def add(body: ClosedJaxpr, names: Env) -> list[Any]:
+        rename = lambda atoms: [v if is_literal(v) else names[v] for v in atoms]
+        for eqn in body.jaxpr.eqns:
+            if inner := inlinable(eqn):
+                names.update(zip(eqn.outvars, add(inner, _arguments(inner, rename(eqn.invars))), strict=True))
+            else:
+                names.update((v, core().Var(v.aval)) for v in eqn.outvars)
+                eqns.append(eqn.replace(invars=rename(eqn.invars), outvars=rename(eqn.outvars)))
+        return rename(body.jaxpr.outvars)
+
+    return eqns, add(closed, _arguments(closed, closed.jaxpr.invars))
 
 
 def with_bodies(
@@ -73,11 +98,28 @@ def with_bodies(
     else:
         names = [name for name in BODIES if name in params]
         opened = [
-            body if hasattr(params[name], "consts") else body.jaxpr for name, body in zip(names, bodies, strict=True)
+            body if hasattr(params[name], "consts") else _opened(body) for name, body in zip(names, bodies, strict=True)
         ]
         params.update(zip(names, opened, strict=True))
     effects = frozenset().union(*(body.effects for body in bodies))
     return eqn.replace(params=params, invars=list(invars), outvars=list(outvars), effects=effects)
+
+
+def with_thunk(eqn: JaxprEqn, rewrite: Callable[[ClosedJaxpr], ClosedJaxpr]) -> JaxprEqn:
+    """A remat_opt, the forward rule of a custom_vjp, that also rewrites the function it is the rule of."""
+    original = eqn.params["fun_jaxpr_thunk"]
+
+    def thunk() -> tuple[Jaxpr, Sequence[Any]]:
+        jaxpr, constants = original()
+        closed = rewrite(core().ClosedJaxpr(jaxpr, constants))
+        return closed.jaxpr, closed.consts
+
+    return eqn.replace(params={**eqn.params, "fun_jaxpr_thunk": thunk})
+
+
+def _opened(body: ClosedJaxpr) -> Jaxpr:
+    assert not body.consts  # a construct that holds an open jaxpr has its constants among its operands
+    return body.jaxpr
 
 
 def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -95,13 +137,16 @@ def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
     return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
 
 
-def checkpoint(inputs: list[Any], outputs: list[Var], body: ClosedJaxpr, *, prevent_cse: bool) -> JaxprEqn:
-    """An equation that evaluates a jaxpr, and evaluates it again in the backward pass, which keeps only `inputs`."""
+def checkpoint(body: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
+    """Evaluate a jaxpr, and evaluate it again in the backward pass, which keeps only `args`."""
     template = _checkpoint()
-    # With a value for each input, fewer would pass the barrier (2 to 7 % less memory on an H200). But then JAX cannot
-    # differentiate it inside a user's checkpoint with a policy.
-    params = {**template.params, "jaxpr": body.jaxpr, "prevent_cse": prevent_cse, "policy": _keep}
-    return template.replace(invars=inputs, outvars=outputs, params=params)
+    params = {**template.params, "jaxpr": body.jaxpr, "prevent_cse": prevent_cse}
+    return bind(template.replace(params=params), args, body.out_avals)
+
+
+@functools.cache
+def _checkpoint() -> JaxprEqn:
+    return jax.make_jaxpr(jax.checkpoint(lambda x: x))(0.0).eqns[0]
 
 
 def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[JaxprEqn]) -> Any:
@@ -124,15 +169,35 @@ def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[Ja
     return key
 
 
-def _keep(primitive: Any, operand: Any = None, *_: Any, axes: Any = (), **__: Any) -> bool:
-    """Keep the statistics of rows: they are small, and to compute them again is to read all of the input again."""
-    terms = math.prod(operand.shape[i] for i in axes) if primitive.name.startswith("reduce_") else 1
-    return not isinstance(terms, int) or terms >= 16  # A symbolic size is not compared.
+def same_code(one: Jaxpr, other: Jaxpr) -> bool:
+    """Whether two jaxprs compute the same: equal operations on the same operands, wherever they come from."""
+    if len(one.eqns) != len(other.eqns):
+        return False
+    numbers: list[dict[Any, int]] = []
+    for jaxpr in (one, other):
+        made = [*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+        numbers.append({v: i for i, v in enumerate(made)})
+    name = lambda v, own: (v.aval, np.asarray(v.val).tobytes()) if is_literal(v) else (v.aval, own[v])
+    names = lambda atoms, own: [name(v, own) for v in atoms]
 
+    def same_param(x: Any, y: Any) -> bool:
+        if hasattr(x, "eqns") and hasattr(y, "eqns"):
+            consts = zip(getattr(x, "consts", ()), getattr(y, "consts", ()), strict=True)
+            same = all(np.array_equal(a, b) for a, b in consts)
+            return same and same_code(getattr(x, "jaxpr", x), getattr(y, "jaxpr", y))
+        if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)) and len(x) == len(y):
+            return all(map(same_param, x, y))
+        return bool(x is y or np.all(x == y))
 
-@functools.cache
-def _checkpoint() -> JaxprEqn:
-    return jax.make_jaxpr(jax.checkpoint(lambda x: x))(0.0).eqns[0]
+    first, second = numbers
+    for a, b in zip(one.eqns, other.eqns, strict=True):
+        same = a.primitive == b.primitive and a.params.keys() == b.params.keys()
+        same = same and names(a.invars, first) == names(b.invars, second)
+        if not same or not all(same_param(x, b.params[key]) for key, x in a.params.items()):
+            return False
+    return names(one.invars, first) == names(other.invars, second) and names(one.outvars, first) == names(
+        other.outvars, second
+    )
 
 
 def weaken(x: Any) -> Any:

@@ -1,20 +1,22 @@
 """`check_health`, which checks on the host that training still makes progress."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
 from jamp._cast import is_inexact
 from jamp._scale.static import LossScale
 from jamp._scale.stats import LossScaleStats
+from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite
 from jamp._step.lookup import get_loss_scale, get_stats
-from jamp._step.state import find_scaler_state, is_scaler_state
+from jamp._step.state import is_scaler_state
 from jamp.history import History
 
 _RECENT = 200  # the last steps of the history, which are examined
@@ -44,18 +46,15 @@ def check_health(
 
     It waits for the device, so call it every few hundred steps, outside `jit`. It finds
 
-    - in `tree`: more than `max_consecutive_overflows` steps skipped in a row. Moments of the optimizer that are all
-      zero, because the gradients were. inf or NaN outside the wrapper, such as in a stateful transform before it, which
-      keeps the inf of one overflow forever.
-    - with `loss_scale`: a skip with the scale at its floor. A scale that has reached its ceiling. That alone is
-      harmless, so if the ceiling is intended, use policy "warn" or do not pass `loss_scale`.
+    - in `tree`: more than `max_consecutive_overflows` steps skipped in a row. Optimizer moments that are all zero. inf
+      or NaN outside the wrapper, such as in a stateful transform before it.
+    - with `loss_scale`: a skip at the floor. A scale that has reached its ceiling, which is harmless if it is intended.
     - with `history`: a scale that oscillates while steps are lost. A column `grad_norm` of zeros.
 
     Args:
-      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one. Pass the whole state of a
-        chain to have the transforms before the wrapper checked too. In the state of an ensemble, made under `vmap`,
-        every member is checked, and the message names the first that is not healthy.
-      max_consecutive_overflows: The largest number of skipped steps in a row that is accepted.
+      tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one, such as the whole state of
+        a chain. Of an ensemble, made under `vmap`, the message names the first member that is not healthy.
+      max_consecutive_overflows: The largest accepted number of skipped steps in a row.
       loss_scale: The configuration of the loss scale.
       history: A `jamp.History` of the run.
       policy: "raise", "warn", or a function that is called with the message.
@@ -70,7 +69,7 @@ def check_health(
       >>> opt_state = jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
       >>> jamp.check_health(opt_state)
 
-      Inside `jit`, use a callback. The moments are left out, so that they stay on the device:
+      Inside `jit`, use a callback. It leaves out the moments, so that they stay on the device:
 
       >>> @jax.jit
       ... def train_step(opt_state):
@@ -98,7 +97,9 @@ def check_health(
 
 
 def _of_members(tree: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
-    moments = [x for x in jax.tree.leaves(list(_moments(find_scaler_state(tree)))) if is_inexact(x)]
+    is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
+    found = [optax.tree.get_all_with_path(find_scaler_state(tree), name, is_field) for name in _MOMENTS]
+    moments = [x for x in jax.tree.leaves([x for named in found for _, x in named]) if is_inexact(x)]
     all_stats, scales = jax.device_get((get_stats(tree), get_loss_scale(tree)))
 
     def problems(i: tuple[int, ...]) -> str:
@@ -106,7 +107,6 @@ def _of_members(tree: Any, limit: int, loss_scale: LossScale | None) -> Iterator
         found = [*_skips(stats, scale, limit), *_bounds(stats, scale, loss_scale), *_no_gradients(stats, moments, i)]
         return " ".join(found)
 
-    # The only index of one state is ().
     sick = [(i, text) for i in np.ndindex(scales.shape) if (text := problems(i))]
     for i, text in sick[:1]:
         name = f"Member {', '.join(map(str, i))} of the ensemble" + f" (and {len(sick) - 1} more)" * (len(sick) > 1)
@@ -189,13 +189,3 @@ def _recent(history: History | None) -> Iterator[str]:
         norms = history["grad_norm"][-_RECENT:]
         if len(norms) and not norms.any():
             yield _ZEROS.format(f"grad_norm is 0 in the last {len(norms)} steps")
-
-
-def _moments(state: Any) -> Iterator[Any]:
-    """The fields of the NamedTuples in an optimizer state that have the name of a moment."""
-    fields: Mapping[str, Any] = state._asdict() if hasattr(state, "_asdict") else {}
-    yield from (x for name, x in fields.items() if name in _MOMENTS)
-    children = fields.values() if fields else state.values() if isinstance(state, Mapping) else state
-    if isinstance(state, (tuple, list, Mapping)):
-        for child in children:
-            yield from _moments(child)

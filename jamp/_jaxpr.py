@@ -66,24 +66,24 @@ def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None if any(isinstance(s, Sharding) for s in shardings) else body
 
 
-# The parameters of each construct that autocast enters, as the releases of JAX name them. A construct with others runs
-# as it was traced, because jamp does not guess what a new parameter means.
-_JIT = {"jaxpr", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "donated_invars", "ctx_mesh", "name"}
-_SCAN, _SHARD_MAP = {"jaxpr", "length", "reverse", "unroll"}, {"jaxpr", "mesh", "in_specs", "out_specs", "check_vma"}
-_LAYOUTS = {
-    "jit": [_JIT | {"keep_unused", "inline", "compiler_options_kvs"}],
+# The parameters of each construct that jamp reads, as the releases of JAX name them: one of these sets is there. All
+# other parameters, also those of later releases, are carried through as they are.
+_SCAN = {"jaxpr", "length", "reverse", "unroll"}
+_READ: dict[str, list[set[str]]] = {
+    "jit": [{"jaxpr", "in_shardings", "out_shardings"}],
     "scan": [_SCAN | {"num_consts", "num_carry"}, _SCAN | {"ft_in", "ft_out"}],  # jax 0.10, jax 0.12
     "while": [{"cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"}],
-    "cond": [{"branches"}, {"branches", "branches_platforms"}],
+    "cond": [{"branches"}],
     "closed_call": [{"call_jaxpr"}],
     "linear_call": [{"callee", "transpose_thunk", "num_callee_consts", "num_res"}],
-    "remat2": [{"jaxpr", "prevent_cse", "differentiated", "policy"}],
-    "custom_jvp_call": [{"call_jaxpr", "jvp_jaxpr_fun", "num_consts", "symbolic_zeros"}],
-    "custom_vjp_call": [{"call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts", "out_trees", "symbolic_zeros"}],
-    "shard_map": [_SHARD_MAP | {"manual_axes"}, _SHARD_MAP | {"newly_manual_axes"}],  # jax 0.10.0, later
+    "remat2": [{"jaxpr", "differentiated"}],
+    "remat_opt": [{"fwd_jaxpr", "fun_jaxpr_thunk"}],
+    "custom_jvp_call": [{"call_jaxpr", "jvp_jaxpr_fun"}],
+    "custom_vjp_call": [{"call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts"}],
+    "shard_map": [{"jaxpr", "in_specs", "out_specs"}],
 }
-CONSTRUCTS = frozenset(_LAYOUTS)
-BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr", "callee")
+CONSTRUCTS = frozenset(_READ)
+BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr", "callee", "fwd_jaxpr")
 
 
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
@@ -99,8 +99,8 @@ def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
 
 
 def is_known(eqn: JaxprEqn) -> bool:
-    """Whether a construct has the parameters that the supported releases of JAX give it."""
-    return set(eqn.params) in _LAYOUTS.get(eqn.primitive.name, [])
+    """Whether a construct has the parameters that jamp reads."""
+    return any(names <= eqn.params.keys() for names in _READ.get(eqn.primitive.name, []))
 
 
 def body_operands(eqn: JaxprEqn) -> list[list[int]]:
@@ -128,7 +128,10 @@ def carry(eqn: JaxprEqn) -> range:
 
 
 def asks_for_zeros(eqn: JaxprEqn) -> bool:
-    """Whether a custom rule has to know which operands are differentiated: it asks, or it must not be for constants."""
+    """Whether a custom rule must be told which operands are differentiated.
+
+    It is if it asks for symbolic zeros. It also is if it closes over arrays, because only operands have a derivative.
+    """
     params = eqn.params
     return bool(params.get("symbolic_zeros") or (eqn.primitive.name == "custom_vjp_call" and params["num_consts"]))
 
@@ -153,14 +156,6 @@ def iterations(eqn: JaxprEqn) -> int:
     return int(eqn.params.get("length", 1))
 
 
-def shard_map_options(eqn: JaxprEqn) -> dict[str, Any]:
-    """The keywords of `jax.shard_map` that make a shard_map."""
-    params = eqn.params
-    axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
-    specs = {name: tuple(params[name]) for name in ("in_specs", "out_specs")}
-    return {"mesh": params["mesh"], **specs, "axis_names": frozenset(axes), "check_vma": params["check_vma"]}
-
-
 def has_body(eqn: JaxprEqn) -> bool:
     """Whether an equation holds a jaxpr, even if it is not in `CONSTRUCTS`."""
     return bool(inner(eqn))
@@ -181,9 +176,6 @@ def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
 def function_name(eqn: JaxprEqn) -> str | None:
     """The name of the function that a jit call runs."""
     return eqn.params.get("name")
-
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def set_learning_rate(tree: Any, value: ArrayLike) -> Any:
 
 
 def _find(tree: Any) -> Any:
-    # Optax keeps the state of a schedule under this name too.
+    # Optax also keeps the state of a schedule under this name.
     is_number = lambda path, value: jax.tree_util.all_leaves([value])
     found = optax.tree.get_all_with_path(tree, "learning_rate", is_number)
     if len(found) == 1:

@@ -29,12 +29,6 @@ def user_line(eqn: JaxprEqn) -> str | None:
     return None
 
 
-def made_by_jamp(eqn: JaxprEqn, package: str = "") -> bool:
-    """Whether jamp, or a package in it, inserted an equation, such as a cast of autocast, and not the user."""
-    root = str(Path(_JAMP, package))
-    return next((f.file_name.startswith(root) for f in _frames(eqn) if not _is_others(f.file_name)), False)
-
-
 def scope(eqn: JaxprEqn, caller: str = "") -> str:
     """The name scopes around an equation, such as those of Linen modules: "Net/h_3/attn". `caller` is that of its call.
 
@@ -46,6 +40,30 @@ def scope(eqn: JaxprEqn, caller: str = "") -> str:
     half = len(own) // 2
     own = own[:half] if own[:half] == own[half:] else own
     return "/".join([caller] * bool(caller) + own)
+
+
+def scope_path(eqn: JaxprEqn, around: str) -> str:
+    """The names in the name stack of an equation and of the constructs around it: "/jvp/h_3/attn/"."""
+    return re.sub(r"[/()]+", "/", f"{around}/{eqn.source_info.name_stack}/")
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether an equation was made by transposing a function, so that it is part of a backward pass."""
+    stack: Any = eqn.source_info.name_stack
+    return any(part.name == "transpose" and _is_transformation(part) for part in stack.stack)
+
+
+def _is_transformation(part: Any) -> bool:
+    """Whether a part of a name stack is a transformation, which wraps what stands before it, and not a scope."""
+    text = ["x"]
+    part.wrap(text)
+    return len(text) == 1
+
+
+def in_scope(eqn: JaxprEqn, name: str) -> bool:
+    """Whether an equation was traced inside a `jax.named_scope` of a name that no transformation has."""
+    stack: Any = eqn.source_info.name_stack
+    return any(part.name == name for part in stack.stack)
 
 
 def pattern(names: Iterable[str]) -> str:
@@ -72,17 +90,6 @@ def _frames(eqn: JaxprEqn) -> Iterable[Any]:
     return frames
 
 
-def _is_others(file_name: str) -> bool:
-    return file_name.startswith(_LIBRARIES) and not file_name.startswith(_JAMP)
-
-
-# Primitives that give a part of their first operand, or another order of it: a parameter is still a parameter.
-REARRANGES = frozenset(
-    [
-        *("broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "pad", "reshape", "rev"),
-        *("slice", "split", "squeeze", "transpose"),
-    ]
-)
 _JAMP = str(Path(__file__).parent)
 _PACKAGES = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
 _LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"), _JAMP, "<")

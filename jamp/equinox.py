@@ -6,9 +6,9 @@ from typing import Any
 
 import optax
 
-from jamp._step.scaling import value_and_grad
+from jamp._step.find import step_applied
+from jamp._step.gradients import value_and_grad
 from jamp._step.skip import apply_or_keep
-from jamp._step.state import step_applied
 
 try:
     import equinox as eqx

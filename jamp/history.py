@@ -10,8 +10,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jamp._scale.checks import check_count
+from jamp._step.find import find_scaler_state
+from jamp._step.leaves import with_leaves
 from jamp._step.lookup import metrics
-from jamp._step.state import ScalerState, find_scaler_state
+from jamp._step.state import ScalerState, scaler_of
 
 
 class History:
@@ -62,7 +64,7 @@ class History:
         """
         state = self._find(tree)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, scalars))):
-            raise TypeError("History.append must be called outside `jit`, with what the jitted step returns.")
+            raise TypeError("History.append must be called outside `jit`, with the state that the jitted step returns.")
         if not self._buffer:
             rows = jax.eval_shape(_row, state, scalars)
             self._buffer = {name: jnp.zeros(self._every, x.dtype) for name, x in rows.items()}
@@ -102,8 +104,7 @@ class History:
         leaves, structure = jax.tree.flatten(tree)
         # Finding the state anew at each step would take longer than recording it.
         if self._structure is None or structure != self._structure:
-            found = find_scaler_state(jax.tree.unflatten(structure, range(len(leaves))))
-            self._positions = ScalerState(found.loss_scale_state, found.stats, found.grads_finite)
+            self._positions = scaler_of(find_scaler_state(with_leaves(tree, list(range(len(leaves))))))
             self._structure = structure
         return jax.tree.map(leaves.__getitem__, self._positions)
 

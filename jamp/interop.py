@@ -19,28 +19,22 @@ from jamp._scale.adaptive import AdaptiveLossScale, AdaptiveLossScaleState
 from jamp._scale.checks import INT32_MAX, TINY
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
-from jamp._step.state import (
-    LossScaledState,
-    ScaledGradsState,
-    ScalerState,
-    check_one_scaler,
-    contains,
-    find_loss_scale_state,
-)
+from jamp._step.find import find_loss_scale_state
+from jamp._step.state import AnyLossScaledState, contains, wrap_inner
 from jamp.grad_scaler import GradScaler
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
-    """Make the scaler that continues where a `torch.amp.GradScaler` stopped.
+    """Make the scaler that continues from a `torch.amp.GradScaler`.
 
-    torch has neither a floor nor a ceiling, so `min_scale` is the smallest normal float32 and `max_scale` is inf. The
-    scale equals torch's at every step, with one exception. If the growth interval was lowered below the tracker, torch
-    never grows again, and jamp grows at the next finite step.
+    torch has no bounds, so `min_scale` is the smallest normal float32 and `max_scale` is inf. The scale equals torch's
+    at every step, with one exception. If the growth interval was lowered below the tracker, torch never grows again,
+    and jamp grows at the next finite step.
 
     Args:
-      state_dict: What `scaler.state_dict()` returned in torch.
+      state_dict: The result of `scaler.state_dict()` in torch.
 
     Raises:
       ValueError: If it is empty or lacks keys. The message names them.
@@ -69,10 +63,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
 def to_torch(scaler: GradScaler) -> dict[str, Any]:
     """Return the state dict that torch's `GradScaler.load_state_dict` accepts. For a disabled scaler it is empty.
 
-    torch has no bounds and no hysteresis, so those are lost.
-
     Args:
-      scaler: A scaler with a `DynamicLossScale`. It waits for the device.
+      scaler: A scaler with a `DynamicLossScale`. Its bounds and hysteresis, which torch has not, are lost.
 
     Raises:
       ValueError: If the scaler has another kind of loss scale.
@@ -89,7 +81,7 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
 
 
 def from_flax(dynamic_scale: Any) -> GradScaler:
-    """Make the scaler that continues where a `flax.training.dynamic_scale.DynamicScale` stopped.
+    """Make the scaler that continues from a `flax.training.dynamic_scale.DynamicScale`.
 
     Flax grows one finite step after its `growth_interval`, so the interval of the returned scaler is one longer.
 
@@ -112,7 +104,7 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
 
 
 def from_jmp(loss_scale: Any) -> GradScaler:
-    """Make the scaler that continues where a `jmp.DynamicLossScale` stopped.
+    """Make the scaler that continues from a `jmp.DynamicLossScale`.
 
     jmp loses `min_loss_scale` in every pytree round trip. The value that the object has now is used.
 
@@ -137,9 +129,7 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
     """Make the state of MindFormers' adaptive loss scale.
 
     Args:
-      parameters: The six parameters of `AdaptiveLossScaleUpdateCell` by name, and `scale_sense`, which the train-step
-        cell owns: `scale_window`, `list_index`, `scale_window_up_count`, `scale_window_down_count`,
-        `current_iterator_step`, `last_overflow_iterator_step`.
+      parameters: The six parameters of `AdaptiveLossScaleUpdateCell` by name, and `scale_sense` of the train-step cell.
 
     Returns:
       The state for an `AdaptiveLossScale` with the same window list.
@@ -162,9 +152,7 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
 
 
 def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale()) -> dict[str, Any]:
-    """Return MindFormers' six parameters and `scale_sense`. It is the inverse of `from_mindformers`.
-
-    MindFormers uses only the difference of its two step counts, so the second is returned as 0.
+    """Return MindFormers' six parameters and `scale_sense`. The second of its two step counts is returned as 0.
 
     Args:
       tree: A state of an `AdaptiveLossScale`, or any pytree that holds exactly one. It waits for the device.
@@ -190,7 +178,9 @@ def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale(
     }
 
 
-def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale(), *, unscale: bool = False) -> LossScaledState:
+def wrap_state(
+    opt_state: Any, loss_scale: LossScale = DynamicLossScale(), *, unscale: bool = False
+) -> AnyLossScaledState:
     """Make the state of `jamp.loss_scaled(tx, loss_scale)` that continues with the state of the plain `tx`.
 
     Args:
@@ -204,18 +194,11 @@ def wrap_state(opt_state: Any, loss_scale: LossScale = DynamicLossScale(), *, un
       >>> float(jamp.get_loss_scale(jamp.interop.wrap_state(opt_state)))
       65536.0
     """
-    check_one_scaler(opt_state)
-    return (ScaledGradsState if unscale else LossScaledState)(*ScalerState.init(loss_scale), opt_state)
+    return wrap_inner(opt_state, loss_scale, unscale=unscale)
 
 
 def unwrap_state(tree: Any) -> Any:
-    """Return the state of the plain optimizer from that of `jamp.loss_scaled`.
-
-    Args:
-      tree: A state of `jamp.loss_scaled`, or a pytree with one.
-
-    Returns:
-      The tree with the inner state in place of the loss-scaled one.
+    """Return a tree with the inner state in place of each state of `jamp.loss_scaled`.
 
     Raises:
       ValueError: If the tree holds no loss-scaled state.
@@ -226,7 +209,7 @@ def unwrap_state(tree: Any) -> Any:
       >>> jamp.interop.unwrap_state(jamp.loss_scaled(tx).init(jnp.ones(3))) == tx.init(jnp.ones(3))
       True
     """
-    is_wrapped = lambda x: isinstance(x, LossScaledState)
+    is_wrapped = lambda x: isinstance(x, AnyLossScaledState)
     if not contains(tree, is_wrapped):
         raise ValueError(f"Expected the state of `jamp.loss_scaled`, found none in this {type(tree).__name__}.")
     return jax.tree.map(lambda x: x.inner_state if is_wrapped(x) else x, tree, is_leaf=is_wrapped)

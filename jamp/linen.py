@@ -11,12 +11,12 @@ import optax
 
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
-from jamp._step import scaling
-from jamp._step.finite import OVERWRITE_WITH_GRADIENT
+from jamp._step import gradients
+from jamp._step.find import step_applied
+from jamp._step.leaves import OVERWRITE_WITH_GRADIENT
 from jamp._step.lookup import metrics
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.skip import apply_or_keep, new_or_old
-from jamp._step.state import step_applied
 
 try:
     from flax.training import train_state
@@ -38,12 +38,8 @@ class TrainState(train_state.TrainState):
     Parameters in Flax's collection `_overwrite_with_gradient` (the scales and histories of fp8 layers) are replaced by
     their gradients, which are neither unscaled nor checked.
 
-    Attributes:
-      step: i32[], the number of steps applied. Flax's own `step` also counts skipped steps.
-      apply_fn: Usually `model.apply`.
-      params: The parameters.
-      tx: The optimizer, wrapped in `jamp.loss_scaled`.
-      opt_state: Its state, a `jamp.LossScaledState`.
+    `step` (i32[]) counts the steps applied. Flax's own `step` also counts skipped steps. `tx` is the optimizer wrapped
+    in `jamp.loss_scaled`, and `opt_state` its state.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, jamp.linen
@@ -96,13 +92,9 @@ class TrainState(train_state.TrainState):
         """
         scaled = loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
         opt_state = scaled.init(_with_optimizer(params))
-        own = {field.name for field in dataclasses.fields(cls)}
-        added = tuple(sorted(collections.keys() - own))
-        for name in added:
-            if hasattr(cls, name):
-                raise ValueError(
-                    f"{cls.__name__} has an attribute {name!r} of its own: give the collection another name."
-                )
+        added = tuple(sorted(collections.keys() - {field.name for field in dataclasses.fields(cls)}))
+        if taken := [name for name in added if hasattr(cls, name)]:
+            raise ValueError(f"{cls.__name__} has an attribute {taken[0]!r} of its own. Rename the collection.")
         complete: Any = cls
         return _with_fields(complete, added)(
             step=jnp.array(0, jnp.int32),
@@ -117,7 +109,7 @@ class TrainState(train_state.TrainState):
         self, fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any
     ) -> Callable[..., Any]:
         """`jamp.value_and_grad(fun, self.opt_state, ...)`: the true loss and true float32 gradients."""
-        return scaling.value_and_grad(fun, self.opt_state, argnums, has_aux, **kwargs)
+        return gradients.value_and_grad(fun, self.opt_state, argnums, has_aux, **kwargs)
 
     def apply_gradients(self, *, grads: Any, extra_args: Mapping[str, Any] | None = None, **collections: Any) -> Self:
         """Return the state after a step, which is skipped if the gradients are not finite.
@@ -152,7 +144,7 @@ class TrainState(train_state.TrainState):
         )
 
     def metrics(self) -> dict[str, jax.Array]:
-        """The same as `jamp.metrics(self)`: what to log, as arrays on the device by name."""
+        """The same as `jamp.metrics(self)`: the values to log, as arrays on the device by name."""
         return metrics(self.opt_state)
 
 

@@ -9,11 +9,11 @@ import optax
 
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
+from jamp._step.find import find_state_to_unscale, scale_of, step_applied
 from jamp._step.finite import all_finite
 from jamp._step.loss_scaled import loss_scaled
-from jamp._step.scaling import scale_by, unscale
+from jamp._step.scaling import unscale, with_scaled_loss
 from jamp._step.skip import new_or_old
-from jamp._step.state import find_loss_scale, step_applied
 
 try:
     from flax import nnx
@@ -56,6 +56,8 @@ class Optimizer(nnx.Optimizer[Any]):
       (1, 32768.0)
     """
 
+    undoes_skips = True  # This tells it from `nnx.Optimizer`, in which jamp's look-ups refuse a loss scale.
+
     def __init__(
         self,
         model: Any,
@@ -89,10 +91,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` with loss scaling inside. On an overflow it also restores the state that `fun` changed.
 
-    If the gradients are finite, BatchNorm statistics, RNG counts and any other state that `fun` changes in its
-    arguments keep their new values. If not, it restores their old values, bit for bit. It uses the same check as
-    `Optimizer.update`, and XLA merges the two if they are compiled together. A variable that `fun` creates, or whose
-    structure it changes (such as those of `sow`), is not restored.
+    The state is BatchNorm statistics, RNG counts and anything else that `fun` changes in its arguments. A variable that
+    `fun` creates, or whose structure it changes (such as those of `sow`), is not restored. XLA merges the check with
+    that of `Optimizer.update` if they are compiled together.
 
     Args:
       fun: A function of NNX objects and arrays that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -102,8 +103,7 @@ def value_and_grad(
       has_aux: As for `nnx.value_and_grad`.
 
     Returns:
-      A function of the arguments of `fun` that returns `(value, grads)`, the true loss and the true gradients in
-      float32.
+      A function of the arguments of `fun` that returns `(value, grads)`, the true loss and the true float32 gradients.
 
     Raises:
       ValueError: If `optimizer` holds no loss-scale state, for example because it was split. Merge it first.
@@ -122,18 +122,12 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
         holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
-        scale = find_loss_scale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
-
-        @functools.wraps(fun)
-        def scaled(*args: Any, **kwargs: Any) -> Any:
-            loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
-            return scale_by(loss, scale), (loss, aux)
-
+        scale = scale_of(find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad"))
+        scaled = with_scaled_loss(fun, scale, has_aux)
         differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
         before = _values((args, kwargs))
-        (_, (loss, aux)), scaled_grads = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)(
-            *args, **kwargs
-        )
+        differentiate = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)
+        (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
         grads = unscale(scaled_grads, scale)
         if scale is not None:
             # The check reads the same arrays as that of `Optimizer.update`, so that XLA can merge the two.

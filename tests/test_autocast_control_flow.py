@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec as P
-from jaxprs import dtypes, equations, normal, products
+from jaxprs import dtypes, equations, normal, operand_dtypes, products
 from norms import distance, total, under_autocast
 
 import jamp
 from jamp import _jaxpr
+from jamp._autocast.cast import Caster, Input, Place
+from jamp._autocast.rules import RULES
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 MESH = Mesh(np.array(jax.devices()[:1]), ("i",))
@@ -101,8 +104,8 @@ def test_a_carry_adds_up_in_float32_and_what_a_scan_stacks_is_16_bit():
 
 
 def test_a_branch_gives_16_bit_only_if_all_branches_do():
-    for other, expected in ((lambda h: h * 2, F16), (jnp.exp, F32)):
-        fun = lambda x, p, other=other: lax.cond(p, lambda h: h * 2, other, x @ x) * 2
+    for other, expected in ((lambda h: h, F16), (jnp.exp, F32)):
+        fun = lambda x, p, other=other: lax.cond(p, jnp.transpose, other, x @ x) * 2
         (cond,) = found("cond", jamp.autocast(fun), SQUARE, True)
         assert cond.outvars[0].aval.dtype == expected
         assert max(under_autocast(fun, SQUARE, True)) < 5e-3
@@ -187,6 +190,30 @@ def test_a_custom_rule_may_ask_for_zeros_return_integers_and_close_over_arrays()
         assert max(under_autocast(fun, SQUARE)) < 5e-3
 
 
+def test_a_custom_rule_whose_forward_pass_may_be_computed_again_is_entered():
+    own = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w) @ w)
+    rule = lambda r, g: (g @ r[1].T @ r[1].T, r[0].T @ g)
+    own.defvjp(lambda x, w: (own(x, w), (x, w)), rule, optimize_remat=True)
+    fun = lambda x, w: jnp.sum(own(x @ w, w) ** 2)
+    for wrap in (lambda f: f, jax.checkpoint):
+        grad = jax.grad(wrap(jamp.autocast(fun)))
+        assert products(grad, SQUARE, W) == {F16}
+        assert distance(*jax.jit(lambda x, w, g=grad: (g(x, w), jax.grad(fun)(x, w)))(SQUARE, W)) < 1e-2
+
+
+def test_forces_that_are_the_gradient_of_an_energy_come_from_16_bit_products():
+    def energy(w, positions):
+        return jnp.sum(jnp.tanh(jnp.sin(positions) @ w) @ w)
+
+    def loss(w, positions):
+        value, forces = jax.value_and_grad(energy, 1)(w, positions)
+        return value**2 + jnp.sum(forces**2)
+
+    inside = lambda w, x: jnp.sum(jax.grad(jamp.autocast(energy), 1)(w, x) ** 2)
+    for fun in (jax.grad(jamp.autocast(loss)), jax.grad(inside)):
+        assert products(fun, W, SQUARE) == {F16}
+
+
 def test_what_a_custom_forward_rule_saves_is_16_bit():
     fun = jax.custom_vjp(lambda x, w: x @ w)
     fun.defvjp(lambda x, w: (y := x @ w, (y, w)), lambda r, g: (g @ r[1].T * r[0].mean(), g * 0 + r[0]))
@@ -241,14 +268,24 @@ def test_callbacks_see_the_dtypes_of_the_function(capsys):
     assert capsys.readouterr().out == "sum 3.0\n"
 
 
-def test_a_layout_that_is_not_known_is_run_unentered_and_reported(monkeypatch):
+def test_a_construct_without_what_jamp_reads_is_not_entered_and_reported(monkeypatch):
     by_scan = LOOPS["scan"]
     assert products(jamp.autocast(by_scan, rules={"scan": "float32"}), W, X) == {F32}  # A rule keeps it out, too.
-    monkeypatch.setitem(_jaxpr._LAYOUTS, "scan", ("jaxpr length reverse unroll parts",))
+    monkeypatch.setitem(_jaxpr._READ, "scan", [{"jaxpr", "a parameter that is gone"}])
     with pytest.warns(UserWarning, match=r"scan at .* gives it parameters that autocast does not know; cast its"):
         assert products(jamp.autocast(by_scan), W, X) == {F32}
     (row,) = jamp.autocast_report(by_scan)(W, X).rows
     assert (row.operation, row.category) == ("scan", "not entered")
+
+
+def test_a_parameter_that_a_later_release_invents_is_carried_through():
+    for fun in (jax.jit(step), LOOPS["scan"], ENTERED["cond"], jax.checkpoint(step), ENTERED["shard_map"]):
+        closed = jax.make_jaxpr(fun)(W, X)
+        eqns = [e.replace(params={**e.params, "invented": 3}) if _jaxpr.bodies(e) else e for e in closed.jaxpr.eqns]
+        later = jax.extend.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
+        cast = Caster(F16, RULES).cast(later, [Input()] * 2, Place()).closed()
+        assert operand_dtypes(cast, ["dot_general"]) == {F16}
+        assert [e.params["invented"] for e in cast.jaxpr.eqns if "invented" in e.params] == [3]
 
 
 def test_linear_algebra_and_a_ref_inside_a_function_are_float32():

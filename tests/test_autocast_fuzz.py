@@ -56,7 +56,8 @@ def functions(module):
 
 
 def of_products(fun, count):
-    return lambda dot, x, w: fun(*(dot(x, w), dot(x[::-1], w), x)[:count])
+    # A Python bool among the results (cho_factor) is an array under autocast.
+    return lambda dot, x, w: jax.tree.map(jnp.asarray, fun(*(dot(x, w), dot(x[::-1], w), x)[:count]))
 
 
 def by_hand(dtype):

@@ -166,3 +166,37 @@ def test_reset_gives_the_initial_scale_and_statistics_where_they_were():
     assert jamp.get_loss_scale(jax.jit(lambda s: jamp.reset(s, jamp.DynamicLossScale(8.0)))(members)).shape == (3,)
     scaler = jamp.reset(jamp.GradScaler(init_scale=4.0).update(overflow=True), jamp.DynamicLossScale(4.0))
     assert float(scaler.get_scale()) == 4.0
+
+
+FUNCTIONS = {
+    "grad_fn": optax.contrib.sam(optax.sgd(0.01), optax.sgd(0.05), opaque_mode=True),
+    "value_fn": optax.lbfgs(),
+    "obj_fn": optax.sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_for_the_inner_optimizer_and_unscale_are_an_error(name):
+    tx, w = jamp.loss_scaled(FUNCTIONS[name], unscale=True), jnp.zeros(4)
+    with pytest.raises(ValueError, match=rf"update got {name}=, .* with gradients from jamp\.grad"):
+        tx.update(w, tx.init(w), w, **{name: lambda w: jnp.sum(w)})
+
+
+def test_a_line_search_skips_a_batch_that_overflows_if_its_gradient_is_new():
+    loss_fn = lambda w, x: jnp.mean((x @ w - 1.0) ** 2)
+    x = jax.random.normal(jax.random.key(0), (32, 8))
+    tx, w = jamp.loss_scaled(optax.lbfgs(), jamp.StaticLossScale(1.0)), jnp.zeros(8)
+
+    def step(w, state, x):
+        value, grad = jamp.value_and_grad(loss_fn, state)(w, x)
+        search = {"value": value, "grad": grad, "value_fn": lambda w: loss_fn(w, x)}
+        updates, state = tx.update(grad, state, w, **search)
+        return optax.apply_updates(w, updates), state
+
+    w, state = step(w, tx.init(w), x)
+    same, state = step(w, state, x.at[0, 0].set(jnp.inf))
+    assert_equal(same, w)
+    assert not jamp.get_grads_finite(state)
+    w, state = step(w, state, x)
+    assert jamp.get_grads_finite(state)
+    assert loss_fn(w, x) < loss_fn(same, x)

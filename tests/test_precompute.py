@@ -107,7 +107,9 @@ OTHERS = {
     "a flag": (lambda params, x, name: x @ getattr(jnp, name)(params["head"]), (X, "sin"), (X, "cos")),
     "a length": (lambda params, x: x @ (params["head"] / x.shape[0]), (X,), (X[:130],)),
     "an order": (
-        lambda params, x: x @ jnp.sin(params["layers"][len(x) > 130]) + x @ jnp.sin(params["layers"][len(x) <= 130]),
+        lambda params, x: (
+            x @ jnp.sin(params["layers"][int(len(x) > 130)]) + x @ jnp.sin(params["layers"][int(len(x) <= 130)])
+        ),
         (X,),
         (X[:130],),
     ),
@@ -126,6 +128,43 @@ def test_other_values_of_the_parameters_are_an_error_and_not_another_result(name
     assert late(*first).shape == fun(PARAMS, *first).shape
     with pytest.raises(ValueError, match=r"Call jamp\.precompute again"):
         late(*second)
+
+
+def test_constants_that_only_the_late_part_reads_may_differ():
+    key = jax.random.key(3)
+
+    def fun(params, x):
+        mask = np.tri(len(x), dtype=bool)  # depends on the shape of x alone
+        noise = jax.random.normal(key, x.shape)
+        return jnp.where(mask, (x + noise) @ params["head"] @ x.T, 0.0)
+
+    late = jamp.precompute(jamp.autocast(fun, jnp.bfloat16), PARAMS, X)
+    assert_equal(jit(late)(X[:130]), jit(jamp.autocast(fun, jnp.bfloat16))(PARAMS, X[:130]))
+
+
+def test_results_for_new_parameters_are_one_type_and_compile_once():
+    low, traces = jamp.autocast(model, jnp.bfloat16), []
+    apply = jax.jit(lambda late, x: (traces.append(1), late(x))[1])
+    made = [jamp.precompute(low, jax.tree.map(lambda p, i=i: i * p, PARAMS), X) for i in (1.0, 2.0)]
+    assert not np.array_equal(*[apply(late, X) for late in made])
+    assert len(traces) == 1
+    picked = jax.lax.cond(True, lambda: made[0], lambda: made[1])
+    assert_equal(apply(picked, X), apply(made[0], X))
+    assert hash(made[0].func) == hash(made[1].func)
+    assert made[0].func != jamp.precompute(model, PARAMS, X).func
+
+
+def test_another_callback_is_an_error_and_integers_of_numpy_are_not_traced():
+    double, triple = (lambda a: np.asarray(a) * 2), (lambda a: np.asarray(a) * 3)
+
+    def fun(params, x, axis, flag):
+        called = jax.pure_callback(double if flag else triple, jax.ShapeDtypeStruct((128, 128), jnp.float32), params)
+        return (x @ called).sum(axis)
+
+    late = jamp.precompute(fun, PARAMS["head"], X, np.int64(1), True)
+    assert_equal(late(X, np.int64(1), True), fun(PARAMS["head"], X, 1, True))
+    with pytest.raises(ValueError, match=r"Call jamp\.precompute again"):
+        late(X, np.int64(1), False)
 
 
 def test_parameters_may_be_a_module_and_batch_sizes_symbolic():

@@ -1,6 +1,7 @@
 """The state of a scaler: finding it in any pytree, reading and setting the loss scale, and its statistics."""
 
 import operator
+import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from loss_scales import Halving, flags, run
-from trees import assert_equal, avals
+from trees import assert_equal, avals, bits
 
 import jamp
 from jamp import LossScaleStats
@@ -98,6 +99,30 @@ def test_optax_tree_get_and_set_reach_the_scale_and_the_inner_state():
     assert_equal(optax.tree.set(changed, loss_scale_state=STATE)[0], STATE)
     updates, changed = tx.update(PARAMS, changed)
     assert (float(jamp.get_loss_scale(changed)), updates["w"].tolist()) == (16.0, [-0.5] * 3)
+
+
+def test_every_state_is_a_named_tuple_by_its_base_and_survives_tree_map():
+    """Levanter's checkpoints find NamedTuples by `__bases__`, and take a subclass of one for a tuple."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "jamp"]
+    kinds = {x for module in modules for x in vars(module).values() if isinstance(x, type) and issubclass(x, tuple)}
+    assert {"LossScaledState", "ScaledGradsState", "ScalerState"} < {kind.__name__ for kind in kinds}
+    for kind in kinds:
+        assert (kind.__bases__, len(kind._fields) > 0) == ((tuple,), True), kind
+        leaves = kind(*map(float, range(len(kind._fields))))
+        assert_equal(jax.tree.map(lambda x: x + 1, leaves), kind(*(x + 1 for x in leaves)))
+
+
+def test_a_state_with_unscale_is_another_type_that_every_look_up_finds():
+    tx = jamp.loss_scaled(optax.sgd(0.1, momentum=0.9), CONFIG, unscale=True)
+    state = tx.init(PARAMS)
+    assert type(state) is not type(OPT_STATE)
+    assert (state._fields, bits(tuple(state))) == (OPT_STATE._fields, bits(tuple(OPT_STATE)))
+    assert_equal(jamp.interop.wrap_state(state.inner_state, CONFIG, unscale=True), state)
+    assert_equal(jamp.interop.unwrap_state({"opt": state}), {"opt": OPT_STATE.inner_state})
+    assert jamp.scale_loss(jnp.float32(0.5), state) == 4.0
+    assert_equal(jamp.reset(tx.update(PARAMS, state, grads_finite=False)[1], CONFIG)[:3], state[:3])
+    assert_equal(jamp.metrics(state), jamp.metrics(OPT_STATE))
+    assert type(jamp.set_loss_scale(state, 2.0)) is type(jamp.convert_loss_scale(state, Halving())) is type(state)
 
 
 def test_vmapped_states_keep_their_axis():

@@ -241,6 +241,15 @@ def test_a_grad_scaler_and_an_autocast_loss_step_it_too():
         assert int(state.rounding_count) == 1
 
 
+def test_loss_scaled_makes_the_inner_state_once_and_traces_init_to_know_it():
+    made = []
+    spy = optax.GradientTransformation(lambda p: made.append(jax.tree.leaves(p)[0]) or {"mu": p}, optax.sgd(0.1).update)
+    for inner, dtypes in ((spy, BF16), (jamp.stochastic_rounding(spy), BF16), (spy, jnp.float32)):
+        made.clear()
+        jamp.loss_scaled(inner).init({"w": jnp.ones(3, dtypes)})
+        assert [x.dtype for x in made if not isinstance(x, jax.core.Tracer)] == [jnp.float32]
+
+
 def test_misuse_is_told():
     tx, p = jamp.stochastic_rounding(optax.sgd(0.1)), {"w": jnp.ones(3, jnp.float16)}
     for wrapper in (tx, jamp.loss_scaled(tx)):
@@ -263,3 +272,25 @@ def test_misuse_is_told():
     for dtype in ("float16", jnp.int32):
         with pytest.raises(ValueError, match="state_dtype"):
             jamp.stochastic_rounding(optax.sgd(0.1), state_dtype=dtype)
+
+
+@pytest.mark.promotes("optax")
+@pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16])
+def test_a_derivative_through_a_step_is_that_of_the_step_that_is_not_rounded(state_dtype):
+    inner = lambda p: (p.astype(jnp.float32) ** 2).sum()
+
+    def after(make, p, rate, steps=2):
+        tx = make(rate)
+        state = tx.init(p)
+        for _ in range(steps):
+            updates, state = tx.update(jax.grad(inner)(p), state, p)
+            p = optax.apply_updates(p, updates)
+        return inner(p)
+
+    plain = lambda rate: optax.sgd(rate, momentum=0.9)
+    for make in (plain, lambda rate: jamp.loss_scaled(plain(rate))):
+        rounded = lambda rate, make=make: jamp.stochastic_rounding(plain(rate), state_dtype=state_dtype)
+        p = jnp.ones(3, jnp.bfloat16)
+        for argnum in (1, 2):
+            mine, want = (jax.grad(after, argnum)(f, p, 0.125) for f in (rounded, make))
+            np.testing.assert_allclose(np.float32(mine), np.float32(want), rtol=0.05)

@@ -1,4 +1,4 @@
-"""Autocast: rules (data), plan (decisions), program (what is evaluated), report."""
+"""Autocast in passes: cast, quantize, recompute, each from a closed jaxpr to a closed jaxpr."""
 
 from .float8 import Float8 as Float8
 from .precomputation import precompute as precompute

@@ -21,11 +21,12 @@ class Call:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._tree: Any
         nodes, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_box)
         self._boxes = list({id(x): x for x in nodes if _is_box(x)}.values())
         self._structures: list[Any] = [jax.tree.structure(box) for box in self._boxes]
         self._nodes = nodes
-        self._arrays = [i for i, x in enumerate(nodes) if _is_array(x)]
+        self._arrays = [i for i, x in enumerate(nodes) if is_array(x)]
         self._in_boxes = [x for box in self._boxes for x in jax.tree.leaves(box)]
         self.leaves = [nodes[i] for i in self._arrays] + self._in_boxes
         self._result: Any = None
@@ -45,6 +46,7 @@ class Call:
             nodes = [boxes.get(id(x), x) for x in nodes]
             args, kwargs = jax.tree.unflatten(self._tree, nodes)
             results, self._result = _flatten_result(fun, fun(*args, **kwargs))
+            self._check_boxes(fun, (args, kwargs), boxes)
             held = [jax.tree.leaves(boxes[id(box)]) for box in self._boxes]
             given = leaves[len(self._arrays) :]
             after = [x for values in held for x in values]
@@ -54,6 +56,18 @@ class Call:
             return [*results, *(after[i] for i in self._changed)]
 
         return traced
+
+    def _check_boxes(self, fun: Callable[..., Any], after: Any, boxes: dict[int, Any]) -> None:
+        """Raise if the function added, replaced or removed a box, or changed static parts of an object with boxes."""
+        nodes, tree = jax.tree.flatten(after, is_leaf=_is_box)
+        are_same = {id(x) for x in nodes if _is_box(x)} == {id(x) for x in boxes.values()}
+        if self._boxes and not (are_same and tree == self._tree):
+            raise ValueError(
+                f"{_name(fun)} added, replaced or removed a Variable of a module, or changed one of its attributes. "
+                "Autocast would lose that. Assign to the value of a Variable that is there (variable[...] = x), or "
+                "merge the module in the function and return what is new: graphdef, state = nnx.split(model); inside, "
+                "model = nnx.merge(graphdef, state), and return nnx.state(model, nnx.Intermediate) too."
+            )
 
     def finish(self, values: Sequence[Any]) -> Any:
         """The function's result, after its boxes have got their new values."""
@@ -68,7 +82,7 @@ class Call:
         return jax.tree.unflatten(self._result, values[:n])
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
     """Whether a leaf is traced. NumPy's integers and bools stay what they are, like Python's: an axis, a flag."""
     return isinstance(x, (jax.Array, np.ndarray, np.inexact))
 
@@ -95,7 +109,7 @@ def paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if _is_box(x):
             boxes.setdefault(id(x), (path, x))
     in_boxes = [path for path, box in boxes.values() for _ in jax.tree.leaves(box)]
-    return [path for path, x in nodes if _is_array(x)] + in_boxes
+    return [path for path, x in nodes if is_array(x)] + in_boxes
 
 
 def _is_box(x: Any) -> bool:

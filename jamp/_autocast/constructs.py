@@ -1,8 +1,11 @@
-"""Enter control flow, calls and custom derivatives: the same construct around planned bodies."""
+"""The recursion into control flow, calls and custom derivatives: the same construct around rewritten bodies.
+
+Custom rules are traced through the original call when JAX asks for them, and rewritten then by the callback `Rewrite`.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,40 +15,82 @@ from jax.tree_util import Partial
 
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
-from jamp._jaxpr import JaxprEqn, Var
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+
+
+class Rewritten(Protocol):
+    """A rewritten jaxpr. `stored` says which of its outputs 16 bit hold exactly."""
+
+    stored: list[bool]
+
+    def closed(self, low: Sequence[bool] | None = None) -> ClosedJaxpr:
+        """The jaxpr to evaluate, if some outputs are to be 16 bit."""
+
+
+Rewrite = Callable[[ClosedJaxpr, Sequence[bool]], Rewritten]  # of a jaxpr and which of its inputs are 16 bit
+# The results of these keep their traced dtypes, because a rule of the author's computes them too.
+KEEPS_RESULTS = ("custom_jvp_call", "custom_vjp_call", "linear_call", "remat_opt")
+
+
+class _Call(NamedTuple):
+    """A call with a rule of the author's: the equation, its rewritten body, which operands are 16 bit, the callback."""
+
+    eqn: JaxprEqn
+    body: ClosedJaxpr
+    low: Sequence[bool]
+    rewrite: Rewrite
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        return _evaluate.call(self.body, args)
+
+    def replay(
+        self,
+        fun: Callable[..., Any],
+        avals: Sequence[Any],
+        args: Sequence[Any],
+        low: Callable[[list[bool]], Sequence[bool]],
+    ) -> list[Any]:
+        """Trace `fun` at `avals`, rewrite it, and evaluate it on `args`. `low` says which results are 16 bit."""
+        closed = jax.make_jaxpr(fun)(*avals)
+        types = [jax.typeof(x).dtype != aval.dtype for x, aval in zip(args, avals, strict=True)]
+        rewritten = self.rewrite(closed, types)
+        return _evaluate.call(rewritten.closed(low(rewritten.stored)), args)
 
 
 def enter(
-    eqn: JaxprEqn, bodies: Sequence[Any], low: Sequence[bool], reads: Sequence[Any], writes: Sequence[Var]
+    eqn: JaxprEqn,
+    bodies: Sequence[Rewritten],
+    known: Sequence[bool],
+    low: Sequence[bool],
+    reads: Sequence[Any],
+    writes: Sequence[Var],
+    rewrite: Rewrite,
 ) -> list[JaxprEqn]:
-    """The equations of a construct whose bodies are planned, and of whose results some are low."""
+    """The equations of a construct with rewritten bodies. `known` operands and `low` results are 16 bit."""
     name = eqn.primitive.name
     if name in _RETRACED:
-        closed = jax.make_jaxpr(lambda *args: _RETRACED[name](eqn, bodies[0], low, args))(*_jaxpr.avals(reads))
+        call = _Call(eqn, bodies[0].closed(), known, rewrite)
+        closed = jax.make_jaxpr(lambda *args: _RETRACED[name](call, args))(*_jaxpr.avals(reads))
         return _evaluate.inline(closed, reads, writes)
-    wanted = [(False,), tuple(low)] if name == "while" else [tuple(low)] * len(bodies)
-    planned = [body.program(x).closed for body, x in zip(bodies, wanted, strict=True)]
-    return [_evaluate.with_bodies(eqn, planned, reads, writes)]
+    wanted = [[False], low] if name == "while" else [low] * len(bodies)
+    closed_bodies = [body.closed(x) for body, x in zip(bodies, wanted, strict=True)]
+    entered = _evaluate.with_bodies(eqn, closed_bodies, reads, writes)
+    return [
+        _evaluate.with_thunk(entered, lambda closed: rewrite(closed, known).closed())
+        if name == "remat_opt"
+        else entered
+    ]
 
 
-def _run(body: Any, args: Sequence[Any], low: Sequence[bool]) -> list[Any]:
-    return _evaluate.call(body.program(low).closed, args)
-
-
-def _shard_map(eqn: JaxprEqn, body: Any, low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    mapped = jax.shard_map(lambda *xs: tuple(_run(body, xs, low)), **_jaxpr.shard_map_options(eqn))
-    values: Sequence[Any] = mapped(*args)
-    return values
-
-
-def _custom_jvp(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Keep the author's rule. It is traced through the original call and planned like any other code."""
+def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
+    """Keep the author's rule. It is traced through the original call and rewritten like any other code."""
+    eqn = call.eqn
     inputs, outputs = _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
     n, floating = len(inputs), [i for i, x in enumerate(outputs) if is_inexact(x)]
 
     @jax.custom_jvp
-    def call(*xs: Any) -> list[Any]:
-        return _run(body, xs, result_low)
+    def fun(*xs: Any) -> list[Any]:
+        return call.run(xs)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         # Only with respect to what has a tangent: the author's rule may ask what has.
@@ -57,24 +102,24 @@ def _custom_jvp(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequ
             return [*results, *(derivatives[i] for i in floating)]
 
         types, values = [*inputs, *(inputs[i] for i in moving)], [*primals, *(tangents[i] for i in moving)]
-        low = [*result_low, *(result_low[i] for i in floating)]
-        results = _replay(body, original, types, values, lambda _: low)
+        results = call.replay(original, types, values, lambda stored: [False] * len(stored))
         derivatives = dict(zip(floating, results[len(outputs) :], strict=True))
         return results[: len(outputs)], [derivatives.get(i, _no_tangent(x)) for i, x in enumerate(outputs)]
 
-    call.defjvp(rule, symbolic_zeros=_jaxpr.asks_for_zeros(eqn))
-    result: list[Any] = call(*args)
+    fun.defjvp(rule, symbolic_zeros=_jaxpr.asks_for_zeros(eqn))
+    result: list[Any] = fun(*args)
     return result
 
 
-def _custom_vjp(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """As `_custom_jvp`. The residuals of the forward rule have the dtypes that were planned for them."""
+def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
+    """As `_custom_jvp`. What the forward rule saves is 16 bit where 16 bit hold it exactly."""
+    eqn = call.eqn
     inputs, outputs = _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
     asks = _jaxpr.asks_for_zeros(eqn)
 
     @jax.custom_vjp
-    def call(*xs: Any) -> list[Any]:
-        return _run(body, xs, result_low)
+    def fun(*xs: Any) -> list[Any]:
+        return call.run(xs)
 
     def forward(*primals: Any) -> tuple[list[Any], Any]:
         xs = [x.value for x in primals] if asks else primals
@@ -87,21 +132,19 @@ def _custom_vjp(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequ
             traced[:] = structure, [jax.typeof(x) for x in residuals]
             return [*results, *residuals]
 
-        low = lambda planned: [*result_low, *planned.low[len(outputs) :]]
-        values = _replay(body, original, inputs, xs, low)
+        low = lambda stored: [False] * len(outputs) + stored[len(outputs) :]
+        values = call.replay(original, inputs, xs, low)
         # What is static goes to the backward rule as the function of a Partial.
-        rest = functools.partial(_pull_back, body, inputs, outputs, moving, *traced)
+        rest = functools.partial(_pull_back, call, moving, *traced)
         return values[: len(outputs)], Partial(rest, *values[len(outputs) :])
 
-    call.defvjp(forward, lambda rest, cotangents: rest(cotangents=cotangents), symbolic_zeros=asks)
-    result: list[Any] = call(*args)
+    fun.defvjp(forward, lambda rest, cotangents: rest(cotangents=cotangents), symbolic_zeros=asks)
+    result: list[Any] = fun(*args)
     return result
 
 
 def _pull_back(
-    body: Any,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
+    call: _Call,
     moving: Sequence[int],
     structure: Any,
     types: Sequence[Any],
@@ -109,6 +152,7 @@ def _pull_back(
     cotangents: Sequence[Any],
 ) -> tuple[Any, ...]:
     """The backward rule of a custom_vjp: the cotangents of its inputs."""
+    inputs, outputs = _jaxpr.avals(call.eqn.invars), _jaxpr.avals(call.eqn.outvars)
     floating = [i for i, x in enumerate(outputs) if is_inexact(x)]
 
     def original(*values: Any) -> Any:
@@ -118,8 +162,9 @@ def _pull_back(
 
     dense = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
     values = [*residuals, *(dense(cotangents[i]) for i in floating)]
-    low = [body.inputs[i].low for i in moving]
-    found = _replay(body, original, [*types, *(outputs[i] for i in floating)], values, lambda _: low)
+    found = call.replay(
+        original, [*types, *(outputs[i] for i in floating)], values, lambda _: [call.low[i] for i in moving]
+    )
     by_position = dict(zip(moving, found, strict=True))
     return tuple(by_position.get(i) for i in range(len(inputs)))
 
@@ -128,20 +173,19 @@ def _no_tangent(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
-def _linear_call(eqn: JaxprEqn, body: Any, result_low: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+def _linear_call(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
     """A linear function with its own transpose, traced through the original call."""
-    inputs, n = _jaxpr.avals(eqn.invars), _jaxpr.residuals(eqn)
-    low = [known.low for known in body.inputs[n:]]
+    inputs, n = _jaxpr.avals(call.eqn.invars), _jaxpr.residuals(call.eqn)
 
     def transposed(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         def original(*values: Any) -> Any:
-            fun = _as_function_of(eqn, [*values[:n], *inputs[n:]], range(n, len(inputs)))
+            fun = _as_function_of(call.eqn, [*values[:n], *inputs[n:]], range(n, len(inputs)))
             return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
 
-        types = [*inputs[:n], *_jaxpr.avals(eqn.outvars)]
-        return _replay(body, original, types, [*residuals, *cotangents], lambda _: low)
+        types = [*inputs[:n], *_jaxpr.avals(call.eqn.outvars)]
+        return call.replay(original, types, [*residuals, *cotangents], lambda _: call.low[n:])
 
-    fun = lambda residuals, operands: _run(body, [*residuals, *operands], result_low)
+    fun = lambda residuals, operands: call.run([*residuals, *operands])
     values: Sequence[Any] = linear_call(fun, transposed, list(args[:n]), list(args[n:]))
     return values
 
@@ -156,17 +200,7 @@ def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int])
     return original
 
 
-def _replay(
-    like: Any, fun: Callable[..., Any], avals: Sequence[Any], args: Sequence[Any], low: Callable[..., Any]
-) -> list[Any]:
-    """Trace `fun` at `avals`, and evaluate it on `args`, of which some are low."""
-    closed = jax.make_jaxpr(fun)(*avals)
-    body = like.same_as(closed, [jax.typeof(x).dtype != aval.dtype for x, aval in zip(args, avals, strict=True)])
-    return _run(body, args, low(body))
-
-
-_RETRACED: dict[str, Callable[[JaxprEqn, Any, Sequence[bool], Sequence[Any]], Sequence[Any]]] = {
-    "shard_map": _shard_map,
+_RETRACED: dict[str, Callable[[_Call, Sequence[Any]], Sequence[Any]]] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
     "linear_call": _linear_call,

@@ -1,16 +1,69 @@
-"""List the planned equations of a function: where each comes from, how often it runs, what it reads, and its FLOPs."""
+"""What was decided about the equations of a function: where each comes from, how often it runs, and its FLOPs."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jamp import _jaxpr
-from jamp._autocast.plan import ENTERED, PlannedJaxpr
-from jamp._autocast.program import PlannedEqn
-from jamp._autocast.rules import MOVES_DATA, RULES
+from jamp._autocast.cast import AUTOCAST, ENTERED, NO_RULE, NOT_ENTERED, Cast, Decision
+from jamp._autocast.rules import PRODUCTS, REARRANGES, RULES, moves
+from jamp._cast import is_float32, is_floating
 from jamp._jaxpr import Jaxpr, JaxprEqn
-from jamp._source_line import REARRANGES, scope, user_line
+from jamp._source_line import in_scope, scope, user_line
+
+if TYPE_CHECKING:
+    from jamp._autocast.quantize import Quantized
+
+_WAY_OUT = (
+    "cast its arguments in your code, or autocast the function that you pass to it: ODETerm(jamp.autocast(field))"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A decision about an equation that was not entered.
+
+    Attributes:
+      decision: The decision.
+      times: How often the equation runs.
+      source: The user's line.
+      scope: The name scopes around it.
+      parameters: The paths of the parameters that it reads.
+      path: The constructs around it: the id of each one's equation, and the number of the body.
+    """
+
+    decision: Decision
+    times: int
+    source: str
+    scope: str
+    parameters: list[str]
+    path: tuple[tuple[int, int], ...]
+
+
+def flat_decisions(body: Cast, parameters: dict[Any, str]) -> Iterator[Found]:
+    """Every decision about an equation that is not an entered construct."""
+    yield from _flat(body, dict(parameters), 1, "", "", ())
+
+
+def _flat(
+    body: Cast, parameters: dict[Any, str], times: int, source: str, caller: str, path: tuple[tuple[int, int], ...]
+) -> Iterator[Found]:
+    for decision in body.decisions:
+        eqn = decision.eqn
+        line, place = user_line(eqn) or source, scope(eqn, caller)
+        reads = [None if _jaxpr.is_literal(v) else parameters.get(v) for v in eqn.invars]
+        if decision.category == ENTERED:
+            carry = _jaxpr.carry(eqn)
+            for i, (inner, operands) in enumerate(zip(decision.bodies, _jaxpr.body_operands(eqn), strict=True)):
+                given = zip(inner.traced.jaxpr.invars, operands, strict=True)
+                known = {v: found for v, j in given if j not in carry and (found := reads[j])}
+                inside = (*path, (id(decision.run), i))
+                yield from _flat(inner, known, times * _jaxpr.iterations(eqn), line, place, inside)
+        else:
+            yield Found(decision, times, line, place, [found for found in reads if found], path)
+            if eqn.primitive.name in REARRANGES and reads[0]:
+                parameters.update(dict.fromkeys(eqn.outvars, reads[0]))
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -21,45 +74,88 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from all_equations(inner)
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A planned equation that is not entered, how often it runs, where it comes from, and what parameters it reads."""
-
-    planned: PlannedEqn
-    times: int
-    source: str
-    scope: str
-    parameters: list[str]
-
-
-def flat_equations(
-    body: PlannedJaxpr, parameters: dict[Any, str], times: int = 1, source: str = "", caller: str = ""
-) -> Iterator[Found]:
-    """Every planned equation that is not a construct. The other arguments are about the construct around the body."""
-    parameters = dict(parameters)
-    for planned_eqn in body.program().eqns:
-        eqn = planned_eqn.eqn
-        line, place = user_line(eqn) or source, scope(eqn, caller)
-        reads = [None if _jaxpr.is_literal(v) else parameters.get(v) for v in eqn.invars]
-        if planned_eqn.category == ENTERED:
-            carry = _jaxpr.carry(eqn)
-            for inner, operands in zip(planned_eqn.bodies, _jaxpr.body_operands(eqn), strict=True):
-                given = zip(inner.closed.jaxpr.invars, operands, strict=True)
-                known = {v: path for v, i in given if i not in carry and (path := reads[i])}
-                yield from flat_equations(inner, known, times * _jaxpr.iterations(eqn), line, place)
-        else:
-            yield Found(planned_eqn, times, line, place, [path for path in reads if path])
-            if eqn.primitive.name in REARRANGES and reads[0]:
-                parameters.update(dict.fromkeys(eqn.outvars, reads[0]))
-
-
 def flops(eqn: JaxprEqn) -> float:
     """Two for each multiply-add of a product, one for each element of any other arithmetic. A symbolic size is 1."""
     known = lambda sizes: math.prod(n for n in sizes if isinstance(n, int))
     sizes = [known(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
     name = eqn.primitive.name
-    if name in _jaxpr.PRODUCTS:
+    if name in PRODUCTS:
         return 2.0 * sizes[-1] * known([_jaxpr.summed_terms(eqn)])
     if name in RULES:
-        return float(max(sizes)) if RULES[name][1] != MOVES_DATA else 0.0
+        return 0.0 if moves(name) else float(max(sizes))
     return float(sum(times * flops(e) for inner, times in _jaxpr.inner(eqn) for e in inner.eqns))
+
+
+def cause(eqn: JaxprEqn) -> str:
+    """Why autocast does not enter an equation, or has no rule for it, and what a user can do."""
+    name = eqn.primitive.name
+    if name not in _jaxpr.CONSTRUCTS:
+        if name in _jaxpr.primitive_names() and not _jaxpr.has_body(eqn):
+            return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
+        return f"it is a kernel, or an operation of a library, that autocast does not know; {_WAY_OUT}"
+    if _jaxpr.bodies(eqn) is not None:
+        return f"it is a custom rule with symbolic zeros inside shard_map; {_WAY_OUT}"
+    if _jaxpr.is_known(eqn):
+        return f"it reads or writes a Ref; {_WAY_OUT}"
+    return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"
+
+
+def warnings_of(body: Cast, quantized: "Quantized | None") -> list[str]:
+    """What a user should know: large parts that are not entered, or that no product is changed."""
+    decisions = list(_all_decisions(body))
+    products = [x for x in decisions if _is_product(x)]
+    is_used = quantized.is_used if quantized else any(map(_is_changed, products))
+    if is_used and not any(map(_is_left_out, decisions)):
+        return []
+    found = list(flat_decisions(body, {}))
+    total = sum(x.times * flops(x.decision.eqn) for x in found) or 1
+    messages = [] if is_used else _unchanged([x for x in found if _is_product(x.decision)], quantized)
+    for x in found:
+        eqn, share = x.decision.eqn, x.times * flops(x.decision.eqn) / total
+        if _is_left_out(x.decision) and share >= 0.01:
+            where = x.source or x.scope or "an unknown line"
+            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {eqn.primitive.name} at {where} runs"
+            messages.append(f"{message} as it was traced, because {cause(eqn)}.")
+    return messages
+
+
+def _unchanged(products: list[Found], quantized: "Quantized | None") -> list[str]:
+    """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
+    if any(in_scope(x.decision.eqn, AUTOCAST) for x in products):
+        return []
+    cast = [x for x in products if _is_changed(x.decision)]
+    largest = max(cast or products, key=lambda x: x.times * flops(x.decision.eqn), default=None)
+    if largest is None:
+        return []
+    decision, name = largest.decision, "Float8" if quantized else "autocast"
+    if quantized and cast:
+        is_dot = decision.eqn.primitive.name == "dot_general"
+        why = quantized.why_not(id(decision.run), largest.path) if is_dot else "convolutions run in the carrier"
+    elif any(is_floating(aval) and aval.dtype.itemsize == 2 for aval in _jaxpr.avals(decision.eqn.invars)):
+        why = "its operands are 16 bit already. Pass float32 parameters and inputs, and modules without dtype=..."
+    else:  # The code asked for float32.
+        return []
+    return [f"{name} changes no product of this function. The largest is at {largest.source or largest.scope}: {why}."]
+
+
+def _is_product(decision: Decision) -> bool:
+    return decision.eqn.primitive.name in PRODUCTS
+
+
+def _is_changed(decision: Decision) -> bool:
+    return decision.run.outvars != decision.eqn.outvars
+
+
+def _all_decisions(body: Cast) -> Iterator[Decision]:
+    for decision in body.decisions:
+        yield decision
+        for inner in decision.bodies:
+            yield from _all_decisions(inner)
+
+
+def _is_left_out(decision: Decision) -> bool:
+    """Whether an equation with float32 products in it runs as it was traced."""
+    if decision.category not in (NOT_ENTERED, NO_RULE) or not any(map(is_float32, _jaxpr.avals(decision.eqn.invars))):
+        return False
+    inner = [e for jaxpr, _ in _jaxpr.inner(decision.eqn) for e in all_equations(jaxpr)]
+    return any(e.primitive.name in PRODUCTS and any(map(is_float32, _jaxpr.avals(e.invars))) for e in inner)

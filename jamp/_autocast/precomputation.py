@@ -1,19 +1,19 @@
 """`precompute`: evaluate once what a function computes from its parameters alone, such as their float8 values."""
 
-import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
 from jamp import _evaluate
+from jamp._autocast.arguments import is_array
 from jamp._autocast.split import Level, Split, inlined, split
-from jamp._jaxpr import ClosedJaxpr
+from jamp._jaxpr import ClosedJaxpr, Jaxpr
 
 
 def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Partial:
@@ -22,7 +22,7 @@ def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) 
     For weights that are used many times: in inference, and in the micro-batches of gradient accumulation. Parameters
     that nothing else reads are not kept, so that a model with float8 or 16-bit weights needs a quarter or half of their
     memory. No value that is kept is larger than what it is computed from. It enters loops over layers, `jit` and
-    `jax.checkpoint`; of what else reads a parameter, such as `cond`, the parameter is kept.
+    `jax.checkpoint`. A parameter that anything else reads, such as a `cond`, is kept as it is.
 
     `fun` must be pure: changes of a module's state are lost, and a random key in the parameters is used again in every
     call. What is kept may be a parameter itself, so do not donate the parameters.
@@ -58,20 +58,29 @@ def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) 
     leaves, rebuild = _arrays((params,), {})
     computed = jax.jit(lambda *known: _evaluate.call(parts.early, known))(*leaves)
     types = rebuild([jax.typeof(x) for x in leaves])[0][0]
-    return Partial(_Late(fun, types, _meaning(parts)), [*computed, *(leaves[i] for i in parts.passed)])
+    return Partial(_Late(fun, types, parts), [*computed, *(leaves[i] for i in parts.passed)])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Late:
-    """The function that `precompute` returns: `fun`, the types of its parameters, and what was computed of them."""
+    """The function that `precompute` returns: `fun`, the types of its parameters, and what was computed of them.
 
-    fun: Callable[..., Any]
-    params: Any
-    meaning: Any
+    Two are equal if their functions and types are, so that values for new parameters need no new compilation.
+    """
+
+    def __init__(self, fun: Callable[..., Any], params: Any, parts: Split):
+        self.fun, self.params, self._parts = fun, params, parts
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, _Late) or self.fun != other.fun:
+            return False
+        return bool(self.params == other.params) and _same_early_part(self._parts, other._parts)
+
+    def __hash__(self) -> int:
+        return hash((self.fun, jax.tree.structure(self.params)))
 
     def __call__(self, kept: list[Array], *args: Any, **kwargs: Any) -> Any:
         parts, structure = _trace(self.fun, (self.params, *args), kwargs, self.params)
-        if _meaning(parts) != self.meaning:
+        if not _same_early_part(parts, self._parts):
             raise ValueError(
                 "The function computes other values of its parameters for these arguments than for those that "
                 "precompute was called with. Call jamp.precompute again, with arguments like these."
@@ -80,11 +89,28 @@ class _Late:
         return jax.tree.unflatten(structure, _without_derivative(parts.late)(*kept, *arrays))
 
 
-def _meaning(parts: Split) -> Any:
-    """What two traces have in common if their early parts compute the same."""
-    early, _ = dce_jaxpr(parts.early.jaxpr, [True] * len(parts.early.jaxpr.outvars))
-    constants = [id(x) if isinstance(x, jax.core.Tracer) else np.asarray(x).tobytes() for x in parts.early.consts]
-    return re.sub("0x[0-9a-f]+", "", str(early)), constants, parts.passed
+def _same_early_part(one: Split, other: Split) -> bool:
+    """Whether two traces compute the same of the parameters. Constants that only the late part reads may differ."""
+    (first, consts), (second, others) = (_without_dead_code(parts.early) for parts in (one, other))
+    same_constants = len(consts) == len(others) and all(map(_same_constant, consts, others))
+    return one.passed == other.passed and same_constants and _evaluate.same_code(first, second)
+
+
+def _without_dead_code(early: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+    """A jaxpr whose first inputs are the constants that it reads, and these constants."""
+    jaxpr = _evaluate.without_constants(early).jaxpr
+    n = len(early.consts)
+    found, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), [False] * n + [True] * (len(jaxpr.invars) - n))
+    return found, [x for x, is_used in zip(early.consts, used, strict=False) if is_used]
+
+
+def _same_constant(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer) or jax.typeof(x) != jax.typeof(y):
+        return False
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return np.asarray(data(x)).tobytes() == np.asarray(data(y)).tobytes()
 
 
 def _without_derivative(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
@@ -119,9 +145,10 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any, params: Any) -> tupl
 
 
 def _arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """What is traced of some arguments, and the function that puts other values in its place."""
+    """What is traced of some arguments, as by `autocast`, and the function that puts other values in its place."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if hasattr(x, "dtype") and hasattr(x, "shape")]
+    is_type = lambda x: isinstance(x, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
+    places = [i for i, x in enumerate(leaves) if is_array(x) or is_type(x)]
 
     def rebuild(values: Sequence[Any]) -> Any:
         new = dict(zip(places, values, strict=True))

@@ -2,24 +2,23 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jamp import _jaxpr
 from jamp._autocast.arguments import paths
-from jamp._autocast.equations import Found, all_equations, flat_equations, flops
+from jamp._autocast.cast import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Cast, Caster, Input, Place
+from jamp._autocast.equations import Found, all_equations, cause, flat_decisions, flops
 from jamp._autocast.float8 import Float8
-from jamp._autocast.left_out import cause
-from jamp._autocast.plan import NO_RULE, NOT_ENTERED, REGION, Where
-from jamp._autocast.planner import Planner
-from jamp._autocast.rules import CHEAP, COMPUTE, FLOAT32, RULES, WIDEST
-from jamp._autocast.transform import planned
-from jamp._jaxpr import JaxprEqn
-from jamp._source_line import made_by_jamp, pattern
+from jamp._autocast.rules import COMPUTE, FLOAT32, PRODUCTS, RULES, WIDEST
+from jamp._autocast.transform import passes
+from jamp._source_line import in_scope, is_transposed, pattern
+
+if TYPE_CHECKING:
+    from jamp._autocast.quantize import Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class AutocastRow:
       source: The user's line, "model.py:12 (dense)", and after a `>` the innermost line of a package that it calls.
       reason: Why it is in its category.
       count: How often a call runs it. The body of a while counts once, and each branch of a cond.
-      flops: Of all of them together; 0 where that is not known. What is not entered has those of all that is inside.
+      flops: Their sum over all runs; 0 where it is not known. A construct that is not entered has those of its bodies.
       scope: The name scopes around them, such as the names of Linen modules: "h_*/attn/{query,key}" for many layers.
       parameter: Where the parameters that they read stand in the arguments: `params['h_*']['attn']['kernel']`.
     """
@@ -81,11 +80,13 @@ class AutocastReport:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Why what has 1 % of the FLOPs or more is float32 (if that costs time), or not float8, or not entered."""
+        """For each operation with 1 % of the FLOPs or more: why it is float32, if that costs time, or not float8."""
         total = sum(row.flops for row in self.rows)
         stays = []
         for row in self.rows:
-            is_large = row.flops >= 0.01 * total > 0 and row.operation not in CHEAP  # In a run float32 is free.
+            is_large = row.flops >= 0.01 * total > 0 and not _is_cheap(
+                row.operation
+            )  # Between products float32 is free.
             is_reached = row.category not in (NOT_ENTERED, NO_RULE)
             is_high = "float32" in row.after and not self._is_low(row)
             is_kept = self.float8 and row.category == COMPUTE and not row.after.startswith("float8")
@@ -143,25 +144,25 @@ def autocast_report(
       >>> round(report.share_16_bit, 2)
       0.94
     """
-    trace_plan = planned(fun, compute_dtype, rules)
+    trace = passes(fun, compute_dtype, rules)
 
     def of_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AutocastReport:
-        _, body = trace_plan(args, kwargs)
-        traced = list(all_equations(body.closed.jaxpr))
-        as_run = _has_autocast(fun, traced)
+        found = trace(args, kwargs)
+        body, dtype = found.cast, str(found.cast.caster.compute_dtype)
+        as_run = any(in_scope(eqn, AUTOCAST) for eqn in all_equations(body.traced.jaxpr))
         if as_run:
-            body = Planner(body.planner.compute_dtype, _AS_RUN).body(body.closed, body.inputs, Where(recompute=False))
-        parameters = dict(zip(body.closed.jaxpr.invars, paths(fun, args, kwargs), strict=True))
+            body = Caster(body.caster.compute_dtype, _AS_RUN).cast(
+                body.traced, [Input()] * len(found.call.leaves), Place()
+            )
+        parameters = dict(zip(body.traced.jaxpr.invars, paths(fun, args, kwargs), strict=True))
         merged: dict[AutocastRow, list[Found]] = {}
-        for found in flat_equations(body, parameters):
-            row = _row(found, body.planner, as_run)
+        for x in flat_decisions(body, parameters):
+            row = _row(x, body, found.quantized, as_run)
             if row is not None:
-                merged.setdefault(row, []).append(found)
-        rows = [_summed(row, found) for row, found in merged.items()]
-        backward = not as_run and any("transpose(" in str(eqn.source_info.name_stack) for eqn in traced)
-        rows.sort(key=lambda row: -row.flops)
-        is_float8 = isinstance(compute_dtype, Float8)
-        return AutocastReport(tuple(rows), str(body.planner.compute_dtype), backward, is_float8)
+                merged.setdefault(row, []).append(x)
+        rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
+        backward = not as_run and any(map(is_transposed, all_equations(body.traced.jaxpr)))
+        return AutocastReport(tuple(rows), dtype, backward, isinstance(compute_dtype, Float8))
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -180,29 +181,24 @@ def autocast_report(
     return report
 
 
-def _has_autocast(fun: Callable[..., Any] | None, eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether a function, such as the gradient of a function that `autocast` returned, has its casts already."""
-    while fun is not None:
-        if getattr(getattr(fun, "__code__", None), "co_qualname", "") == "autocast.<locals>.with_casts":
-            return True
-        fun = getattr(fun, "__wrapped__", None)
-    return any(eqn.primitive.name == "convert_element_type" and made_by_jamp(eqn, "_autocast") for eqn in eqns)
-
-
-def _row(found: Found, planner: Planner, as_run: bool) -> AutocastRow | None:
+def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) -> AutocastRow | None:
     """The row of an equation, without what is summed, or None if it reads and writes no floating value."""
-    planned_eqn, category = found.planned, found.planned.category
-    eqn = planned_eqn.eqn
+    decision, category = found.decision, found.decision.category
+    eqn, run = decision.eqn, decision.run
     before = _dtypes(eqn.invars), _dtypes(eqn.outvars)
     if "float" not in before[0] or eqn.primitive.name == "convert_element_type":
         return None
-    after = _dtypes(planned_eqn.reads), _dtypes(planned_eqn.writes)
-    if as_run and eqn.primitive.name in _jaxpr.PRODUCTS and after[1] == str(planner.compute_dtype):
+    after = _dtypes(run.invars), _dtypes(run.outvars)
+    is_low = category == COMPUTE and after != before
+    why = quantized.why_not(id(run), found.path) if quantized and is_low and eqn.primitive.name in PRODUCTS else None
+    if why == "" and quantized:
+        after = ", ".join([str(quantized.config.forward)] * 2), after[1]
+    if as_run and eqn.primitive.name in PRODUCTS and after[1] == str(body.caster.compute_dtype):
         category = COMPUTE
     if category in (NOT_ENTERED, NO_RULE):
         reason = cause(eqn)
-    elif planned_eqn.why:
-        reason = planned_eqn.why
+    elif why:
+        reason = why
     elif category == REGION:
         reason = "it is inside jamp.full_precision"
     elif as_run:
@@ -210,28 +206,31 @@ def _row(found: Found, planner: Planner, as_run: bool) -> AutocastRow | None:
     elif category == COMPUTE and after == before:
         reason = "its operands have other dtypes, which autocast leaves alone"
     elif category == WIDEST and after == before:
-        reason = "an operand of it is float32, or a constant that 16 bit cannot hold"
+        reason = "an operand of it is float32, or has other readers, or is a constant that 16 bit cannot hold"
     else:
-        reason = planner.rules[planned_eqn.key][1]
-    operation = planned_eqn.key if category != REGION else eqn.primitive.name
-    return AutocastRow(operation, category, " -> ".join(before), " -> ".join(after), found.source, reason)
+        reason = body.caster.rules[decision.key].reason
+    return AutocastRow(decision.key, category, " -> ".join(before), " -> ".join(after), found.source, reason)
 
 
 def _summed(row: AutocastRow, found: list[Found]) -> AutocastRow:
     return dataclasses.replace(
         row,
         count=sum(x.times for x in found),
-        flops=sum(x.times * flops(x.planned.eqn) for x in found),
+        flops=sum(x.times * flops(x.decision.eqn) for x in found),
         scope=pattern(x.scope for x in found if x.scope),
         parameter=pattern(path for x in found for path in x.parameters),
     )
 
 
-_AS_RUN = {key: (FLOAT32 if category == COMPUTE else category, reason) for key, (category, reason) in RULES.items()}
+_AS_RUN = {key: rule._replace(category=WIDEST if rule.category == WIDEST else FLOAT32) for key, rule in RULES.items()}
 _BACKWARD = (
     "this is autocast(jax.grad(f)). jax.grad(autocast(f)) may have other dtypes in custom rules and in loops, and "
     "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f))) shows it"
 )
+
+
+def _is_cheap(operation: str) -> bool:
+    return operation in RULES and RULES[operation].recomputed
 
 
 def _dtypes(atoms: Any) -> str:

@@ -3,8 +3,9 @@
 import difflib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,16 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast import left_out
 from jamp._autocast.arguments import Call
+from jamp._autocast.cast import AUTOCAST, FULL_PRECISION, Cast, Caster, Input, Place
+from jamp._autocast.equations import warnings_of
 from jamp._autocast.float8 import Float8
-from jamp._autocast.plan import FULL_PRECISION, Input, PlannedJaxpr, Where
-from jamp._autocast.planner import Planner
-from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES, YOURS
+from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES, YOURS, Rule
 from jamp._cast import as_dtype
+from jamp._jaxpr import ClosedJaxpr
+
+if TYPE_CHECKING:
+    from jamp._autocast.quantize import Quantized
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,15 +75,17 @@ def autocast(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are those of
       `torch.autocast`.
     """
-    trace_plan = planned(fun, compute_dtype, rules, recompute)
+    trace = passes(fun, compute_dtype, rules)
 
     @functools.wraps(fun)
     def with_casts(*args: Any, **kwargs: Any) -> Any:
-        call, body = trace_plan(args, kwargs)
-        left_out.warn(body, stacklevel=2)
-        values = _evaluate.call(body.program().closed if body.changed else body.closed, call.leaves)
-        types = _jaxpr.avals(body.closed.jaxpr.outvars)
-        return call.finish([_weaken(x, aval) for x, aval in zip(values, types, strict=True)])
+        found = trace(args, kwargs)
+        for message in warnings_of(found.cast, found.quantized):
+            warnings.warn(message, stacklevel=2)
+        with jax.named_scope(AUTOCAST):
+            values = _evaluate.call(found.closed(recompute), found.call.leaves)
+        types = _jaxpr.avals(found.cast.traced.jaxpr.outvars)
+        return found.call.finish([_as_result(x, aval) for x, aval in zip(values, types, strict=True)])
 
     return with_casts
 
@@ -110,15 +116,34 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     return marked
 
 
-def planned(
-    fun: Callable[..., Any], compute_dtype: DTypeLike | Float8, rules: Mapping[str, str] | None, recompute: bool = True
-) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, PlannedJaxpr]]:
-    """The function that traces a call of `fun` and plans it."""
+class Passes(NamedTuple):
+    """A call of a function, and what the passes made of it."""
+
+    call: Call
+    cast: Cast
+    quantized: "Quantized | None"  # with a Float8
+
+    def closed(self, recompute: bool) -> ClosedJaxpr:
+        """The jaxpr to evaluate."""
+        from jamp._autocast import recompute as last  # It imports Pallas: `_jaxpr.core` says more.
+
+        closed = self.quantized.closed if self.quantized else self.cast.closed()
+        return last.recompute(closed) if recompute and self.cast.changed else closed
+
+
+def passes(
+    fun: Callable[..., Any], compute_dtype: DTypeLike | Float8, rules: Mapping[str, str] | None
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Passes]:
+    """The function that traces a call of `fun`, casts it, and with a `Float8` quantizes it."""
     _check_fun(fun)
-    dtype = compute_dtype if isinstance(compute_dtype, Float8) else _check_dtype(compute_dtype)
+    config: Float8 | None = None
+    if isinstance(compute_dtype, Float8):
+        config, dtype = compute_dtype, np.dtype(compute_dtype.carrier)
+    else:
+        dtype = _check_dtype(compute_dtype)
     table = _merge(rules or {})
 
-    def trace_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PlannedJaxpr]:
+    def trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passes:
         if _inside_haiku():
             raise TypeError(
                 "autocast traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
@@ -126,13 +151,15 @@ def planned(
             )
         call = Call(args, kwargs)
         closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
-        planner = Planner(dtype, table)
         manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-        where = Where(recompute=recompute, manual=manual)
-        body = planner.body(closed, [Input()] * len(call.leaves), where, len(closed.out_avals))
-        return call, body
+        body = Caster(dtype, table).cast(closed, [Input()] * len(call.leaves), Place(manual=manual))
+        if config is None:
+            return Passes(call, body, None)
+        from jamp._autocast.quantize import quantize
 
-    return trace_plan
+        return Passes(call, body, quantize(body, config))
+
+    return trace
 
 
 def _check_fun(fun: Any) -> None:
@@ -154,7 +181,9 @@ def _inside_haiku() -> bool:
         return False
 
 
-def _weaken(x: Any, aval: Any) -> Any:
+def _as_result(x: Any, aval: Any) -> Any:
+    """A `jax.Array` of a type. Evaluated outside `jit`, a constant of a jaxpr is something else."""
+    x = x if isinstance(x, jax.Array) or aval.dtype == jax.dtypes.float0 else jnp.asarray(x)
     return _evaluate.weaken(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
 
@@ -172,7 +201,7 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     raise ValueError(f"compute_dtype must be float16 or bfloat16, got {got}{why}")
 
 
-def _merge(rules: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _merge(rules: Mapping[str, str]) -> dict[str, Rule]:
     """The table with a user's rules in it. A rule for a primitive covers the special cases of it."""
     for name, category in rules.items():
         if category not in CATEGORIES:
@@ -186,4 +215,4 @@ def _merge(rules: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         if name in _jaxpr.CONSTRUCTS and category != FLOAT32:
             raise ValueError(f"{name!r} is entered, or with the rule 'float32' is not; got {category!r}.")
     kept = {key: rule for key, rule in RULES.items() if key.split("[")[0] not in rules}
-    return kept | {name: (category, YOURS) for name, category in rules.items()}
+    return kept | {name: Rule(category, YOURS) for name, category in rules.items()}

@@ -47,11 +47,10 @@ class AdaptiveLossScaleState(NamedTuple):
 class AdaptiveLossScale:
     """A loss scale whose growth interval adapts.
 
-    The growth interval, here called the window, comes from a list such as 20, 30, 40, 50, 100, 200, 500, 1000. A
-    finite step grows the scale if at least `window` steps have passed since the last growth or overflow.
-    An overflow divides the scale. Three growths move to the next longer window. Three overflows with no growth between
-    them move to a hidden window of one step, in which every finite step grows. Three growths lead from there back to
-    the first window. The hidden window is never entered from the first window.
+    The growth interval, here called the window, comes from a list such as 20, 30, 40, 50, 100, 200, 500, 1000. An
+    overflow divides the scale. A finite step grows it if at least `window` steps have passed since the last growth or
+    overflow. Three growths move to the next longer window. Three overflows with no growth between them move from any
+    window but the first to a hidden window of one step. Three growths lead from there back to the first window.
 
     At every step the scale equals that of MindFormers' `AdaptiveLossScaleUpdateCell`, with two exceptions. A growth to
     infinity is refused. The window list contains no 0, no value below `min_window` and no duplicates.

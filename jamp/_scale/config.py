@@ -111,25 +111,15 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
 
 
 def _adaptive_cell(
-    loss_scale_value: float,
-    scale_factor: float,
-    scale_window: int,
-    max_scale_window: int = 1000,
-    min_scale_window: int = 20,
-) -> LossScale:
+    loss_scale_value: float, scale_factor: float, scale_window: int,
+    max_scale_window: int = 1000, min_scale_window: int = 20,
+) -> LossScale:  # fmt: skip
     return AdaptiveLossScale(loss_scale_value, scale_factor, min_scale_window, max_scale_window, scale_window)
 
 
 def _dynamic_cell(loss_scale_value: float, scale_factor: float, scale_window: int) -> LossScale:
     check_number("scale_factor", scale_factor, above=1, hint="such as 2.0")
-    return DynamicLossScale(
-        loss_scale_value,
-        scale_factor,
-        1 / scale_factor,
-        growth_interval=scale_window,
-        min_scale=1.0,
-        max_scale=math.inf,
-    )
+    return DynamicLossScale(loss_scale_value, scale_factor, 1 / scale_factor, scale_window, max_scale=math.inf)
 
 
 def _fixed_cell(loss_scale_value: float) -> LossScale:

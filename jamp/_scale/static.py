@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
@@ -48,6 +48,11 @@ def check_loss_scale(loss_scale: Any, constant: str = "jamp.StaticLossScale(scal
         )
 
 
+def is_noop(state: Any) -> bool:
+    """Whether a loss scale's state switches scaling, checks and skips off. A user's own needs no such property."""
+    return getattr(state, "is_noop", False)
+
+
 def to_config(kind: str, loss_scale: Any) -> dict[str, Any]:
     """The type and the fields of a configuration, as Python numbers, strings and None."""
     return {"type": kind, **dataclasses.asdict(loss_scale)}
@@ -64,17 +69,24 @@ class NoOpLossScaleState(NamedTuple):
 
     loss_scale: Array  # f32[], 1
 
+    @property
+    def is_noop(self) -> bool:
+        """True: nothing is scaled, checked or skipped."""
+        return True
+
 
 @dataclass(frozen=True)
 class NoOpLossScale:
     """No loss scaling: nothing is scaled, checked or skipped, and the step compiles to the plain optimizer's.
 
-    It replaces a flag such as `enabled=False`. Use it for float32, float64 and most bfloat16 training.
+    It replaces a flag such as `enabled=False`, for float32, float64 and most bfloat16 training.
 
     Examples:
       >>> import optax, jamp
       >>> tx = jamp.loss_scaled(optax.adamw(1e-3), jamp.NoOpLossScale())
     """
+
+    is_constant: ClassVar[bool] = True  # `jamp.convert_loss_scale` does not replace the scale
 
     def init(self) -> NoOpLossScaleState:
         """Make the state: a loss scale of 1."""
@@ -121,6 +133,7 @@ class StaticLossScale:
     """
 
     scale: float = 2.0**16
+    is_constant: ClassVar[bool] = True  # as for `NoOpLossScale`
 
     def __post_init__(self) -> None:
         check_scale("scale", self.scale)

@@ -1,24 +1,19 @@
-"""The gradients in a tree, and the check that all of them are finite."""
+"""The check that all gradients in a tree are finite."""
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
-from jax.tree_util import keystr
+from jax.sharding import AxisType
 
-from jamp._cast import is_inexact
-
-# Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients".
-OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+from jamp._step.leaves import split_gradients
+from jamp._step.mesh import on_mesh_of
 
 # Arrays that are combined before they are reduced. With more, XLA does not compute a clip's norm in the same kernel.
 _MOST = 8
-_NO_DIGITS = str.maketrans("", "", "0123456789")
 
 
 def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
@@ -42,29 +37,6 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
     return leaves_finite(*split_gradients(tree)[:2], axis_name)
 
 
-def is_gradient(path: tuple[Any, ...], x: Any) -> bool:
-    """Whether a leaf is a gradient to unscale and check. Leaves of Flax's fp8 collection are not."""
-    return is_inexact(x) and all(getattr(key, "key", None) != OVERWRITE_WITH_GRADIENT for key in path)
-
-
-def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[list[Any]], Any]]:
-    """Take the gradients out of a tree.
-
-    Returns:
-      The gradients, a label for each (the last key of the path without its digits, so the same parameter of each layer
-      has the same label), and a function that puts other leaves in their places.
-    """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
-
-    def merge(gradients: list[Any]) -> Any:
-        new = dict(zip(chosen, gradients, strict=True))
-        return jax.tree.unflatten(treedef, [new.get(i, x) for i, (_, x) in enumerate(flat)])
-
-    labels = tuple(keystr(flat[i][0][-1:]).translate(_NO_DIGITS) for i in chosen)
-    return [flat[i][1] for i in chosen], labels, merge
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) -> Array:
     """`all_finite` of a list of floating and complex arrays with their `labels`."""
@@ -75,26 +47,6 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
     found = map(_any_nonfinite, groups)
     count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), found))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
-
-
-def on_mesh_of(x: Array, scalar: Array) -> Array:
-    """A scalar, where an operation can combine it with `x`.
-
-    On Explicit and Manual axes the sharding is part of the type, and arrays on two meshes cannot be combined. The
-    gradient of a `reduced` parameter is `unreduced`, which means that its sum over devices is still to be taken. Only
-    what is `reduced` may multiply it.
-    """
-    kind = jax.typeof(x)
-    mesh, spec, own = kind.sharding.mesh, kind.sharding.spec, jax.typeof(scalar).sharding.mesh
-    if AxisType.Manual in mesh.axis_types:
-        axes = kind.manual_axis_type.unreduced | kind.manual_axis_type.reduced
-        return lax.pcast(scalar, tuple(axes), to="reduced") if axes else scalar
-    if axes := spec.unreduced | spec.reduced:
-        # In the shape of `x`, because jax 0.10.0 does not broadcast what is `reduced` in the multiplication.
-        return jnp.broadcast_to(reshard(scalar, NamedSharding(mesh, PartitionSpec(reduced=axes))), x.shape)
-    if mesh.empty or own.empty or own == mesh:
-        return scalar
-    return reshard(scalar, NamedSharding(mesh, PartitionSpec()))
 
 
 def _sum_over(count: Array, axis_name: Any) -> Array:
@@ -130,9 +82,9 @@ def _type_tells_sharding(x: Array) -> bool:
 def _any_nonfinite(group: list[Array]) -> Array:
     """Whether some arrays of one type hold inf or NaN, as 0 or 1, f32[].
 
-    A float, because XLA:TPU computes only float reductions in the same pass as a clip's norm. Arrays that are combined
-    before they are reduced take one kernel instead of many on GPU. XLA:CPU writes what it reduces to memory: here the
-    answers for a whole group, while a sum of `x - x` made it write every unscaled gradient.
+    It is a float because XLA:TPU computes only float reductions in the same pass as a clip's norm. On GPU, arrays that
+    are combined before they are reduced take one kernel instead of many. XLA:CPU writes the operand of a reduction to
+    memory. Here that is one answer for a whole group. With a sum of `x - x` it is every unscaled gradient.
     """
     found = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
     return jnp.max(found.astype(jnp.float32))

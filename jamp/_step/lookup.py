@@ -14,9 +14,11 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jamp._scale.checks import TINY
-from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale
+from jamp._scale.static import LossScale
 from jamp._scale.stats import LossScaleStats
-from jamp._step.state import ScalerState, array_of, find_loss_scale_state, find_scaler_state, replace_node
+from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
+from jamp._step.leaves import replace_node, with_leaves
+from jamp._step.state import ScalerState, scaler_of
 
 
 def get_loss_scale(tree: Any) -> Array:
@@ -42,7 +44,7 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
     """Return the tree with another loss scale.
 
     The count of finite steps starts again and the hysteresis is refilled. A value outside the bounds of the
-    configuration is used for the next step. The update after that step brings it back inside.
+    configuration is used for one step. The next update brings it back inside.
 
     Args:
       tree: As for `get_loss_scale`.
@@ -61,16 +63,11 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
     # A copy, because the caller may still use the value, and a donated tree must not hold the same buffer twice.
     scale = jnp.array(jnp.broadcast_to(jnp.asarray(value, jnp.float32), jnp.shape(found.loss_scale)))
     new = found.with_loss_scale(scale) if hasattr(found, "with_loss_scale") else found._replace(loss_scale=scale)
-    new = jax.tree.unflatten(
-        jax.tree.structure(found), jax.tree.leaves(new)
-    )  # into Flax NNX's Variables, if it has any
-    return replace_node(tree, found, new)
+    return replace_node(tree, found, with_leaves(found, new))  # in Flax NNX's Variables, if it has any
 
 
 def reset(tree: Any, loss_scale: LossScale) -> Any:
-    """Return the tree with the initial loss scale and zero statistics.
-
-    The inner optimizer's state and everything else stay as they are.
+    """Return the tree with the initial loss scale and zero statistics. Everything else stays as it is.
 
     Args:
       tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one.
@@ -95,10 +92,9 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
             f"The tree holds a {type(found.loss_scale_state).__name__}, which is not the state of {loss_scale!r}. To "
             f"change the kind of loss scale: jamp.convert_loss_scale(tree, {loss_scale!r})."
         )
-    old, structure = jax.tree.flatten(tuple(found[: len(new)]))
-    leaves = [_like(x, y) for x, y in zip(jax.tree.leaves(new), old, strict=True)]
-    fields = dict(zip(new._fields, jax.tree.unflatten(structure, leaves), strict=True))
-    return replace_node(tree, found, found._replace(**fields))
+    old = scaler_of(found)
+    leaves = [_like(x, y) for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
+    return replace_node(tree, found, found._replace(**with_leaves(old, leaves)._asdict()))
 
 
 def _like(x: Array, old: Any) -> Any:
@@ -112,14 +108,11 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
     """Convert a state of one loss scale for an optimizer that is wrapped with another.
 
     The new loss scale starts from the current scale, clipped to its bounds. `StaticLossScale` and `NoOpLossScale` keep
-    their own scale. The inner optimizer's state, the statistics and everything else stay as they are.
+    their own scale. Everything else in the tree stays as it is.
 
     Args:
       tree: As for `get_loss_scale`.
       loss_scale: The loss scale to continue with.
-
-    Returns:
-      The tree with the state of `loss_scale` in place of the old one.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -133,7 +126,7 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
     found = find_loss_scale_state(tree)
     old = jnp.asarray(found.loss_scale)
     new = jax.tree.map(lambda x: jnp.broadcast_to(x, old.shape + x.shape), loss_scale.init())
-    if not isinstance(loss_scale, (NoOpLossScale, StaticLossScale)):
+    if not getattr(loss_scale, "is_constant", False):
         bounds = getattr(loss_scale, "min_scale", TINY), getattr(loss_scale, "max_scale", math.inf)
         scale = jnp.clip(old, *(np.float32(x) for x in bounds))
         new = new._replace(loss_scale=jnp.where(jnp.isfinite(scale), scale, new.loss_scale))
@@ -151,7 +144,7 @@ def get_stats(tree: Any) -> LossScaleStats:
       >>> int(jamp.get_stats(jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))).overflow_steps)
       0
     """
-    return _copy(_stats(tree))
+    return _copy(_stats(find_scaler_state(tree)))
 
 
 def get_grads_finite(tree: Any) -> Array:
@@ -172,7 +165,7 @@ def get_grads_finite(tree: Any) -> Array:
 
 
 def metrics(tree: Any) -> dict[str, Array]:
-    """Return what to log: the loss scale, whether the last step was applied, and the statistics.
+    """Return the values to log: the loss scale, whether the last step was applied, and the statistics.
 
     Building the dictionary is asynchronous. Only converting a value to a Python number waits for the device.
 
@@ -188,14 +181,14 @@ def metrics(tree: Any) -> dict[str, Array]:
       >>> float(jamp.metrics(jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3)))["success_rate"])
       1.0
     """
-    scale, finite = array_of(find_loss_scale_state(tree).loss_scale), array_of(find_scaler_state(tree).grads_finite)
-    named = _metrics(scale, finite, _stats(tree))
+    found = find_scaler_state(tree)
+    named = _metrics(*map(array_of, (found.loss_scale_state.loss_scale, found.grads_finite)), _stats(found))
     order = ["loss_scale", "grads_finite", *LossScaleStats._fields, "success_rate"]  # jit sorts the keys
     return {name: named[name] for name in order}
 
 
-def _stats(tree: Any) -> LossScaleStats:
-    return LossScaleStats(*map(array_of, find_scaler_state(tree).stats))
+def _stats(found: Any) -> LossScaleStats:
+    return LossScaleStats(*map(array_of, found.stats))
 
 
 # Copies, which outlive a donated state; compiled, so that no constant is transferred to the device.

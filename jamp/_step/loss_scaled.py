@@ -9,22 +9,12 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jamp import _jaxpr
-from jamp._cast import to_float32
 from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale, NoOpLossScale, check_loss_scale
+from jamp._scale.static import LossScale, check_loss_scale, is_noop
 from jamp._step import scaling
-from jamp._step.finite import all_finite
-from jamp._step.rounding import params_for, rounds_stochastically
+from jamp._step.params import params_for, params_for_init
 from jamp._step.skip import update_or_skip
-from jamp._step.state import (
-    LossScaledState,
-    ScaledGradsState,
-    ScalerState,
-    check_one_scaler,
-    check_state,
-    check_whole,
-    find_loss_scale,
-)
+from jamp._step.state import AnyLossScaledState, check_state, check_whole, scaler_of, wrap_inner
 
 
 def loss_scaled(
@@ -39,11 +29,10 @@ def loss_scaled(
     Wrap the whole optimizer chain: `jamp.loss_scaled(optax.chain(clip, adamw))`. Compute the gradients with
     `jamp.value_and_grad(loss_fn, opt_state)`.
 
-    `update(grads, state, params=None, *, grads_finite=None, **extra_args)` takes the true gradients (with
-    `unscale=True`, those of `jamp.scale_loss(loss, opt_state)`). If they are finite, it returns the inner update. If
-    not, it returns updates of -0.0, and nothing in the inner state changes: no count, no schedule, no moment. Inside
-    one `jit` with `optax.apply_updates`, every parameter then stays unchanged bit for bit. Outside, XLA:CPU flushes
-    subnormal parameters to 0 in that addition. The loss scale always adapts.
+    `update` takes the true gradients. If they are finite, it returns the inner update. If not, it returns updates of
+    -0.0, and nothing in the inner state changes: no count, no schedule, no moment. The loss scale always adapts. Inside
+    one `jit` with `optax.apply_updates`, a skip leaves every parameter unchanged bit for bit. Outside, XLA:CPU flushes
+    subnormal parameters to 0 in that addition.
 
     float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32. Only
     `jamp.stochastic_rounding` gets its parameters as they are.
@@ -51,8 +40,8 @@ def loss_scaled(
     Args:
       inner: The optimizer.
       loss_scale: A loss scale. `NoOpLossScale()` switches scaling, checks and skips off.
-      unscale: If True, `update` divides the gradients by the loss scale before anything else. It is for trainers that
-        call `jax.grad` themselves. No transformation may stand before it in a chain.
+      unscale: If True, `update` takes the gradients of `jamp.scale_loss(loss, opt_state)` and unscales them. It is for
+        trainers that call `jax.grad` themselves. No transformation may stand before it in a chain.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Returns:
@@ -60,9 +49,8 @@ def loss_scaled(
       other extra argument to `inner`. Its state is a `LossScaledState`.
 
     Raises:
-      TypeError: If `inner` is not an Optax transformation or `loss_scale` is not a loss scale. From `update`, if the
-        state is not one that this optimizer's `init` returns.
-      ValueError: From `init`, if `inner` is loss-scaled too, or a mask hides some of the parameters.
+      TypeError: If `inner` or `loss_scale` is of the wrong kind. From `update`, if the state is not from `init`.
+      ValueError: From `init`, if `inner` is already loss-scaled, or a mask hides some of the parameters.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -79,44 +67,53 @@ def loss_scaled(
     _check_inner(inner)
     check_loss_scale(loss_scale)
     inner = optax.with_extra_args_support(inner)
-    kind = ScaledGradsState if unscale else LossScaledState
-    structure = jax.tree.structure(jax.eval_shape(loss_scale.init))
+    example = jax.eval_shape(loss_scale.init)
+    structure, noop = jax.tree.structure(example), is_noop(example)
 
-    def init(params: optax.Params) -> LossScaledState:
+    def init(params: optax.Params) -> AnyLossScaledState:
         check_whole(params)
-        inner_state = inner.init(to_float32(params))
-        if rounds_stochastically(inner_state):
-            inner_state = inner.init(params)  # It checks their dtypes.
-        inner_state = jax.tree.map(_without_weak_type, inner_state)
-        check_one_scaler(inner_state)
-        return kind(*ScalerState.init(loss_scale), inner_state)
+        inner_state = jax.tree.map(_without_weak_type, inner.init(params_for_init(inner.init, params)))
+        return wrap_inner(inner_state, loss_scale, unscale=unscale)
 
     def update(
         grads: optax.Updates,
-        state: LossScaledState,
+        state: AnyLossScaledState,
         params: optax.Params | None = None,
         *,
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
-        check_state(state, kind, loss_scale, structure)
-        true = scaling.unscale(grads, find_loss_scale(state.loss_scale_state)) if unscale else to_float32(grads)
+    ) -> tuple[optax.Updates, AnyLossScaledState]:
+        check_state(state, unscale, loss_scale, structure)
+        _check_extra_args(extra_args, unscale)
         params = params_for(state.inner_state, params)
 
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(grads, inner_state, params, **extra_args)
 
-        if isinstance(loss_scale, NoOpLossScale):
+        scale = state.loss_scale_state.loss_scale if unscale and not noop else None
+        check = grads_finite is None and not noop
+        true, finite = scaling.true_gradients(grads, scale, check=check, axis_name=axis_name)
+        if noop:
             updates, inner_state = inner_update(true, state.inner_state, params)
             return updates, state._replace(inner_state=inner_state)
-        finite = all_finite(true, axis_name=axis_name) if grads_finite is None else _as_flag(grads_finite)
+        finite = _as_flag(grads_finite) if finite is None else finite
         updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
-        return updates, type(state)(*state.scaler_state.advance(loss_scale, finite), inner_state)
+        return updates, type(state)(*scaler_of(state).advance(loss_scale, finite), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _as_flag(grads_finite: ArrayLike) -> Array:
+def _check_extra_args(extra_args: dict[str, Any], unscale: bool) -> None:
+    functions = [name for name, x in extra_args.items() if callable(x)]
+    if unscale and functions:
+        raise ValueError(
+            f"update got {functions[0]}=, a function that the optimizer calls itself (line searches, SAM, Sophia). "
+            "With unscale=True nothing unscales what it computes. Use loss_scaled without unscale=True, with gradients "
+            "from jamp.grad, and a function of the true loss."
+        )
+
+
+def _as_flag(grads_finite: Any) -> Array:
     flag = jnp.asarray(grads_finite, bool)
     if flag.shape != ():
         raise ValueError(
@@ -132,7 +129,7 @@ def _without_weak_type(x: Any) -> Any:
 
 
 def _check_inner(inner: Any) -> None:
-    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+    if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         raise TypeError(
             f"inner must be an optax gradient transformation, got inner={inner!r}. "
             "Pass an optimizer such as optax.adamw(1e-3)."

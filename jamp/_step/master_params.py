@@ -11,7 +11,7 @@ from jamp._cast import cast_leaf, check_floating, is_floating
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
 from jamp._step.loss_scaled import loss_scaled
-from jamp._step.rounding import rounds_stochastically
+from jamp._step.params import rounds_stochastically
 
 
 class MasterParamsState(NamedTuple):
@@ -32,14 +32,12 @@ def master_params(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep float32 masters of float16 or bfloat16 parameters in the optimizer state.
 
-    A step of 1e-4 on a bfloat16 parameter of 1.0 is always lost in rounding. Here `inner` steps the masters, and the
-    updates bring the parameters to the rounded masters: `optax.apply_updates(params, updates)` gives
-    `masters.astype(params.dtype)`. If an update is more than twice as large as the new parameter, that may round
-    differently, and the next step corrects it.
+    A step of 1e-4 on a bfloat16 parameter of 1.0 is always lost in rounding. Here `inner` steps the masters, and
+    `optax.apply_updates(params, updates)` gives `masters.astype(params.dtype)`. If an update is more than twice as
+    large as the new parameter, that may round differently, and the next step corrects it.
 
-    The masters start as the parameters that `init` is given. If you have float32 parameters, pass those to `init` and
-    cast them with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again, because the next
-    update brings edited parameters back to their masters.
+    The masters start as the parameters that `init` is given. If you have float32 parameters, pass those and cast them
+    with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again.
 
     Args:
       inner: The optimizer. It sees gradients and parameters in `dtype`.
@@ -77,26 +75,25 @@ def mixed_precision(
     unscale: bool = False,
     axis_name: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Train 16-bit parameters: `loss_scaled` and `master_params` in one.
+    """Train 16-bit parameters: `loss_scaled` and `master_params` in one. For float32 parameters use `loss_scaled`.
 
+    Mixed precision in the usual sense, float32 parameters and a model in 16 bit, is `jamp.loss_scaled` around the
+    optimizer and `jamp.autocast` around the loss function. This is for parameters that are stored in 16 bit.
     On an overflow the masters and the parameters stay unchanged, bit for bit.
 
     Args:
       inner: The optimizer, which sees float32 parameters: the masters.
       loss_scale: As for `loss_scaled`. With `jamp.NoOpLossScale()` only the masters remain.
-      param_dtype: The dtype to which the values of the parameters are rounded. The arrays keep their own dtype, which
-        is also the default.
+      param_dtype: The dtype to which the values of the parameters are rounded, by default that of the arrays.
       grad_dtype: The dtype of the gradients that `inner` sees.
       unscale: As for `loss_scaled`.
       axis_name: As for `loss_scaled`.
 
     Returns:
-      An Optax transformation whose `update` needs `params`. Its state is a `LossScaledState` around a
-      `MasterParamsState`.
+      An Optax transformation. Its state is a `LossScaledState` around a `MasterParamsState`.
 
     Raises:
       ValueError: If a dtype is not floating. From `update`, without `params`.
-      TypeError: If `inner` is not an Optax transformation or `loss_scale` is not a loss scale.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -119,7 +116,7 @@ def _with_masters(
     param_dtype = None if param_dtype is None else check_floating("param_dtype", param_dtype)
 
     def master(p: Any) -> Any:
-        # Float32 parameters are copied too, because a donated parameter and its master must not share a buffer.
+        # Also copies float32 parameters, because a donated parameter and its master must not share a buffer.
         return jnp.array(cast_leaf(p, dtype), copy=True)
 
     def init(params: optax.Params) -> MasterParamsState:

@@ -1,11 +1,11 @@
-"""Round float32 to bfloat16, up or down with the probability that makes it right on average.
+"""Stochastic rounding of float32 to bfloat16, which is right on average.
 
-The random bits are a hash of a counter: the step, the leaf, and the index of the element in the whole array. There is
-no key to keep, and nothing to communicate, because each device computes the bits of the elements that it holds.
+The random bits are a hash of the step, the leaf, and the index of the element in the whole array. There is no key to
+store, and nothing to communicate, because each device computes the bits of the elements that it holds.
 """
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,44 +13,18 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jamp._cast import to_float32
-from jamp._step.state import contains
-
-
-class StochasticRoundingState(NamedTuple):
-    """State of `stochastic_rounding`.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, jamp
-      >>> int(jamp.stochastic_rounding(optax.sgd(0.1)).init(jnp.ones(3, jnp.bfloat16)).rounding_count)
-      0
-    """
-
-    rounding_count: Array  # i32[], steps so far, on which the random bits depend
-    inner_state: Any
-
-
-def rounds_stochastically(opt_state: Any) -> bool:
-    """Whether an optimizer of this state rounds parameters, so that it has to see them at their own dtypes."""
-    return contains(opt_state, lambda x: isinstance(x, StochasticRoundingState))
-
-
-def params_for(opt_state: Any, params: Any) -> Any:
-    """The parameters as the optimizer of this state takes them: float32, unless it rounds them itself."""
-    return params if rounds_stochastically(opt_state) else to_float32(params)
-
 
 def random_words(seed: Any, count: Array) -> tuple[Array, Array]:
-    """Two random words for one step, u32[] both, from a seed (an int or i32[]) and the number of the step (i32[])."""
+    """Two random words for one step, u32[] both, from a seed (an int or i32[]) and the step count (i32[])."""
     start = jnp.uint32(seed & 0xFFFFFFFF) if isinstance(seed, int) else jnp.asarray(seed).astype(jnp.uint32)
     first = _hash(_hash(start) + count.astype(jnp.uint32))
     return first, _hash(first + start)
 
 
 def round_stochastically(x: Array, name: str, words: tuple[Array, Array], spec: PartitionSpec | None = None) -> Array:
-    """Round float32 numbers to numbers of bfloat16, as float32.
+    """Round float32 values stochastically to bfloat16, and return them as float32.
 
-    inf and NaN stay what they are, numbers of bfloat16 too, and no finite number becomes infinite.
+    inf, NaN and values that bfloat16 represents exactly stay unchanged. No finite value becomes infinite.
 
     Args:
       x: f32.
@@ -58,18 +32,28 @@ def round_stochastically(x: Array, name: str, words: tuple[Array, Array], spec: 
       words: Those of the step, from `random_words`.
       spec: In `shard_map`, how `x` is sharded.
     """
-    # The words of a leaf are constants, the same in every process. A kernel adds them to those of the step, so that no
-    # leaf needs a kernel of its own for its numbers.
+    # The words of a leaf are constants, the same in every process. The rounding kernel combines them with the words of
+    # the step, so that a leaf needs no second kernel.
     leaf = np.frombuffer(hashlib.blake2s(name.encode(), digest_size=8).digest(), "<u4")
     index = _index(x, spec) ^ (words[0] ^ leaf[0])
-    # The second word enters between the products. So two streams never hold the same numbers in another order.
+    # Because the second word enters between the products, no two streams are permutations of each other.
     random = _product(_product(index, 16, 0x7FEB352D) + (words[1] + leaf[1]), 15, 0x846CA68B) >> 16
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    # What is cut off is below 2**16. A uniform number of 16 bits, added to it, carries with the right probability.
+    # The discarded bits are a number below 2**16. Adding a uniform one of 16 bits carries with the right probability.
     raised = bits + random
     is_finite = lambda u: (u & jnp.uint32(0x7F800000)) != jnp.uint32(0x7F800000)
     rounded = jnp.where(is_finite(raised), raised, bits) & jnp.uint32(0xFFFF0000)
-    return lax.bitcast_convert_type(jnp.where(is_finite(bits), rounded, bits), jnp.float32)
+    return straight_through(x, lax.bitcast_convert_type(jnp.where(is_finite(bits), rounded, bits), jnp.float32))
+
+
+@jax.custom_jvp
+def straight_through(x: Array, rounded: Array) -> Array:
+    """`rounded`, with the derivative of `x`: the derivative of the step that is not rounded (arXiv:1308.3432)."""
+    del x
+    return rounded
+
+
+straight_through.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
 def _hash(x: Array) -> Array:

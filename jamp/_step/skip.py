@@ -17,7 +17,8 @@ from jax.tree_util import keystr
 
 from jamp import _evaluate, _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._step.finite import on_mesh_of
+from jamp._step.leaves import with_leaves
+from jamp._step.mesh import on_mesh_of
 
 # Primitives that are safe to evaluate on NaN. If an update has any other (a loop that may never end, a callback, a
 # factorisation), a skipped update gets gradients of zero. Otherwise the gradients are read without a selection, and
@@ -48,8 +49,8 @@ def update_or_skip(
     if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
         grads = jax.tree.map(lambda g: _select(grads_finite, jnp.asarray(g), jnp.zeros_like(g)), grads)
     outputs = _run(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
-    unflattened: tuple[Any, Any] = jax.tree.unflatten(jax.tree.structure((updates, new_state)), outputs)
-    return unflattened
+    selected: tuple[Any, Any] = with_leaves((updates, new_state), outputs)
+    return selected
 
 
 def new_or_old(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any:
@@ -108,7 +109,7 @@ def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped:
     pending: list[JaxprEqn] = []
 
     def evaluate(eqns: list[JaxprEqn], end: int) -> None:
-        """Evaluate `eqns` and keep what the equations from `end` on read."""
+        """Evaluate `eqns` and keep the variables that equations from `end` on read."""
         _evaluate.evaluate(eqns, env, lambda v: last_use.get(v, -1) >= end)
 
     for index, eqn in enumerate(jaxpr.eqns):

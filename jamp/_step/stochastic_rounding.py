@@ -1,20 +1,21 @@
 """`stochastic_rounding`: bfloat16 parameters without float32 masters."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._step.master_params import MasterParamsState
-from jamp._step.rounding import StochasticRoundingState, random_words, round_stochastically, rounds_stochastically
+from jamp._step.params import rounds_stochastically
+from jamp._step.rounding import random_words, round_stochastically, straight_through
 from jamp._step.state import contains
 
 # Fields of Optax's states that stand for a parameter and are not moments: parameters, sums of gradients, constants.
@@ -22,6 +23,24 @@ _NOT_MOMENTS = frozenset({
     "acc_grads", "avg_grad", "cumulative_gradients", "grad_sum", "grad_sum_sq", "hyperparams", "init_params",
     "init_particles", "ns_coeffs", "params", "params0", "projector", "s", "slow", "sum_of_squares", "x0", "z",
 })  # fmt: skip
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> int(jamp.stochastic_rounding(optax.sgd(0.1)).init(jnp.ones(3, jnp.bfloat16)).rounding_count)
+      0
+    """
+
+    rounding_count: Array  # i32[], steps so far, on which the random bits depend
+    inner_state: Any
+
+    @property
+    def rounds_params(self) -> bool:
+        """True: wrappers pass the parameters at their own dtypes."""
+        return True
 
 
 def stochastic_rounding(
@@ -33,37 +52,31 @@ def stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
     """Train bfloat16 parameters without float32 masters.
 
-    An update that is small beside its parameter is lost if the new parameter is rounded to nearest. Here it is rounded
-    up or down, with the probability that makes it right on average. `inner` sees float32 gradients and parameters, and
-    `optax.apply_updates(params, updates)` gives the rounded parameters. Parameters of 32 or more bits are stepped as
-    usual. It is the last transformation before `apply_updates`; put `loss_scaled` around it.
+    Rounding to nearest loses small updates. This rounds each new parameter up or down, with the probability that makes
+    it right on average. Put it last before `apply_updates`, and `loss_scaled` around it. `inner` sees float32 gradients
+    and parameters. Parameters of 32 or more bits are stepped as usual.
 
-    The random bits are a hash of the seed, the number of the step, the path of the parameter and the index of the
-    element in the whole array. From the same gradients, a compiled run is the same bit for bit on one device and on
-    many, and after a restart.
+    The random bits are a hash of the seed, the step count, the parameter's path and the element's index in the whole
+    array. From the same gradients, a compiled run is the same bit for bit on any number of devices and after a restart.
 
-    `apply_updates` gives exactly the rounded parameter where the difference is a normal number, and a step makes the
-    parameter at most 2**14 times smaller. Elsewhere it is off by at most 2**-23 times the old parameter.
+    `optax.apply_updates(params, updates)` gives exactly the rounded parameter if the difference is a normal number and
+    the step makes the parameter at most 2**14 times smaller. Otherwise it is within 2**-23 times the old parameter.
 
     Args:
       inner: The optimizer.
-      seed: Two runs with different seeds round differently. Under `vmap` the members share their random bits, unless
-        each has a seed of its own (i32[]).
-      state_dtype: bfloat16 stores in it, between steps, the float32 arrays of the inner state that stand for a
-        parameter, with the same rounding. Sums of gradients and copies of parameters stay float32: MultiSteps'
-        `acc_grads`, schedule-free's `z`. To decide yourself, pass a function of path and array that returns a dtype or
-        None.
+      seed: An int, or i32[] for each member of a `vmap`. Members with the same seed share their random bits.
+      state_dtype: bfloat16 stores the arrays of the inner state that stand for a parameter in bfloat16 between steps,
+        with the same rounding. Sums of gradients and copies of parameters, such as MultiSteps' `acc_grads` and
+        schedule-free's `z`, stay float32. A function of path and array returns a dtype or None for each array.
       index_specs: Inside `shard_map`, a pytree of `PartitionSpec`s like the parameters, or a prefix of it. Without it,
-        equal elements of different shards are rounded alike, as are, with `state_dtype`, those of an array of the state
-        whose shape is not that of its parameter.
+        and in arrays of the state that do not have their parameter's shape, all shards are rounded alike.
 
     Returns:
       An Optax transformation whose `update` needs `params`. Its state is a `StochasticRoundingState`.
 
     Raises:
-      ValueError: If `state_dtype` is not bfloat16, or the seed not an int. From `init` and `update`, if a parameter is
-        float16 or float8. From `init`, if the inner optimizer is loss-scaled, has masters, or rounds stochastically.
-        From `update`, without `params`.
+      ValueError: If `seed` or `state_dtype` is wrong. From `init` and `update`, if a parameter is float16 or float8.
+        From `init`, if `inner` is loss-scaled, has masters or rounds stochastically. From `update`, without `params`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -124,8 +137,8 @@ def stochastic_rounding(
                 return step
             new = round_stochastically((old + step).astype(jnp.float32), keystr(path), words, spec)
             is_same = lax.bitcast_convert_type(new, jnp.uint32) == lax.bitcast_convert_type(old, jnp.uint32)
-            # -0.0 leaves every number as it is, also inf and NaN.
-            return jnp.where(is_same, jnp.float32(-0.0), new - old)
+            # -0.0 leaves every number unchanged, also inf and NaN.
+            return straight_through(step, jnp.where(is_same, jnp.float32(-0.0), new - old))
 
         specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
         updates = tree_map_with_path(rounded, params, wide, updates, specs)
@@ -135,7 +148,7 @@ def stochastic_rounding(
 
 
 def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
-    """The dtype of an array of the state, by its path, itself, and where in its path that of a parameter begins."""
+    """A function of an array's path, the array, and where in the path that of a parameter begins (or None)."""
     if callable(state_dtype) and not isinstance(state_dtype, (type, np.dtype, type(jnp.bfloat16))):
         return lambda path, x, start: state_dtype(path, x)
     dtype = None if state_dtype is None else _check_state_dtype(state_dtype)

@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from jamp._cast import check_floating
-from jamp._step.finite import is_gradient
+from jamp._step.leaves import is_gradient
 from jamp._step.lookup import get_loss_scale
 
 _STATIC: Any = {"static": True}

@@ -10,9 +10,11 @@ import numpy as np
 from jax import Array
 
 from jamp import _evaluate, _jaxpr
+from jamp._autocast.cast import SEGMENT
+from jamp._autocast.rules import REARRANGES
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._source_line import REARRANGES, made_by_jamp, pattern, scope, user_line
+from jamp._source_line import in_scope, is_transposed, pattern, scope, user_line
 from jamp.debug._cause import explain
 from jamp.debug._finding import Finding, Values
 
@@ -94,7 +96,7 @@ class Walker:
         last_use = _jaxpr.last_uses(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
             values = [_read(env, v) for v in eqn.invars]
-            here = _place(jaxpr.eqns, index, caller)
+            here = _place(eqn, caller)
             bodies = _jaxpr.bodies(eqn) if eqn.primitive.name in _ENTER else None
             if bodies is None:
                 results = self._operation(eqn, values, here)
@@ -139,12 +141,9 @@ class Walker:
         return [Value(x, b, origin if b else None, parameter) for x, b in zip(results, bits, strict=True)]
 
 
-def _place(eqns: Sequence[JaxprEqn], index: int, caller: Place) -> Place:
-    """Where an operation stands. A cast that autocast inserted stands where the operation that reads it does."""
-    eqn = eqns[index]
-    if eqn.primitive.name == "convert_element_type" and made_by_jamp(eqn):
-        eqn = next((later for later in eqns[index + 1 :] if eqn.outvars[0] in later.invars), eqn)
-    backward = caller.backward or "transpose(" in str(eqns[index].source_info.name_stack)
+def _place(eqn: JaxprEqn, caller: Place) -> Place:
+    """Where an operation stands."""
+    backward = caller.backward or is_transposed(eqn)
     return Place(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
 
 
@@ -163,7 +162,7 @@ def _call(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) ->
     kind = {"remat2": "remat", "custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}
     name = _jaxpr.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
     step = f"{kind.get(eqn.primitive.name, eqn.primitive.name)}({name})"
-    return inside("" if name == "jamp" else step, bodies[0], values)  # autocast puts cheap operations in a checkpoint
+    return inside("" if in_scope(eqn, SEGMENT) else step, bodies[0], values)
 
 
 def _cond(eqn: JaxprEqn, bodies: Bodies, values: list[Value], inside: Inside) -> list[Value]:

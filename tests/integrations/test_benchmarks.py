@@ -15,22 +15,10 @@ from trees import assert_close, bits
 
 sys.path.append(str(Path(__file__).parents[2]))  # at the end: an installed jamp comes first
 
-from benchmarks import (
-    accuracy_overflow,
-    accuracy_report,
-    gpu,
-    hlo,
-    peers,
-    processes,
-    reinforce_page,
-    report,
-    report_gpu,
-    report_step,
-    text_model,
-    train,
-    whole_step,
-)
-from benchmarks.markdown import fill
+from benchmarks import hlo, processes
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.report import __main__ as report, accuracy, gpu as report_gpu, step as report_step
+from benchmarks.step import peers, train
 
 TX = optax.sgd(1e-3, momentum=0.9)  # not Adam, which does not see a forgotten division by the loss scale
 PARAMS = {"b": jnp.array([0.5, -1.0]), "w": jnp.array([[1.0, 2.0], [3.0, -4.0]])}
@@ -38,7 +26,7 @@ GRADS = {"b": np.float32([0.1, -0.3]), "w": np.float32([[1.0, -2.0], [1e-3, 0.5]
 LAYERS = [{"w": jnp.full((4, 3), 0.5).at[0, 1].set(1.0), "b": jnp.zeros(3)}]
 X, LABELS = train.images(8, (4,))
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "benchmarks" / "accuracy.json"
+RESULTS = ROOT / "docs" / "benchmarks"
 
 
 def run(recipe, *factors):
@@ -66,11 +54,11 @@ def test_every_step_is_plain_optax_s_and_skips_an_overflow(name):
     np.testing.assert_allclose(run(recipe, 1.0, np.inf, halved), run(plain, 1.0, 1.0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", whole_step.installed())
+@pytest.mark.parametrize("name", peers.installed(peers.WHOLE))
 def test_every_whole_step_is_plain_optax_s_and_skips_an_overflow(name):
-    step, carry = whole_step.RECIPES[name](train.mlp_loss, TX, LAYERS)
-    step = jax.jit(step)
-    carry = step(carry, X, LABELS)
+    recipe = peers.JAX[name](TX, LAYERS)
+    step = jax.jit(train.whole(recipe, train.mlp_loss))
+    carry = step(recipe.carry, X, LABELS)
     updates, _ = TX.update(jax.jit(jax.grad(train.mlp_loss))(LAYERS, X, LABELS), TX.init(LAYERS), LAYERS)
     assert_close(carry[0], optax.apply_updates(LAYERS, updates), rtol=0, atol=1e-6)
     if name not in peers.UNCHECKED:
@@ -126,13 +114,18 @@ def test_the_aim_is_met_up_to_five_percent_above_the_limit():
     assert report_step.verdict({"ratio": 1.27, "difference": False}, "ratio", 1.2) == "1.27, within the noise"
 
 
-def test_the_tables_of_the_benchmarks_are_those_that_the_results_give(tmp_path):
-    for name in (report.PAGE, report.README, report.COMPARISON):
+def test_the_tables_of_every_page_are_those_that_the_results_give(tmp_path):
+    for name in report.PAGES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    report.write(tmp_path, report.read(sorted(RESULTS.parent.glob("*.json"))))
-    for name in (report.PAGE, report.README, report.COMPARISON):
+    found = report.read(sorted(RESULTS.glob("*.json")))
+    assert {f"{name}.json" for name in report.FILES} <= found.keys()
+    report.write(tmp_path, found)
+    for name in report.PAGES:
         assert (tmp_path / name).read_text() == (ROOT / name).read_text()
+    (tmp_path / report.ACCURACY).write_text("# No marks\n")
+    with pytest.raises(ValueError, match="has no marks <!-- about -->"):
+        report.write(tmp_path, found)
 
 
 def test_a_measurement_on_a_gpu_is_written_at_once_and_resumed(tmp_path, monkeypatch, capsys):
@@ -222,46 +215,24 @@ def test_the_gpu_tables_hold_speed_ups_break_even_and_what_failed():
     assert "| AdamW, 25 M, float16 | 1 ms | 1.01 (1.01 to 1.01) | 1.10 (1.10 to 1.10) |" in table
 
 
-def test_the_tables_of_the_accuracy_page_are_those_that_the_results_give(tmp_path):
-    page, results = Path(shutil.copy(RESULTS.with_suffix(".md"), tmp_path)), json.loads(RESULTS.read_text())
-    accuracy_report.write_page(page, results)
-    assert page.read_text() == RESULTS.with_suffix(".md").read_text()
-    page.write_text("# No marks\n")
-    with pytest.raises(ValueError, match="has no marks <!-- about -->"):
-        accuracy_report.write_page(page, results)
-
-
 def test_the_loss_scale_works_in_every_dynamic_run_of_the_overflow_study():
-    results = json.loads(RESULTS.with_name("accuracy_overflow.json").read_text())
-    assert fill(RESULTS.with_suffix(".md").read_text(), "overflow", accuracy_overflow.section(results)) == (
-        RESULTS.with_suffix(".md").read_text()
-    )
-    dynamic = accuracy_report.select(results["rows"], setup="float16, dynamic")
+    rows = json.loads((RESULTS / "accuracy_overflow.json").read_text())["rows"]
+    dynamic = [row for row in rows if row["setup"] == "float16, dynamic"]
     assert len(dynamic) == 10
     assert all(row["skipped"] and row["start"] == "default" for row in dynamic)
 
 
-def test_the_table_of_the_text_model_is_that_which_the_results_give():
-    results = json.loads(RESULTS.with_name("text_model.json").read_text())
-    assert text_model.section(results) in RESULTS.with_suffix(".md").read_text()
-
-
-def test_the_tables_of_float16_or_bfloat16_are_those_that_the_results_give():
-    page = reinforce_page.PAGE.read_text()
-    assert reinforce_page.fill_page(page, reinforce_page.read()) == page
-
-
 def test_equivalent_means_that_the_interval_lies_inside_the_margin():
-    low, high = accuracy_overflow.interval(np.array([0.0, 0.002, 0.004, 0.002, 0.002]))
+    low, high = accuracy.interval(np.array([0.0, 0.002, 0.004, 0.002, 0.002]))
     assert (low, high) == pytest.approx((0.002 - 0.001348, 0.002 + 0.001348), abs=1e-6)  # 2.132 * 0.001414 / 5**0.5
-    assert accuracy_overflow.is_within(-0.0099, 0.0099)
-    assert not accuracy_overflow.is_within(-0.0101, 0.0)
-    assert not accuracy_overflow.is_within(0.0, 0.0101)
+    assert accuracy.is_within(-0.0099, 0.0099)
+    assert not accuracy.is_within(-0.0101, 0.0)
+    assert not accuracy.is_within(0.0, 0.0101)
 
 
 def test_the_measures_of_the_accuracy_study_are_what_they_are_called():
-    assert accuracy_report.too_low({"lost_scaled": [0.5, 0.02, 0.01, 0.0]}) == 0.5  # of more than a hundredth
+    assert accuracy.too_low({"lost_scaled": [0.5, 0.02, 0.01, 0.0]}) == 0.5  # of more than a hundredth
     row = {"steps": [10, 20, 30], "loss": [3.0, None, 1.0]}  # reached at the first evaluation at or below it
-    assert [accuracy_report.steps_to(row, loss) for loss in (3.5, 1.0, 0.5)] == [10, 30, None]
+    assert [accuracy.steps_to(row, loss) for loss in (3.5, 1.0, 0.5)] == [10, 30, None]
     # The first step that is applied comes after the unbroken run of skipped ones.
-    assert [accuracy_report.first_applied({"skipped": x}) for x in ([], [0, 1, 5], [3])] == [0, 2, 0]
+    assert [accuracy.first_applied({"skipped": x}) for x in ([], [0, 1, 5], [3])] == [0, 2, 0]

@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 
 import contract
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
@@ -180,6 +182,38 @@ def test_a_truncated_or_foreign_checkpoint_is_an_error_and_changes_no_state(form
         with pytest.raises((ValueError, KeyError), match=foreign):
             restore(tmp_path / f"foreign{n}.npz", run)
         assert bits(run) == before
+
+
+WAYS = {form: FORMATS[form] for form in ("orbax", "flax")} | {
+    "equinox": (eqx.tree_serialise_leaves, eqx.tree_deserialise_leaves),
+    "levanter": (  # each field by its name, in NamedTuples that it recognises by their base
+        lambda path, tree: np.savez(path, **dict(by_name(tree))),
+        lambda path, like: from_named(np.load(path), like),
+    ),
+}
+
+
+def by_name(x, path=""):
+    """The leaves of a tree by path, where a NamedTuple is a class whose only base is tuple."""
+    if type(x).__bases__ == (tuple,):
+        return [leaf for name in x._fields for leaf in by_name(getattr(x, name), f"{path}.{name}")]
+    items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, (tuple, list)) else None
+    return [(path, x)] if items is None else [leaf for k, v in items for leaf in by_name(v, f"{path}[{k!r}]")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_state_survives_each_way_of_walking_a_tree(way, tmp_path):
+    rounding = jamp.stochastic_rounding(optax.adam(0.1), state_dtype="bf16")
+    inner = {"masters": jamp.master_params(optax.adam(0.1)), "rounding": rounding, "plain": optax.adam(0.1)}
+    wrappers = {name: functools.partial(jamp.loss_scaled, tx, unscale=True) for name, tx in inner.items()}
+    wrappers |= {"true": functools.partial(jamp.loss_scaled, optax.adam(0.1))}
+    params = {"w": jnp.full(3, 1.5, jnp.bfloat16)}
+    tree = {f"{a} {b}": wrap(scale).init(params) for a, wrap in wrappers.items() for b, scale in SCALES.items()}
+    save, load = WAYS[way]
+    save(tmp_path / "saved.npz", tree)
+    restored = load(tmp_path / "saved.npz", jax.tree.map(jnp.zeros_like, tree))
+    assert bits(restored) == bits(tree)
+    assert {type(x).__name__ for x in restored.values()} == {"LossScaledState", "ScaledGradsState"}
 
 
 def test_another_loss_scale_or_what_does_not_fit_is_an_error_that_names_both():

@@ -9,7 +9,7 @@ import matplotlib as mpl
 import pytest
 import yaml
 
-from jamp._autocast.rules import CATEGORIES, RULES
+from jamp._autocast.rules import CATEGORIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -151,11 +151,8 @@ def test_no_two_powers_in_a_paragraph_turn_the_words_between_them_bold():
         assert not [p for p in prose.split("\n\n") if len(re.findall(r"\w\*\*\d", p)) > 1], page
 
 
-def test_the_table_of_the_autocast_page_is_the_data():
-    text = PAGES["autocast.md"]
-    rows = re.findall(r"^\| (\w+) \| ((?:`[^`]+` ?)+) \| (.+) \|$", text, re.MULTILINE)
-    assert {key: (category, why) for category, keys, why in rows for key in re.findall(r"`([^`]+)`", keys)} == RULES
-    assert all(f"- **{category}**: " in text for category in CATEGORIES)
+def test_the_autocast_page_explains_every_category():
+    assert all(f"- **{category}**: " in PAGES["autocast.md"] for category in CATEGORIES)
 
 
 def test_every_cause_of_the_diagnosis_page_is_one_that_is_reported():

@@ -182,3 +182,33 @@ def test_what_the_loss_function_creates_stays_and_mistakes_are_clear_errors():
         jamp.nnx.value_and_grad(loss_fn, nnx.state(optimizer))(model, X)
     with pytest.raises(ValueError, match="Two scalers"):
         jamp.nnx.Optimizer(model, jamp.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+
+
+class Sowing(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.load = nnx.Variable(jnp.float32(0))
+        self.calls = 0
+
+    def __call__(self, x, what):
+        h = self.linear(x)
+        if what == "sow":
+            self.sow(nnx.Intermediate, "aux", h.mean())
+        elif what == "replace":
+            self.load = nnx.Variable(jnp.float32(7))
+        elif what == "count":
+            self.calls += 1
+        else:
+            self.load[...] = jnp.float32(7)
+        return h
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_what_autocast_would_lose_of_a_module_is_an_error():
+    call = jamp.autocast(lambda module, x, what: module(x, what))
+    for what in ("sow", "replace", "count"):
+        with pytest.raises(ValueError, match="added, replaced or removed a Variable of a module"):
+            call(Sowing(), jnp.ones((2, 4)), what)
+    module = Sowing()
+    call(module, jnp.ones((2, 4)), "assign")
+    assert module.load[...] == 7

@@ -1,0 +1,1 @@
+"""Where training ends, in 16 bit and in float32."""

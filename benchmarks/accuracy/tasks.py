@@ -1,0 +1,185 @@
+"""What the accuracy study trains: a classifier of handwritten digits and a small language model, in plain JAX."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jamp
+from benchmarks.record import Rows, show
+
+Loss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+CONTEXT, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """`make_loss(body, head, cross_entropy)(params, batch)` gives mean cross entropy and accuracy, f32[] both."""
+
+    name: str
+    init: Callable[[jax.Array], Any]  # of a key
+    make_loss: Callable[[jamp.Policy, jamp.Policy, Loss], Loss]
+    data: Any
+    get_batch: Callable[[Any, jax.Array], Any]  # of the data and a key
+    judged: Any  # the batch on which the table's loss is measured; None: on the one held out
+    held_out: Any  # a batch that is never trained on
+    learning_rate: float
+    steps: int
+    every: int  # steps between two evaluations
+    decay: bool = True  # of the learning rate, after the warm-up
+    micro_batches: int = 1  # by which the loss is divided, as under gradient accumulation
+
+    def optimizer(self) -> optax.GradientTransformation:
+        warm_up = 0.0, self.learning_rate, self.steps // 20
+        schedule = optax.warmup_cosine_decay_schedule(*warm_up, self.steps)
+        if not self.decay:
+            schedule = optax.warmup_constant_schedule(*warm_up)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+
+def halves(files: Iterable[Path]) -> tuple[jax.Array, jax.Array]:
+    """The bytes of some files to train on, and those of every tenth file, u8[n] each."""
+    ordered = sorted(files)
+    read = lambda some: jnp.asarray(np.frombuffer(b"\n".join(file.read_bytes() for file in some), np.uint8))
+    return read(file for i, file in enumerate(ordered) if i % 10), read(ordered[::10])
+
+
+def windows(text: jax.Array, starts: jax.Array, tokens: int = CONTEXT) -> jax.Array:
+    """So many bytes and the one that follows, i32[n, tokens + 1]."""
+    return text[starts[:, None] + jnp.arange(tokens + 1)].astype(jnp.int32)
+
+
+def spread(text: jax.Array, count: int, tokens: int = CONTEXT) -> jax.Array:
+    """Windows at equal distances."""
+    return windows(text, jnp.linspace(0, len(text) - tokens - 1, count).astype(jnp.int32), tokens)
+
+
+def language_model(quick: bool) -> Task:
+    """Next byte of Python's standard library: a decoder with GPT-2's initialisation and tied embeddings."""
+    train, test = halves(Path(os.__file__).parent.glob("*.py"))
+
+    def get_batch(text: jax.Array, key: jax.Array) -> jax.Array:
+        return windows(text, jax.random.randint(key, (2 if quick else 16,), 0, len(text) - CONTEXT))
+
+    held_out = spread(test, 4 if quick else 128)
+    steps, every = (4, 2) if quick else (600, 30)
+    return Task(
+        "language model", _init_lm, _lm_loss, train, get_batch, None, held_out, 3e-3, steps, every, micro_batches=512
+    )
+
+
+def _init_lm(key: jax.Array) -> Any:
+    keys = iter(jax.random.split(key, 4 * LAYERS + 2))
+    normal = lambda *shape, std=0.02: std * jax.random.normal(next(keys), shape)
+    into_stream = functools.partial(normal, std=0.02 / (2 * LAYERS) ** 0.5)
+
+    def block() -> dict[str, jax.Array]:
+        attention = {"qkv": normal(WIDTH, 3 * WIDTH), "out": into_stream(WIDTH, WIDTH), "norm1": jnp.ones(WIDTH)}
+        mlp = {"up": normal(WIDTH, 4 * WIDTH), "down": into_stream(4 * WIDTH, WIDTH), "norm2": jnp.ones(WIDTH)}
+        return attention | mlp
+
+    blocks = [block() for _ in range(LAYERS)]
+    return {"embed": normal(256, WIDTH), "position": normal(CONTEXT, WIDTH), "blocks": blocks, "norm": jnp.ones(WIDTH)}
+
+
+def _lm_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
+    def loss_fn(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        low = body.cast_to_compute(params)
+        x = low["embed"][inputs] + low["position"]
+        for block in low["blocks"]:
+            q, k, v = jnp.split((_norm(x, block["norm1"]) @ block["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
+            weights = jax.nn.softmax(jnp.where(jnp.tri(CONTEXT, dtype=bool), scores, -jnp.inf)).astype(x.dtype)
+            x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ block["out"]
+            x = x + jax.nn.gelu(_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+        x, last = head.cast_to_compute((x, {"norm": params["norm"], "embed": params["embed"]}))
+        return cross_entropy(_norm(x, last["norm"]) @ last["embed"].T, labels)
+
+    return loss_fn
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The loss is float32 in every run: a float16 ends at 65504, where the loss scale begins.
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    return losses.mean(), jnp.mean(logits.argmax(-1) == labels)
+
+
+def digits(quick: bool, batch: int | None = None) -> Task:
+    """The network and the data of examples/digits.py, which trains on all 898 images in each step."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    halves = train_test_split(images / 16, labels, test_size=0.5, stratify=labels, random_state=0)
+    x, test_x, y, test_y = (jnp.asarray(half, half.dtype.char.replace("d", "f").replace("l", "i")) for half in halves)
+
+    def get_batch(data: Any, key: jax.Array) -> Any:
+        return jax.tree.map(lambda a: a[jax.random.permutation(key, len(y))[:batch]], data) if batch else data
+
+    steps, every = (4, 2) if quick else (2000, 50)
+    return Task(
+        "digits in batches" if batch else "digits",
+        init_digits,
+        _digits_loss,
+        (x, y),
+        get_batch,
+        (x, y),
+        (test_x, test_y),
+        1e-2,
+        steps,
+        every,
+        decay=False,
+    )
+
+
+def init_digits(key: jax.Array, sizes: tuple[int, ...] = (64, 128, 128, 128, 10)) -> Any:
+    he = jax.nn.initializers.he_normal()
+    layers = zip(jax.random.split(key, len(sizes) - 1), sizes[:-1], sizes[1:], strict=True)
+    return [{"w": he(k, (n, m)), "b": jnp.zeros(m)} for k, n, m in layers]
+
+
+def _digits_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
+    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        x, hidden = body.cast_to_compute((batch[0], params[:-1]))
+        for layer in hidden:
+            x = jax.nn.relu(x @ layer["w"] + layer["b"])
+        x, last = head.cast_to_compute((x, params[-1]))
+        return cross_entropy(x @ last["w"] + last["b"], batch[1])
+
+    return loss_fn
+
+
+def trained(task: Task, loss: Loss, tx: optax.GradientTransformation, params: Any, key: jax.Array) -> Any:
+    """The parameters at the end of a run without loss scaling."""
+
+    def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
+        params, state = carry
+        grads = jax.grad(lambda p: loss(p, task.get_batch(task.data, key))[0])(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    keys = jax.random.split(jax.random.fold_in(key, 2), task.steps)
+    return jax.lax.scan(step, (params, tx.init(params)), keys)[0][0]
+
+
+def held_out(task: Task, way: str, run: Callable[[jax.Array], Any], seeds: int) -> Rows:
+    """A row for each seed: `run(key)` gives loss and accuracy on the data held out."""
+    compiled, rows = jax.jit(run).lower(jax.random.key(0)).compile(), []
+    for seed in range(seeds):
+        loss, right = map(float, compiled(jax.random.key(seed)))
+        rows.append({"task": task.name, "way": way, "seed": seed, "loss": loss, "accuracy": right})
+        show(rows[-1])
+    return rows

@@ -1,0 +1,163 @@
+"""What the compiler for an H200 makes of float8 gradients: products, kernels and memory.
+
+A product of the head has an axis of `CLASSES`, and one of attention has a batch axis. All others are products of the
+layers.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jamp
+from benchmarks.ahead_of_time import kept, on_device
+from benchmarks.float8.models import CLASSES, MODELS, PEERS, Model
+from benchmarks.float8.training import ALL, TENSOR
+from benchmarks.hlo import Instruction, computations, running
+from benchmarks.record import Rows, show
+
+GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "bfloat16": partial(jamp.autocast, compute_dtype=jnp.bfloat16),
+    "float8": partial(jamp.autocast, compute_dtype=jamp.Float8()),
+    "float8, per row": partial(jamp.autocast, compute_dtype=jamp.Float8(granularity="row")),
+    "float8, all products": partial(jamp.autocast, compute_dtype=TENSOR, rules=ALL),
+}
+PACKAGES = ("equinox", "dm-haiku", "qwix", "jax-cuda13-plugin")
+RATIOS = {"temporary_megabytes": "temporary", "kernels": "kernel_ratio", "kept_megabytes": "kept"}
+
+
+class Product(NamedTuple):
+    """A matrix product of a compiled program."""
+
+    flops: int  # in all iterations of the loops around it
+    is_float8: bool
+    kind: str  # layer, head or attention
+    is_backward: bool
+    name: str  # its shapes, and what it was traced from
+
+
+def shape(text: str) -> tuple[str, list[int]]:
+    dtype, sizes = re.findall(r"(\w+)\[([\d,]*)\]", text)[0]
+    return dtype, [int(n) for n in sizes.split(",") if n]
+
+
+def numbers(text: str, name: str) -> list[int]:
+    """The axes that a product sums, or its batch axes, as a library call or as a dot writes them."""
+    found = re.search(rf'"{name}_dimensions":\[([^\]]*)\]|{name}_dims=\{{([^}}]*)\}}', text)
+    return [int(n) for n in re.findall(r"\d+", found[0].partition("_dim")[2])] if found else []
+
+
+def products(programs: dict[str, list[Instruction]]) -> list[Product]:
+    """The calls of cuBLAS, and the products that XLA compiles itself."""
+    found = []
+    for name, times, _ in running(programs):
+        types = {x.name: x.type for x in programs[name]}
+        for _, type_, kind, operands, rest in programs[name]:
+            if kind != "dot" and 'custom_call_target="__cublas' not in rest:
+                continue
+            (left, sizes), (right, others) = (shape(types[x]) for x in (operands * 2)[:2])
+            _, out = shape(type_)
+            flops = 2 * times * math.prod(out) * math.prod(sizes[i] for i in numbers(rest, "lhs_contracting"))
+            what = "head" if CLASSES in sizes + others else "layer"
+            what = "attention" if numbers(rest, "lhs_batch") else what
+            trace = (re.findall(r'op_name="([^"]*)"', rest) or [""])[0]
+            is_float8 = "matmul$f8" in rest and left.startswith("f8") and right.startswith("f8")
+            source = f"{left}{sizes} {right}{others} -> {out} {trace}"
+            found.append(Product(flops, is_float8, what, "transpose(" in trace, source))
+    return found
+
+
+def share(found: list[Product]) -> float:
+    """The part of the floating operations that is float8."""
+    return sum(p.flops for p in found if p.is_float8) / max(sum(p.flops for p in found), 1)
+
+
+def gradient(fun: Any, params: Any, batch: Any) -> dict[str, Any]:
+    """What the compiler for an H200 makes of a gradient."""
+    compiled = jax.jit(jax.grad(fun)).lower(*on_device("h200", (params, batch))).compile()
+    programs = computations(compiled.as_text() or "")
+    found = products(programs)
+    layers = [p for p in found if p.kind == "layer"]
+    return {
+        "float8_gemms": sum(p.is_float8 for p in found),
+        "gemms": len(found),
+        "layer_share": share(layers),
+        "forward_share": share([p for p in layers if not p.is_backward]),
+        "backward_share": share([p for p in layers if p.is_backward]),
+        "share": share(found),
+        "temporary_megabytes": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+        "kernels": sum(kernels(programs).values()),
+        "arguments": sum(x.kind == "parameter" for x in programs["ENTRY"]),
+        "kept_megabytes": kept(fun, params, batch),
+        "layers_in_16_bit": Counter(p.name for p in layers if not p.is_float8 and share(layers)),
+    }
+
+
+def kernels(programs: dict[str, list[Instruction]]) -> Counter[int]:
+    """How many there are, by how often they run."""
+    found: Counter[int] = Counter()
+    for name, times, is_fused in running(programs):
+        found[times] += 0 if is_fused else sum(x.kind in ("fusion", "custom-call") for x in programs[name])
+    return found
+
+
+def compare(model: str, ways: dict[str, Callable[[], Model]]) -> Rows:
+    """A row for each way to compute the gradient of a model, beside that of the first."""
+    rows: Rows = []
+    for way, make in ways.items():
+        row: dict[str, Any] = {"model": model, "way": way}
+        try:
+            row |= gradient(*make())
+        except Exception as error:  # of a package that is not there, or of its code: the row says which
+            row["error"] = f"{type(error).__name__}: {error}"
+        else:
+            first = rows[0] if rows and "error" not in rows[0] else row
+            row |= {ratio: row[name] / first[name] for name, ratio in RATIOS.items()}
+            row["state_leaves"] = row["arguments"] - first["arguments"]
+        rows.append(row)
+        show(row)
+    return rows
+
+
+def h200(quick: bool, only: list[str]) -> dict[str, Rows]:
+    def way(of: Callable[[Any], Any], make: Callable[[], Model]) -> Model:
+        loss, params, batch = make()
+        return of(loss), params, batch
+
+    rows: Rows = []
+    for model in [name for name in MODELS if any(part in name for part in only or [""])][: 1 if quick else None]:
+        rows += compare(model, {name: partial(way, of, MODELS[model]) for name, of in GRADIENTS.items()})
+    if quick:
+        wrong = [row for row in rows if row["way"] != "bfloat16" and (row["layer_share"] < 0.95 or row["state_leaves"])]
+        assert not wrong, f"Expected float8 in 95 % of the layers' products, and no state. Got {wrong}"
+    if quick or (only and "peers" not in only):
+        return {"rows": rows}
+    peers = compare("Linen transformer", {way: make for way, (_, make) in PEERS.items()})
+    return {"rows": rows, "peers": [{"lines": PEERS[row["way"]][0]} | row for row in peers]}
+
+
+def micro_batches() -> Rows:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params[:-1]:
+            x = x + jax.nn.gelu(x @ w)
+        return jnp.mean((x @ params[-1]) ** 2)
+
+    grad, rows = jax.grad(jamp.autocast(loss, jamp.Float8())), []
+    shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4, jax.ShapeDtypeStruct((8, 1024, 512), jnp.float32)
+
+    def accumulate(params: Any, xs: Any, is_precomputed: bool) -> Any:
+        of_batch = jamp.precompute(grad, params, xs[0]) if is_precomputed else partial(grad, params)
+        add = lambda total, x: (jax.tree.map(jnp.add, total, of_batch(x)), None)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)[0]
+
+    for is_precomputed in (False, True):
+        lowered = jax.jit(accumulate, static_argnums=2).lower(*on_device("h200", shapes), is_precomputed)
+        found = kernels(computations(lowered.compile().as_text() or ""))
+        rows.append({"precompute": is_precomputed, "kernels_once": found[1], "kernels_each": found[8]})
+        show(rows[-1])
+    return rows

@@ -1,0 +1,250 @@
+"""The models whose gradients `benchmarks.float8` compiles: one for each way to write a model in JAX.
+
+Each function returns a loss of `(params, batch)`, and the shapes of both. All sizes are multiples of 128, but for the
+197 tokens of the ViT. A framework that is not installed is an ImportError.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jamp
+from benchmarks import models
+from benchmarks.models import Shape, cross_entropy, dense, layer_norm, problem
+
+Model = tuple[Callable[..., Array], Any, Any]
+
+LAYERS, WIDTH, HEADS, TOKENS, BATCH = 3, 512, 4, 512, 8
+CLASSES = 1152  # no other axis has this size, so that a product of the head is known by it
+
+
+def key() -> Array:
+    return jax.random.key(0)
+
+
+def tokens() -> Any:
+    """The shapes of a batch of sentences, and of the words that follow."""
+    return (jax.ShapeDtypeStruct((BATCH, TOKENS), jnp.int32),) * 2
+
+
+def mixer() -> Model:
+    """An MLP-Mixer of 256 patches."""
+
+    def init(key: Array) -> Any:
+        keys = iter(jax.random.split(key, 4 * LAYERS + 2))
+        linear = lambda n, m: {"w": jax.random.normal(next(keys), (n, m)) * n**-0.5, "b": jnp.zeros(m)}
+        norm = lambda: {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
+        mix = lambda n, m: {"norm": norm(), "up": linear(n, m), "down": linear(m, n)}
+        blocks = [{"tokens": mix(256, 256), "channels": mix(WIDTH, 4 * WIDTH)} for _ in range(LAYERS)]
+        return {"patches": linear(768, WIDTH), "blocks": blocks, "norm": norm(), "head": linear(WIDTH, CLASSES)}
+
+    def mlp(p: Any, x: Array) -> Array:
+        return dense(p["down"], jax.nn.gelu(dense(p["up"], x, None)), None)
+
+    def loss(params: Any, batch: Any) -> Array:
+        images, targets = batch
+        patches = images.reshape(-1, 16, 16, 16, 16, 3).swapaxes(2, 3).reshape(-1, 256, 768)
+        x = dense(params["patches"], patches, None)
+        for p in params["blocks"]:
+            y = layer_norm(p["tokens"]["norm"], x, None).swapaxes(1, 2)
+            x = x + mlp(p["tokens"], y).swapaxes(1, 2)
+            x = x + mlp(p["channels"], layer_norm(p["channels"]["norm"], x, None))
+        x = layer_norm(params["norm"], x, None).mean(1)
+        return cross_entropy(dense(params["head"], x, None), targets)
+
+    shapes = jax.ShapeDtypeStruct((128, 256, 256, 3), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.int32)
+    return loss, jax.eval_shape(init, key()), shapes
+
+
+def linen_model(dtype: Any = None, dot_general_cls: Any = None) -> Any:
+    """A transformer in Flax Linen. With a dtype and a class of products, as flax.linen.fp8_ops asks for."""
+    from flax import linen as nn
+
+    options = {"dtype": dtype, "dot_general_cls": dot_general_cls}
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Array, mask: Array) -> Array:
+            attention = nn.MultiHeadDotProductAttention(
+                HEADS, dtype=dtype, qkv_dot_general_cls=dot_general_cls, out_dot_general_cls=dot_general_cls
+            )
+            x = x + attention(nn.LayerNorm(dtype=dtype)(x), mask=mask)
+            y = nn.Dense(4 * WIDTH, **options)(nn.LayerNorm(dtype=dtype)(x))
+            return x + nn.Dense(WIDTH, **options)(nn.gelu(y))
+
+    class Transformer(nn.Module):
+        @nn.compact
+        def __call__(self, words: Array) -> Array:
+            x = nn.Embed(CLASSES, WIDTH, dtype=dtype)(words)
+            x = x + self.param("positions", nn.initializers.normal(0.02), (TOKENS, WIDTH)).astype(x.dtype)
+            for _ in range(LAYERS):
+                x = Block()(x, nn.make_causal_mask(words))
+            return nn.Dense(CLASSES, name="head", **options)(nn.LayerNorm(dtype=dtype)(x))
+
+    return Transformer()
+
+
+def linen_loss(model: Any) -> Model:
+    """The loss of a Linen model as a function of all its variables: fp8_ops keeps a state beside the parameters."""
+    variables = jax.eval_shape(model.init, key(), tokens()[0])
+    return lambda variables, batch: cross_entropy(model.apply(variables, batch[0]), batch[1]), variables, tokens()
+
+
+def nnx() -> Model:
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+            self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x: Array, mask: Array) -> Array:
+            x = x + self.attention(self.norm1(x), mask=mask)
+            return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+    class Transformer(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.embed, self.positions = nnx.Embed(CLASSES, WIDTH, rngs=rngs), nnx.Param(jnp.zeros((TOKENS, WIDTH)))
+            self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+            self.norm, self.head = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+        def __call__(self, words: Array) -> Array:
+            x = self.embed(words) + self.positions[...]
+            for block in self.blocks:
+                x = block(x, nnx.make_causal_mask(words))
+            return self.head(self.norm(x))
+
+    split: Any = nnx.split(nnx.eval_shape(lambda: Transformer(nnx.Rngs(0))), nnx.Param, ...)
+    graph, params, rest = split
+    assert not jax.tree.leaves(rest)
+
+    def loss(params: Any, batch: Any) -> Array:
+        return cross_entropy(nnx.merge(graph, params, rest)(batch[0]), batch[1])
+
+    return loss, params, tokens()
+
+
+def equinox() -> Model:
+    """One sentence at a time, and `jax.vmap`."""
+    import equinox as eqx
+
+    class Block(eqx.Module):
+        attention: Any
+        up: Any
+        down: Any
+        norm1: Any
+        norm2: Any
+
+        def __init__(self, key: Array) -> None:
+            keys = jax.random.split(key, 3)
+            self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=keys[0])
+            self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=keys[1])
+            self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=keys[2])
+            self.norm1, self.norm2 = eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)
+
+        def __call__(self, x: Array) -> Array:
+            y = jax.vmap(self.norm1)(x)
+            x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((TOKENS, TOKENS), bool)))
+            return x + jax.vmap(lambda y: self.down(jax.nn.gelu(self.up(self.norm2(y)))))(x)
+
+    class Transformer(eqx.Module):
+        embed: Any
+        positions: Array
+        blocks: list[Block]
+        norm: Any
+        head: Any
+
+        def __init__(self, key: Array) -> None:
+            keys = jax.random.split(key, LAYERS + 2)
+            self.embed, self.positions = eqx.nn.Embedding(CLASSES, WIDTH, key=keys[0]), jnp.zeros((TOKENS, WIDTH))
+            self.blocks = [Block(k) for k in keys[2:]]
+            self.norm, self.head = eqx.nn.LayerNorm(WIDTH), eqx.nn.Linear(WIDTH, CLASSES, key=keys[1])
+
+        def __call__(self, words: Array) -> Array:
+            x = jax.vmap(self.embed)(words) + self.positions
+            for block in self.blocks:
+                x = block(x)
+            return jax.vmap(lambda y: self.head(self.norm(y)))(x)
+
+    model = eqx.filter_eval_shape(Transformer, key())
+    params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+
+    def loss(params: Any, batch: Any) -> Array:
+        return cross_entropy(jax.vmap(eqx.combine(params, static))(batch[0]), batch[1])
+
+    return loss, params, tokens()
+
+
+def haiku() -> Model:
+    import haiku as hk
+
+    def norm(x: Array) -> Array:
+        return hk.LayerNorm(-1, True, True)(x)
+
+    def net(words: Array) -> Array:
+        positions = hk.get_parameter("positions", (TOKENS, WIDTH), init=jnp.zeros)
+        x = hk.Embed(CLASSES, WIDTH)(words) + positions
+        mask, w_init = jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS), bool)), hk.initializers.VarianceScaling()
+        for _ in range(LAYERS):
+            y = norm(x)
+            x = x + hk.MultiHeadAttention(HEADS, WIDTH // HEADS, w_init=w_init)(y, y, y, mask)
+            x = x + hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(4 * WIDTH)(norm(x))))
+        return hk.Linear(CLASSES)(norm(x))
+
+    model = hk.without_apply_rng(hk.transform(net))
+    params = jax.eval_shape(model.init, key(), tokens()[0])
+    return lambda params, batch: cross_entropy(model.apply(params, batch[0]), batch[1]), params, tokens()
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "GPT, unrolled": lambda: problem(models, Shape(LAYERS, WIDTH, 8, CLASSES, TOKENS), BATCH, False),
+    "GPT, scanned": lambda: problem(models, Shape(LAYERS, WIDTH, 8, CLASSES, TOKENS), BATCH, True),
+    "ViT": lambda: problem(models, Shape(LAYERS, WIDTH, 8, CLASSES, 196, 16), 16, False),
+    "MLP-Mixer": mixer,
+    "Linen transformer": lambda: linen_loss(linen_model()),
+    "NNX transformer": nnx,
+    "Equinox transformer": equinox,
+    "Haiku transformer": haiku,
+}
+
+
+def autocast_linen(**options: Any) -> Model:
+    loss, params, batch = linen_loss(linen_model())
+    return jamp.autocast(loss, **options), params, batch
+
+
+def linen_fp8_ops() -> Model:
+    from flax import linen as nn
+
+    return linen_loss(linen_model(jnp.bfloat16, nn.Fp8DirectDotGeneralOp))
+
+
+def linen_qwix(**options: Any) -> Model:
+    import qwix
+
+    rule = qwix.QtRule(
+        module_path=".*",
+        weight_qtype=jnp.float8_e4m3fn,
+        act_qtype=jnp.float8_e4m3fn,
+        bwd_qtype=jnp.float8_e5m2,
+        **options,
+    )
+    return linen_loss(qwix.quantize_model(linen_model(jnp.bfloat16), qwix.QtProvider([rule])))
+
+
+# The ways to train the Linen transformer in float8, and the lines that each changes in the model and the train step,
+# without `dtype=` in the modules.
+ALL = {"compute_dtype": jamp.Float8(min_size=16), "rules": {"dot_general": "compute"}}
+PEERS: dict[str, tuple[int, Callable[[], Model]]] = {
+    "dtype=bfloat16": (0, lambda: linen_loss(linen_model(jnp.bfloat16))),
+    "jamp": (1, lambda: autocast_linen(compute_dtype=jamp.Float8())),
+    "jamp, all products": (1, lambda: autocast_linen(**ALL)),
+    "flax.linen.fp8_ops": (6, linen_fp8_ops),
+    "qwix, one scale for each tensor": (2, lambda: linen_qwix(disable_channelwise_axes=True)),
+    "qwix, a scale for each channel": (2, linen_qwix),
+}

@@ -1,0 +1,54 @@
+"""Tables in Markdown, and their place in a page."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.record import Rows
+
+TITLES = {"adamw": "AdamW", "sgd momentum": "SGD with momentum", "clip + adamw": "clip + AdamW"}
+TITLES |= {"adafactor": "Adafactor", "muon": "Muon"}
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table without the columns that are empty in every row."""
+    header, body = list(header), [list(row) for row in rows]
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in body)]
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join(f"| {' | '.join(line[i] for i in kept)} |" for line in lines)
+
+
+def number(x: float | None, digits: int = 3) -> str:
+    """So many significant digits, never an exponent."""
+    if x is None:
+        return ""
+    text = f"{x:.{digits}g}"
+    if "e" in text:
+        return f"{x:.0f}" if abs(x) > 1 else "0"
+    return text
+
+
+def select(rows: Rows, **labels: Any) -> Rows:
+    return [row for row in rows if all(row[name] == value for name, value in labels.items())]
+
+
+def names(rows: Iterable[dict[str, Any]], key: str = "name") -> list[Any]:
+    """The values of a label, in their order."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def fill(page: str, name: str, text: str) -> str:
+    """Put a text between its two marks."""
+    mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not mark.search(page):
+        raise ValueError(f"The page has no marks <!-- {name} --> and <!-- /{name} -->: add both, each on its line.")
+    return mark.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", page)
+
+
+def origin(found: dict[str, Any]) -> str:
+    """When, where, with what and by which command the results were measured."""
+    machine, versions = found["machine"], found["versions"]
+    processor = f", {machine['processor']}, {machine['cores']} cores" if machine["device"] == "cpu" else ""
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    about = f" {found['about']}" if "about" in found else ""
+    return f"*{found['date']}; {machine['device']}{processor}; {installed}.*{about} `{found['command']}`"

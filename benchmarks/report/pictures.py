@@ -1,0 +1,71 @@
+"""Pictures of the step and of training, 800 pixels wide."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from benchmarks.processes import equal
+from benchmarks.record import Rows
+from benchmarks.report.markdown import TITLES, names
+from benchmarks.report.step import largest
+from benchmarks.step.peers import AGAIN
+from benchmarks.step.update import SKIPPED
+
+SHOWN = ("adamw", "sgd momentum", "clip + adamw")
+LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line that it may lie on
+
+
+def panels_of(height: float, columns: int, **options: Any) -> tuple[Figure, Any]:
+    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8, height), layout="constrained")
+        return figure, figure.subplots(1, columns, squeeze=False, **options)
+
+
+def steps(rows: Rows) -> Figure:
+    """Ratios to plain Optax on a CPU, one panel an optimizer; shaded: how far plain Optax is from itself."""
+    rows = [row for row in largest(rows) if row["optimizer"] in SHOWN and "framework" not in row]
+    shown = [row for row in rows if row["name"] not in ("optax", AGAIN, SKIPPED)]
+    columns = [name for name in SHOWN if any(r["optimizer"] == name for r in rows)]
+    timed = [r["name"] for r in shown]
+    timed_of_all = [name for name in dict.fromkeys(timed) if timed.count(name) == len(columns)][::-1]
+    drawn, panels = panels_of(0.28 * len(timed_of_all) + 1.2, len(columns), sharey=True, sharex=True)
+    for axes, optimizer in zip(panels[0], columns, strict=True):
+        at = {r["name"]: r for r in shown if r["optimizer"] == optimizer}
+        found = np.array([[at[name][key] for key in ("ratio", "ratio_low", "ratio_high")] for name in timed_of_all])
+        colors = ["tab:blue" if name.startswith("jamp") else "0.65" for name in timed_of_all]
+        error = np.abs(found[:, 1:] - found[:, :1]).T
+        axes.barh(timed_of_all, found[:, 0], xerr=error, color=colors, error_kw={"lw": 1, "ecolor": "0.3"})
+        for i, (ratio, _, high) in enumerate(found):
+            axes.text(1.04 * max(ratio, high), i, f"{ratio:.2f}", va="center", fontsize=8, bbox=LABEL)
+        same = np.exp(equal([r for r in rows if r["optimizer"] == optimizer]))
+        axes.axvspan(1 / same, same, color="tab:red", alpha=0.2, zorder=0, lw=0)
+        axes.axvline(at["jamp"]["limit_ratio"], color="tab:red", lw=1, ls="--", zorder=0)
+        axes.set(title=TITLES[optimizer], xscale="log", xlim=(0.8, 1.6 * max(r["ratio_high"] for r in shown)))
+        axes.set_xticks([1, 2, 5], ["1", "2", "5"])
+        axes.minorticks_off()
+    drawn.supxlabel("time beside plain Optax, XLA:CPU; dashed: limit by bytes; shaded: A/A", fontsize=10)
+    return drawn
+
+
+def train(rows: Rows) -> Figure:
+    """Whole steps of each model by batch size."""
+    models = names(rows, "model")
+    shown = sorted((x for x in names(rows) if x not in ("optax", AGAIN)), key=lambda name: name != "jamp")
+    others = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "0.5", "tab:pink", "tab:olive")
+    drawn, panels = panels_of(3.4, len(models), sharey=True)
+    for axes, model in zip(panels[0], models, strict=True):
+        for name, other in zip(shown, ["tab:blue", *others], strict=False):
+            at = [r for r in rows if (r["model"], r["name"]) == (model, name)]
+            ratio, low, high = np.array([[r["ratio"], r["ratio_low"], r["ratio_high"]] for r in at]).reshape(-1, 3).T
+            style = {"color": other, "lw": 2.4 if name == "jamp" else 1.2, "zorder": 3 if name == "jamp" else 2}
+            axes.errorbar(
+                [str(r["batch"]) for r in at], ratio, [ratio - low, high - ratio], fmt="o-", label=name, **style
+            )
+        axes.axhline(1, color="0.4", lw=0.8)
+        axes.set(title=model, xlabel="batch")
+        axes.grid(alpha=0.25, axis="y")
+    panels[0, 0].set_ylabel("time beside plain Optax")
+    drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return drawn

@@ -1,0 +1,1 @@
+"""The optimizer step and whole training steps: bytes, kernels and time."""

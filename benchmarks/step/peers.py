@@ -1,0 +1,221 @@
+"""The same optimizer step, and its gradients, by jamp and by each of its peers, as their documentation writes it.
+
+Each takes an optimizer and parameters and gives a step `(carry, grads) -> carry` to jit with a donated carry. A package
+that is not installed is an ImportError.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jamp
+
+Step = Callable[[Any, Any], Any]
+SCALE = 2.0**16
+
+
+def plain_grads(loss: Any, carry: Any, *batch: Any) -> Any:
+    return jax.grad(loss)(carry[0], *batch)
+
+
+class Recipe(NamedTuple):
+    step: Step
+    carry: Any
+    params: Callable[[Any], Any] = lambda carry: carry[0]  # the parameters, in the order of the leaves of those given
+    scale: float = 1.0  # of the gradients that the step takes
+    grads: Callable[..., Any] = plain_grads  # `(loss, carry, *batch)`: the true ones, by a scaled loss
+    whole: Callable[..., Any] | None = None  # `(loss, carry, *batch)`: gradients and step where they are not apart
+
+
+def jamp_grads(at: int) -> Callable[..., Any]:
+    """By the loss scale at a place of the carry."""
+    return lambda loss, carry, *batch: jamp.grad(loss, carry[at])(carry[0], *batch)
+
+
+def plain(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    def step(carry: Any, grads: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Recipe(step, (params, tx.init(params)))
+
+
+def loss_scaled(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    return plain(jamp.loss_scaled(tx), params)._replace(grads=jamp_grads(1))
+
+
+def grad_scaler(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """Unscales too: the gradients that it takes are those of a scaled loss."""
+
+    def step(carry: Any, scaled_grads: Any) -> Any:
+        params, state, scaler = carry
+        return scaler.step(tx, state, params, scaled_grads=scaled_grads)[:3]
+
+    return Recipe(step, (params, tx.init(params), jamp.GradScaler(init_scale=SCALE)), scale=SCALE)
+
+
+def cond(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """By hand, as an expert would: `lax.cond` around the whole step, and jamp's exact check."""
+    loss_scale = jamp.DynamicLossScale()
+
+    def step(carry: Any, grads: Any) -> Any:
+        params, state, scale = carry
+        finite = jamp.all_finite(grads)
+
+        def apply(params: Any, state: Any) -> tuple[Any, Any]:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params, state = jax.lax.cond(finite, apply, lambda *kept: kept, params, state)
+        return params, state, loss_scale.update(scale, finite)
+
+    return Recipe(step, (params, tx.init(params), loss_scale.init()), grads=jamp_grads(2))
+
+
+def where(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """By hand: jamp's exact check, and `where` over parameters and optimizer state."""
+    loss_scale = jamp.DynamicLossScale()
+
+    def step(carry: Any, grads: Any) -> Any:
+        old, scale = carry[:2], carry[2]
+        finite = jamp.all_finite(grads)
+        updates, state = tx.update(grads, old[1], old[0])
+        new = optax.apply_updates(old[0], updates), state
+        return *jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old), loss_scale.update(scale, finite)
+
+    return Recipe(step, (params, tx.init(params), loss_scale.init()))
+
+
+def linen(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    from jamp.linen import TrainState
+
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    return Recipe(lambda state, grads: state.apply_gradients(grads=grads), state, lambda state: state.params)
+
+
+def nnx(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    from flax import nnx
+
+    import jamp.nnx
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            for name, value in params.items():
+                setattr(self, name, nnx.Param(value))
+
+    model = Model()
+    graph, state = nnx.split((model, jamp.nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+    def step(state: Any, grads: Any) -> Any:
+        model, optimizer = nnx.merge(graph, state)
+        structure = jax.tree.structure(nnx.state(model, nnx.Param))
+        optimizer.update(model, jax.tree.unflatten(structure, jax.tree.leaves(grads)))
+        return nnx.state((model, optimizer))
+
+    return Recipe(step, state, lambda state: nnx.state(nnx.merge(graph, state)[0]))
+
+
+def flax_dynamic_scale(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """Flax's examples (wmt/train.py): select params and optimizer state by `where`."""
+    from flax.training.dynamic_scale import DynamicScale
+
+    def step(carry: Any, grads: Any) -> Any:
+        params, state, scale, fin_steps = carry
+        finite = jnp.array(True)  # from here on, what DynamicScale.value_and_grad does after the backward pass
+        for g in jax.tree.leaves(grads):
+            finite &= jnp.all(jax.lax.is_finite(g))
+        grow = fin_steps == 2000
+        grown = jnp.where(grow & finite, jnp.minimum(scale * 2.0, jnp.finfo(jnp.float32).max), scale)
+        new_scale = jnp.where(finite, grown, jnp.maximum(scale * 0.5, jnp.finfo(jnp.float32).tiny))
+        new_fin_steps = jnp.where(grow | ~finite, 0, fin_steps + 1)
+        updates, new_state = tx.update(grads, state, params)
+        new_params = optax.apply_updates(params, updates)
+        select = lambda new, old: jnp.where(finite, new, old)
+        params, state = jax.tree.map(select, (new_params, new_state), (params, state))
+        return params, state, new_scale, new_fin_steps
+
+    def grads(loss: Any, carry: Any, *batch: Any) -> Any:
+        return DynamicScale(scale=carry[2], fin_steps=carry[3]).value_and_grad(loss)(carry[0], *batch)[3]
+
+    defaults = DynamicScale()
+    carry = params, tx.init(params), jnp.float32(defaults.scale), jnp.int32(defaults.fin_steps)
+    return Recipe(step, carry, grads=grads)
+
+
+def jmp_recipe(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """The README's `train_step`: `all_finite`, `adjust`, `select_tree`."""
+    import jmp
+
+    def step(carry: Any, grads: Any) -> Any:
+        params, state, scale, counter = carry  # not the DynamicLossScale itself, which `jit.lower` refuses
+        finite = jmp.all_finite(grads)
+        loss_scale = jmp.DynamicLossScale(scale, counter).adjust(finite)
+        updates, new_state = tx.update(grads, state, params)
+        new_params = optax.apply_updates(params, updates)
+        params, state = jmp.select_tree(finite, (new_params, new_state), (params, state))
+        return params, state, loss_scale.loss_scale, loss_scale.counter
+
+    def grads(loss: Any, carry: Any, *batch: Any) -> Any:
+        loss_scale = jmp.DynamicLossScale(*carry[2:])
+        return loss_scale.unscale(jax.grad(lambda params: loss_scale.scale(loss(params, *batch)))(carry[0]))
+
+    return Recipe(step, (params, tx.init(params), jnp.float32(2.0**15), jnp.int32(0)), grads=grads)
+
+
+def mpx_recipe(tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """The README's `make_step`: what `mpx.filter_value_and_grad` does after the pass, and `mpx.optimizer_update`."""
+    import mpx
+
+    # The loss scale has integers among its leaves, which are no arrays: the carry holds its two numbers.
+    scaling_of = lambda carry: mpx.DynamicLossScaling(carry[2], jnp.float32(1.0), counter=carry[3])
+
+    def applied(carry: Any, scaling: Any, finite: Any, grads: Any) -> Any:
+        params, state = mpx.optimizer_update(carry[0], tx, carry[1], grads, finite)
+        return params, state, scaling.loss_scaling, scaling.counter
+
+    def step(carry: Any, grads: Any) -> Any:
+        finite = mpx.all_finite(grads)
+        return applied(carry, scaling_of(carry).adjust(finite), finite, grads)
+
+    def whole(loss: Any, carry: Any, *batch: Any) -> Any:  # mpx checks the gradients with the pass
+        return applied(carry, *mpx.filter_value_and_grad(loss, scaling=scaling_of(carry))(carry[0], *batch)[1:])
+
+    return Recipe(step, (params, tx.init(params), jnp.float32(mpx.FLOAT16_MAX), jnp.int32(0)), whole=whole)
+
+
+AGAIN = "optax, again"  # the same program once more: how far two equal programs differ
+JAX: dict[str, Callable[[optax.GradientTransformation, Any], Recipe]] = {
+    "optax": plain,
+    AGAIN: plain,
+    "jamp": loss_scaled,
+    "jamp, NoOpLossScale": lambda tx, params: plain(jamp.loss_scaled(tx, jamp.NoOpLossScale()), params),
+    "jamp.GradScaler, unscales too": grad_scaler,
+    "jamp.linen": linen,
+    "jamp.nnx": nnx,
+    "lax.cond by hand": cond,
+    "where by hand": where,
+    "optax.apply_if_finite": lambda tx, params: plain(optax.apply_if_finite(tx, 10), params),
+    "flax DynamicScale recipe": flax_dynamic_scale,
+    "jmp recipe": jmp_recipe,
+    "mpx recipe": mpx_recipe,
+}
+# Whole training steps are compared of these.
+WHOLE = ("optax", AGAIN, "jamp", "lax.cond by hand", "flax DynamicScale recipe", "jmp recipe", "mpx recipe")
+UNCHECKED = ("optax", AGAIN, "jamp, NoOpLossScale")  # they do not look whether the gradients are finite
+
+
+def installed(names: Any) -> list[str]:
+    """Those of the names whose packages are there; of the others a line is printed to the standard error."""
+    found = []
+    for name in names:
+        try:
+            JAX[name](optax.sgd(1.0), {"w": jnp.ones(1)})
+            found.append(name)
+        except ImportError as error:
+            print(f"left out: {name} ({error})", file=sys.stderr)
+    return found

@@ -1,0 +1,160 @@
+"""The optimizer step, `tx.update` and `apply_updates`, on true gradients: plain Optax, jamp and its peers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jamp
+from benchmarks.ahead_of_time import compile_for
+from benchmarks.processes import PROCESSES, across, line
+from benchmarks.record import Rows
+from benchmarks.step import frameworks, peers
+from benchmarks.timing import Case, compare
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "sgd momentum": lambda: optax.sgd(1e-3, momentum=0.9),
+    "clip + adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "adafactor": lambda: optax.adafactor(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-3),
+}
+SCALED = ("adamw", "sgd momentum", "clip + adamw")
+SKIPPED = "jamp, every step skipped"
+WITHIN = 1.05  # the aim: at most so many times the limit
+
+
+class Table(NamedTuple):
+    """What is compared at one size."""
+
+    optimizer: str
+    leaves: int
+    width: int
+    names: tuple[str, ...] = ()
+    rounds: int = 9
+    grads: str = "float32"
+    framework: str = ""  # whose optimizers, and not Optax's
+
+
+ALL = (*peers.JAX, SKIPPED)
+SAME = ("jamp.linen", "jamp.nnx", "jmp recipe", "mpx recipe")  # compile to nearly what another does: timed for AdamW
+MOST = tuple(name for name in ALL if name not in SAME)
+FEW = ("optax", peers.AGAIN, "jamp", "lax.cond by hand")
+HALF = ("optax", peers.AGAIN, "jamp", "jamp.mixed_precision, half parameters")
+TABLES = [
+    Table("adamw", 40, 1024, ALL),
+    *(Table(name, 40, 1024, MOST) for name in (*SCALED[1:], "adafactor")),
+    Table("muon", 40, 256, FEW, 5),  # 1.3 M: five iterations of matrix products a leaf
+    *(Table(name, 40, 512, FEW) for name in SCALED),  # 5 M
+    Table("adamw", 40, 2240, FEW, 5),  # 100 M
+    *(Table("adamw", leaves, width, FEW) for leaves, width in ((10, 1024), (1000, 100))),  # 5 M
+    *(Table("adamw", 40, 1024, HALF, 9, dtype) for dtype in ("float16", "bfloat16")),
+    *(Table(name, 40, 1024, framework=x) for x in frameworks.FRAMEWORKS for name in SCALED),
+]
+QUICK = [
+    Table("adamw", 4, 16, ALL, 1),
+    *(Table(name, 4, 16, FEW, 1) for name in OPTIMIZERS if name != "adamw"),
+    Table("adamw", 4, 16, HALF, 1, "float16"),
+    *(Table("adamw", 4, 16, rounds=1, framework=x) for x in frameworks.FRAMEWORKS),
+]
+
+
+def step(quick: bool) -> Rows:
+    """Every table, each in several processes."""
+    there = [*peers.installed(peers.JAX), *frameworks.installed(), SKIPPED, HALF[-1]]
+    rows = []
+    for table in QUICK if quick else TABLES:
+        if table.framework and table.framework not in there:
+            continue
+        table = table._replace(names=tuple(name for name in table.names if name in there))
+        labels = {"optimizer": table.optimizer, **size(table.leaves, table.width), "grads": table.grads}
+        print("\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves, {grads} gradients".format(**labels))
+        for row in across(measure, table, processes=1 if quick else PROCESSES):
+            print(line(row), flush=True)
+            labels["limit_ratio"] = limit_ratio(table.optimizer, row["name"])
+            rows.append(labels | row | ({"framework": table.framework} if table.framework else {}))
+    return rows
+
+
+def measure(table: Table) -> Rows:
+    """A row for each name, in this process."""
+    if table.framework:
+        compared = frameworks.FRAMEWORKS[table.framework]
+        return compared(table.optimizer, parameters(table.leaves, table.width), table.rounds)
+    make = cases if table.grads == "float32" else half_cases
+    return compare(make(table), table.rounds)
+
+
+def ahead(target: str, quick: bool) -> Rows:
+    """Each optimizer's step by each library at 100 M parameters, more than a chip's caches hold, in 40 leaves."""
+    leaves, width = (4, 16) if quick else (40, 2240)
+    names = [name for name in peers.installed(peers.JAX) if name != peers.AGAIN]
+    rows = []
+    for optimizer in SCALED[:1] if quick else OPTIMIZERS:
+        labels = {"optimizer": optimizer, **size(leaves, width)}
+        print("\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves".format(**labels), target)
+        for row in compile_for(target, (shapes(name, optimizer, leaves, width) for name in names)):
+            rows.append(labels | row | {"limit_ratio": limit_ratio(optimizer, row["name"])})
+    return rows
+
+
+def size(leaves: int, width: int) -> dict[str, float]:
+    return {"leaves": leaves, "millions": leaves // 2 * width * (width + 1) / 1e6}
+
+
+def limit_ratio(optimizer: str, name: str) -> float | None:
+    """Arrays moved beside plain: a step that may be skipped must have read all gradients before it writes any."""
+    # Read: gradients, parameters, moments (for a clipped step the gradients twice); written: parameters and moments.
+    moved = {"adamw": 7, "sgd momentum": 5, "clip + adamw": 8}
+    if optimizer not in moved:
+        return None
+    again = name not in peers.UNCHECKED and optimizer != "clip + adamw"
+    return (moved[optimizer] + again) / moved[optimizer]
+
+
+def parameters(leaves: int, width: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    """Half the leaves are square matrices, half are biases, as in a stack of dense layers."""
+    matrices = {f"w{i}": jnp.full((width, width), 0.01, dtype) for i in range(leaves // 2)}
+    return matrices | {f"b{i}": jnp.zeros((width,), dtype) for i in range(leaves // 2)}
+
+
+def cases(table: Table) -> list[Case]:
+    """One case a library; the gradients are finite, as in nearly every step, but for `SKIPPED`."""
+    params = parameters(table.leaves, table.width)
+    gradients = {scale: like(params, 1e-3 * scale) for scale in (1.0, peers.SCALE)}
+    found = []
+    for name in table.names:
+        recipe = peers.JAX["jamp" if name == SKIPPED else name](OPTIMIZERS[table.optimizer](), params)
+        grads = like(params, np.inf) if name == SKIPPED else gradients[recipe.scale]
+        found.append(Case(name, recipe.step, recipe.carry, (grads,)))
+    return found
+
+
+def half_cases(table: Table) -> list[Case]:
+    """Gradients of 16 bits, which the baseline makes float32 by hand as jamp does by itself."""
+    params, half = (parameters(table.leaves, table.width, dtype) for dtype in ("float32", table.grads))
+    grads, tx = like(half, 1e-3), OPTIMIZERS[table.optimizer]()
+    base, ours = peers.plain(tx, params), peers.loss_scaled(tx, params)
+    widened = lambda carry, grads: base.step(carry, jamp.cast_floating(grads, jnp.float32))
+    masters = peers.plain(jamp.mixed_precision(tx), half)
+    found = [(widened, base.carry), (widened, base.carry), (ours.step, ours.carry), (masters.step, masters.carry)]
+    return [Case(name, step, carry, (grads,)) for name, (step, carry) in zip(HALF, found, strict=True)]
+
+
+def like(params: Any, value: float) -> Any:
+    return jax.tree.map(lambda p: jnp.full(p.shape, value, p.dtype), params)
+
+
+def shapes(name: str, optimizer: str, leaves: int, width: int) -> Case:
+    """A case of shapes instead of arrays, for a compiler."""
+    made: list[peers.Recipe] = []
+
+    def carry() -> Any:
+        made.append(peers.JAX[name](OPTIMIZERS[optimizer](), parameters(leaves, width)))
+        return made[0].carry
+
+    shape = jax.eval_shape(carry)
+    return Case(name, made[0].step, shape, (jax.eval_shape(lambda: parameters(leaves, width)),))

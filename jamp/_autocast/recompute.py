@@ -1,0 +1,200 @@
+"""Recompute: what the backward pass keeps, and what it computes again.
+
+`recompute` takes a jaxpr and returns one that computes the same. A *segment* is straight-line code between constructs.
+Its derivative is split in two (`_autocast/derivative.py`): the forward pass computes the results and what is kept, and
+the backward pass computes the rest again in a `jax.checkpoint`. No product, random number or collective is computed
+twice.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad, batching, mlir
+
+from jamp import _evaluate, _jaxpr
+from jamp._autocast.cast import SEGMENT
+from jamp._autocast.derivative import is_live, is_recomputed, nbytes, split_derivative
+from jamp._autocast.rules import PRODUCTS, RULES, holds_product, moves
+from jamp._cast import is_inexact
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+
+_LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
+_PRODUCTS = 6  # of a segment, more or less: those of a layer
+
+
+def recompute(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same function, whose backward pass computes what is cheap again.
+
+    What follows the last product stays as it is, because its gradient reads it at once.
+    """
+    eqns = closed.jaxpr.eqns
+    last = max((i for i, eqn in enumerate(eqns) if holds_product(eqn)), default=-1)
+    return _Pass().run(closed, [False] * len(closed.in_avals), in_loop=False, end=last + 1)
+
+
+class _Pass:
+    def __init__(self) -> None:
+        self._bodies: dict[Any, ClosedJaxpr] = {}
+        self._segments: dict[Any, JaxprEqn] = {}
+
+    def run(self, closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool, end: int | None = None) -> ClosedJaxpr:
+        """Rewrite a jaxpr. `live` says which of its inputs depend on a product, or change with each step of a loop."""
+        jaxpr = closed.jaxpr
+        key = id(jaxpr), tuple(live), in_loop, end
+        if key in self._bodies:
+            return self._bodies[key]
+        alive = {v for v, x in zip(jaxpr.invars, live, strict=True) if x}
+        eqns: list[JaxprEqn] = []
+        segment: list[JaxprEqn] = []
+        last_uses = _jaxpr.last_uses(jaxpr)
+
+        def close(stop: int) -> None:
+            start = stop - len(segment)
+            is_whole = in_loop or _convolves(segment)
+            for piece in [range(start, stop)] if is_whole else _cut(jaxpr.eqns, range(start, stop), last_uses):
+                members = [jaxpr.eqns[i] for i in piece]
+                outputs = [v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop]
+                eqns.extend(self._segment(members, outputs, alive, in_loop))
+            segment.clear()
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            is_before_end = end is None or i < end
+            if is_before_end and _is_plain(eqn):
+                segment.append(eqn)
+            else:
+                close(i)
+                flags = [_in(alive, v) for v in eqn.invars]
+                eqns.append(self._construct(eqn, flags, in_loop) if is_before_end else eqn)
+            if is_live(eqn, alive):
+                alive.update(eqn.outvars)
+        close(len(jaxpr.eqns))
+        constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._bodies[key] = _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
+        return self._bodies[key]
+
+    def _construct(self, eqn: JaxprEqn, live: Sequence[bool], in_loop: bool) -> JaxprEqn:
+        """An equation that is in no segment, with segments in its bodies if they are part of the same function."""
+        bodies = _jaxpr.bodies(eqn)
+        if eqn.primitive.name not in ("jit", "scan", "cond", "shard_map") or bodies is None:
+            return eqn
+        carry = _jaxpr.carry(eqn)
+        live = [x or i in carry for i, x in enumerate(live)]
+        new = [
+            self.run(body, [live[i] for i in operands], in_loop or bool(carry))
+            for body, operands in zip(bodies, _jaxpr.body_operands(eqn), strict=True)
+        ]
+        return _evaluate.with_bodies(eqn, new, eqn.invars, eqn.outvars)
+
+    def _segment(self, eqns: list[JaxprEqn], outputs: list[Var], live: set[Var], in_loop: bool) -> list[JaxprEqn]:
+        """The equations of a segment, as they are or in one call."""
+        if not any(map(_is_worth_it, eqns)):
+            return list(eqns)
+        defined = {v for eqn in eqns for v in eqn.outvars}
+        reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
+        inputs = list(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
+        flags = tuple(v in live for v in inputs)
+        key = _evaluate.fingerprint(inputs, outputs, eqns), flags, in_loop
+        if key[0] is None or key not in self._segments:  # Equal layers share a segment, which is differentiated once.
+            body = _evaluate.closed_jaxpr({}, inputs, outputs, eqns)
+            call = _recomputing(body, flags, in_loop)
+            named = jax.named_scope(SEGMENT)
+            self._segments[key] = jax.make_jaxpr(named(jax.jit(named(call))))(*body.in_avals).eqns[0]
+        return [self._segments[key].replace(invars=inputs, outvars=outputs)]
+
+
+def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> list[range]:
+    """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut."""
+    crossing = [0.0] * (len(eqns) + 1)
+    for i in whole:
+        for v in eqns[i].outvars:
+            for j in range(i + 1, min(last_uses.get(v, -1), whole.stop) + 1):
+                crossing[j] += nbytes(v)
+    counts = itertools.accumulate((holds_product(eqns[i]) for i in whole), initial=0)
+    before = dict(zip([*whole, whole.stop], counts, strict=True))  # the number of products before each equation
+    found, start = [], whole.start
+    while before[whole.stop] - before[start] > 1.5 * _PRODUCTS:
+        sizes = {j: before[j] - before[start] for j in range(start + 1, whole.stop)}
+        ends = [j for j, n in sizes.items() if 0.75 * _PRODUCTS <= n <= 1.5 * _PRODUCTS]
+        if not ends:  # a single call holds more products
+            break
+        end = min(ends, key=crossing.__getitem__)
+        found.append(range(start, end))
+        start = end
+    return [*found, range(start, whole.stop)]
+
+
+def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether more than half of the products are convolutions."""
+    found = [eqn.primitive.name == "conv_general_dilated" for eqn in _flat(eqns) if eqn.primitive.name in PRODUCTS]
+    return sum(found) > len(found) / 2
+
+
+def _flat(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
+    for eqn in eqns:
+        yield eqn
+        for jaxpr, _ in _jaxpr.inner(eqn):
+            yield from _flat(jaxpr.eqns)
+
+
+def _in(some: set[Var], atom: Any) -> bool:
+    return not _jaxpr.is_literal(atom) and atom in some
+
+
+def _is_plain(eqn: JaxprEqn) -> bool:
+    """Whether an equation may be in a segment: it is no construct, and has no effect and no name for a policy."""
+    if eqn.effects or eqn.primitive.name == "name":
+        return False
+    if eqn.primitive.name in ("jit", "custom_jvp_call"):
+        body = _evaluate.body_of_call(eqn)
+        return body is not None and all(map(_is_plain, body.jaxpr.eqns))
+    return eqn.primitive.name in RULES or not _jaxpr.has_body(eqn)
+
+
+def _is_worth_it(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes a large float32 array. A symbolic size is large."""
+    sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
+    is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
+    return is_large and not moves(eqn.primitive.name) and is_recomputed(eqn)
+
+
+def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Callable[..., list[Array]]:
+    """A segment as a function whose derivative is split in two."""
+    convolves = _convolves(closed.jaxpr.eqns)
+    split = functools.cache(lambda moving: split_derivative(closed, live, moving))
+
+    @jax.custom_jvp
+    def segment(*args: Array) -> list[Array]:
+        return _evaluate.call(closed, args)
+
+    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
+        moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i]))
+        parts = split(moving)
+        values = _evaluate.call(parts.forward, primals)
+        results, kept = values[: len(closed.out_avals)], values[len(closed.out_avals) :]
+        # A barrier keeps XLA from finding that what is computed again was computed already. A loop is a barrier.
+        args = [*kept, *(primals[i] for i in parts.inputs)]
+        args = _hold.bind(*args) if convolves and not in_loop else args
+        args = [*args, *(tangents[i] for i in moving)]
+        derivatives = iter(_evaluate.checkpoint(parts.backward, args, prevent_cse=not in_loop and not convolves))
+        return results, [next(derivatives) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in results]
+
+    segment.defjvp(rule, symbolic_zeros=True)
+    return segment
+
+
+# The barrier of segments with convolutions. XLA:TPU needs half as much memory more if there is one, so it has none
+# (docs/design.md has the figures). The platform for which a program is lowered decides, not the one that traces it.
+_hold = _jaxpr.core().Primitive("hold")
+_hold.multiple_results = True
+_hold.def_impl(lambda *xs: list(xs))
+_hold.def_abstract_eval(lambda *avals: list(avals))
+ad.primitive_jvps[_hold] = lambda xs, tangents: (_hold.bind(*xs), list(tangents))
+batching.primitive_batchers[_hold] = lambda xs, dims: (_hold.bind(*xs), list(dims))
+mlir.register_lowering(_hold, mlir.lower_fun(lambda *xs: lax.optimization_barrier(list(xs)), multiple_results=True))
+mlir.register_lowering(_hold, lambda ctx, *xs: list(xs), platform="tpu")

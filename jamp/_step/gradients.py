@@ -1,0 +1,114 @@
+"""Differentiate with loss scaling inside: `value_and_grad` and `grad`."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from jamp._step.find import find_state_to_unscale, scale_of
+from jamp._step.scaling import unscale, with_scaled_loss
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with loss scaling inside.
+
+    It scales the loss before the backward pass and unscales the gradients after it, so that float16 cotangents do not
+    underflow. On an overflow the gradients hold inf or NaN, and `loss_scaled` skips the step.
+
+    Call it inside the jitted train step. It reads the loss scale of the `state` that it is given, so one that is made
+    once, outside the step, scales by the first loss scale forever.
+
+    Args:
+      fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
+      state: A loss-scale state, or any pytree that holds exactly one, such as the optimizer state.
+      argnums: As for `jax.value_and_grad`.
+      has_aux: As for `jax.value_and_grad`.
+      holomorphic: As for `jax.value_and_grad`.
+      allow_int: As for `jax.value_and_grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns the true `(value, grads)`. The gradients are float32, except for
+      float64 and complex ones, which keep their dtype.
+
+    Raises:
+      ValueError: If `state` holds no loss-scale state or several, or is that of an optimizer with `unscale=True`.
+      TypeError: When called, if an argument to differentiate holds a leaf that is not an array.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> opt_state = jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+      >>> loss, grads = jamp.value_and_grad(lambda w: jnp.sum(w**2), opt_state)(jnp.ones(2))
+      >>> float(loss), grads.tolist()
+      (2.0, [2.0, 2.0])
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+    """
+    found = find_state_to_unscale(state, "value_and_grad")
+    if hasattr(type(found.loss_scale), "get_value"):
+        raise ValueError(
+            "This is an nnx.Optimizer or its state, whose arrays are Variables, and value_and_grad does not restore "
+            "state that the loss function changes in a model. Use jamp.nnx.Optimizer and jamp.nnx.value_and_grad."
+        )
+    scale = scale_of(found)
+    scaled = with_scaled_loss(fun, scale, has_aux)
+    differentiate = jax.value_and_grad(scaled, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        for i in np.ravel(argnums).tolist():
+            _check_differentiable(args[i : i + 1 or None], i)
+        (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), unscale(scaled_grads, scale)
+
+    return with_true_gradients
+
+
+def grad(
+    fun: Callable[..., Any],
+    state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """`jax.grad` with loss scaling inside. Its arguments and errors are those of `value_and_grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns the true gradients, or `(grads, aux)` with `has_aux`.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> jamp.grad(lambda w: jnp.sum(w**2), jamp.StaticLossScale().init())(jnp.ones(2)).tolist()
+      [2.0, 2.0]
+    """
+    differentiate = value_and_grad(fun, state, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
+        value, grads = differentiate(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return with_true_gradients
+
+
+def _check_differentiable(arg: Any, i: int) -> None:
+    for path, x in jax.tree.leaves_with_path(arg):
+        if not (hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))):
+            raise TypeError(
+                f"Argument {i} has no gradient: it holds {x!r} at {keystr(path[1:])}. For an Equinox model: "
+                "jamp.equinox.filter_value_and_grad(loss_fn, opt_state). Else differentiate with respect to a pytree "
+                "of arrays, and pass the rest as another argument."
+            )

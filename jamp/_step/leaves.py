@@ -1,0 +1,46 @@
+"""Take leaves out of a tree and put others in their places."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.tree_util import keystr
+
+from jamp._cast import is_inexact
+
+# Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients".
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+_NO_DIGITS = str.maketrans("", "", "0123456789")
+
+
+def with_leaves(tree: Any, leaves: Any) -> Any:
+    """A tree of the same structure, with the leaves of another tree (such as a list) in order."""
+    return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(leaves))
+
+
+def replace_node(tree: Any, node: Any, new: Any) -> Any:
+    """The tree with `new` in place of one of its nodes."""
+    return jax.tree.map(lambda x: new if x is node else x, tree, is_leaf=lambda x: x is node)
+
+
+def is_gradient(path: tuple[Any, ...], x: Any) -> bool:
+    """Whether a leaf is a gradient to unscale and check. Leaves of Flax's fp8 collection are not."""
+    return is_inexact(x) and all(getattr(key, "key", None) != OVERWRITE_WITH_GRADIENT for key in path)
+
+
+def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[list[Any]], Any]]:
+    """Take the gradients out of a tree.
+
+    Returns:
+      The gradients, a label for each (the last key of the path without its digits, so the same parameter of each layer
+      has the same label), and a function that puts other leaves in their places.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
+
+    def merge(gradients: list[Any]) -> Any:
+        new = dict(zip(chosen, gradients, strict=True))
+        return jax.tree.unflatten(treedef, [new.get(i, x) for i, (_, x) in enumerate(flat)])
+
+    labels = tuple(keystr(flat[i][0][-1:]).translate(_NO_DIGITS) for i in chosen)
+    return [flat[i][1] for i in chosen], labels, merge

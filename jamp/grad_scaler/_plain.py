@@ -1,0 +1,63 @@
+"""The step, or skip, of a plain optimizer, whose state holds no loss scale."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jamp._cast import to_float32
+from jamp._step.master_params import MasterParamsState
+from jamp._step.params import params_for
+from jamp._step.skip import apply_or_keep, update_or_skip
+from jamp._step.state import contains
+
+
+class GradScalerStep(NamedTuple):
+    """Result of `GradScaler.step`."""
+
+    params: Any
+    opt_state: Any
+    scaler: Any  # the GradScaler of the next step
+    stepped: Array  # bool[], False if an overflow was found
+
+
+def step_plain(
+    tx: optax.GradientTransformation,
+    opt_state: Any,
+    params: Any,
+    grads: Any,
+    grads_finite: Array | None,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """Return the parameters and the optimizer state after a step, or unchanged if the gradients are not finite.
+
+    `tx` sees float32 gradients and parameters. If `grads_finite` (bool[]) is None, the step is unconditional. An
+    `opt_state` with a loss scale of its own raises a ValueError.
+    """
+    if contains(opt_state):
+        raise ValueError(
+            "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
+            "GradScaler, or use jamp.value_and_grad(fun, opt_state) and tx.update without a GradScaler."
+        )
+    has_float16 = any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(params))
+    if has_float16 and not contains(opt_state, lambda x: isinstance(x, MasterParamsState)):
+        warnings.warn(
+            "float16 parameters without a master copy lose updates smaller than about a 2000th of their value. Use "
+            "tx = jamp.master_params(tx), or keep the parameters in float32 and compute in float16.",
+            stacklevel=3,
+        )
+
+    with_extra_args = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, new = with_extra_args.update(grads, state, params, **extra_args)
+        # State that `init` made float16 for float16 parameters stays float16.
+        return updates, optax.tree.cast_like(new, state)
+
+    args = to_float32(grads), opt_state, params_for(opt_state, params)
+    updates, new_state = update(*args) if grads_finite is None else update_or_skip(grads_finite, update, *args)
+    return apply_or_keep(grads_finite, params, updates), new_state

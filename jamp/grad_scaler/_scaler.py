@@ -1,0 +1,242 @@
+"""`GradScaler`, an immutable pytree with the methods of `torch.amp.GradScaler`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from jamp import _jaxpr
+from jamp._scale.config import loss_scale_for, loss_scale_from_config
+from jamp._scale.dynamic import DynamicLossScale
+from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
+from jamp._scale.stats import LossScaleStats
+from jamp._step.find import scale_of
+from jamp._step.finite import all_finite
+from jamp._step.gradients import value_and_grad
+from jamp._step.leaves import with_leaves
+from jamp._step.lookup import get_loss_scale, get_stats
+from jamp._step.scaling import scale_loss, true_gradients, unscale
+from jamp._step.state import ScalerState
+from jamp.grad_scaler._plain import GradScalerStep, step_plain
+from jamp.grad_scaler._pytree import Pytree
+from jamp.grad_scaler._state_dict import from_state_dict, to_state_dict
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class GradScaler(Pytree):
+    """Loss scaling with the methods of `torch.amp.GradScaler`, for PyTorch users.
+
+    An immutable pytree: the configuration is static, the state is in the leaves, and every method returns new values.
+    `jamp.value_and_grad`, `jamp.metrics` and similar functions accept it. `jamp.loss_scaled(tx)` does the same without
+    a second object to carry: do not use both. The methods of a subclass without fields of its own return the subclass.
+
+    Args:
+      loss_scale: Any loss scale. None means `DynamicLossScale` with the given keywords, such as `init_scale`.
+      enabled: If False, nothing is scaled, checked, skipped or counted.
+      axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
+
+    Raises:
+      TypeError: If `loss_scale` is not a loss scale.
+      ValueError: If both `loss_scale` and keywords are given, or a number is out of range.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jamp
+      >>> tx, params = optax.sgd(0.1), jnp.ones(2)
+      >>> @jax.jit
+      ... def train_step(params, opt_state, scaler):
+      ...     loss, grads = scaler.value_and_grad(lambda w: jnp.sum(w**2))(params)
+      ...     return loss, scaler.step(tx, opt_state, params, grads=grads)
+      >>> loss, (params, opt_state, scaler, stepped) = train_step(params, tx.init(params), jamp.GradScaler())
+      >>> params.tolist(), bool(stepped), float(scaler.get_scale())
+      ([0.800000011920929, 0.800000011920929], True, 65536.0)
+    """
+
+    loss_scale: LossScale  # the configuration
+    axis_name: Any
+    _state: ScalerState  # while disabled, with a NoOpLossScaleState, so that no function scales
+    _paused: tuple[Any, ...]  # while disabled: the leaves of the loss-scale state that `enable` restores
+
+    _children: ClassVar = ("_state", "_paused")
+    _static: ClassVar = ("loss_scale", "axis_name")
+
+    def __init__(
+        self, loss_scale: LossScale | None = None, *, init_scale: float | None = None,
+        growth_factor: float | None = None, backoff_factor: float | None = None, growth_interval: int | None = None,
+        min_scale: float | None = None, max_scale: float | None = None, enabled: bool = True, axis_name: Any = None,
+    ) -> None:  # fmt: skip
+        _jaxpr.core()  # as in `loss_scaled`
+        numbers = {
+            "init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval, "min_scale": min_scale, "max_scale": max_scale,
+        }  # fmt: skip
+        keywords: dict[str, Any] = {name: x for name, x in numbers.items() if x is not None}
+        if loss_scale is not None and keywords:
+            raise ValueError(f"Give {', '.join(keywords)} to the loss scale itself, not together with {loss_scale=}.")
+        loss_scale = DynamicLossScale(**keywords) if loss_scale is None else loss_scale
+        check_loss_scale(loss_scale, constant="jamp.GradScaler.static(scale)")
+        vars(self).update(loss_scale=loss_scale, axis_name=axis_name, _state=ScalerState.init(loss_scale), _paused=())
+        if not enabled:
+            vars(self).update(vars(self.disable()))
+
+    @classmethod
+    def default(cls) -> Self:
+        """A dynamic scaler with torch's defaults, and bounds of 1 and 2**24."""
+        return cls()
+
+    @classmethod
+    def static(cls, scale: float = 2.0**16, *, enabled: bool = True) -> Self:
+        """A constant scale. An overflow skips the step and leaves the scale unchanged."""
+        return cls(StaticLossScale(scale), enabled=enabled)
+
+    @classmethod
+    def conservative(cls) -> Self:
+        """A dynamic scaler that grows every 5000 finite steps."""
+        return cls(DynamicLossScale.conservative())
+
+    @classmethod
+    def aggressive(cls) -> Self:
+        """A dynamic scaler that grows every 1000 finite steps."""
+        return cls(DynamicLossScale.aggressive())
+
+    @classmethod
+    def for_fp16(cls) -> Self:
+        """The scaler for float16: a dynamic scale."""
+        return cls(loss_scale_for(jnp.float16))
+
+    @classmethod
+    def for_bf16(cls) -> Self:
+        """The scaler for bfloat16: a scale of 1 that still skips steps that are not finite."""
+        return cls(loss_scale_for(jnp.bfloat16))
+
+    @classmethod
+    def from_config(cls, config: LossScale | Mapping[str, Any]) -> Self:
+        """Make a scaler from a loss scale, or a mapping for `loss_scale_from_config`. The default type is "dynamic"."""
+        if not isinstance(config, Mapping):
+            return cls(config)
+        has_type = {"type", "runner_wrapper", "scale_sense"} & set(config)
+        return cls(loss_scale_from_config(config if has_type else {"type": "dynamic", **config}))
+
+    @property
+    def state(self) -> Any:
+        """The loss scale's state."""
+        return self._state.loss_scale_state
+
+    @property
+    def stats(self) -> LossScaleStats:
+        """The statistics of the steps so far."""
+        return get_stats(self)
+
+    def scale(self, loss: Any) -> Any:
+        """Multiply a loss, or a pytree of them, by the scale. A loss that is not floating raises a TypeError."""
+        return scale_loss(loss, self) if self.is_enabled() else loss
+
+    def value_and_grad(self, fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Any:
+        """`jax.value_and_grad` with scaling inside: the true loss and the true gradients, for `step(grads=...)`."""
+        return value_and_grad(fun, self, argnums, has_aux)
+
+    def unscale(self, scaled_grads: Any) -> Any:
+        """Divide the gradients of a scaled loss by the scale. They come out float32."""
+        return unscale(scaled_grads, self.get_scale()) if self.is_enabled() else scaled_grads
+
+    def check_overflow(self, grads: Any) -> Array:
+        """bool[], whether gradients, scaled or true, hold inf or NaN. It is False while disabled."""
+        return ~all_finite(grads, axis_name=self.axis_name) if self.is_enabled() else jnp.bool_(False)
+
+    def update(self, *, grads_finite: ArrayLike | None = None, overflow: ArrayLike | None = None) -> Self:
+        """Return the scaler of the next step, given one of the two, bool[]. `step` calls it, by default."""
+        if (grads_finite is None) == (overflow is None):
+            raise ValueError(
+                "update() takes exactly one of grads_finite= and overflow=. After `step` the scale is updated already: "
+                "delete this call, or write `result = scaler.step(..., update_scale=False)` and then "
+                "`scaler = result.scaler.update(grads_finite=result.stepped)`."
+            )
+        finite = ~jnp.asarray(overflow, bool) if grads_finite is None else jnp.asarray(grads_finite, bool)
+        return self._with(_state=self._state.advance(self.loss_scale, finite)) if self.is_enabled() else self
+
+    def step(
+        self, tx: optax.GradientTransformation, opt_state: Any, params: Any, *, grads: Any = None,
+        scaled_grads: Any = None, optimizer_step: bool = True, check_overflow: bool = True, update_scale: bool = True,
+        extra_args: Mapping[str, Any] | None = None,
+    ) -> GradScalerStep:  # fmt: skip
+        """Unscale, check, step the optimizer unless there was an overflow, and update the scale.
+
+        On an overflow `params` and `opt_state` stay unchanged. It warns of float16 parameters without masters.
+
+        Args:
+          tx: The optimizer, not wrapped in `jamp.loss_scaled`.
+          opt_state: Its state.
+          params: The parameters.
+          grads: True gradients, from `value_and_grad` or `unscale`, clipped or not.
+          scaled_grads: Gradients of a scaled loss, from `jax.grad`. Give exactly one of the two.
+          optimizer_step: If False, only check and update.
+          check_overflow: If False, step without a check. The scale is then not updated.
+          update_scale: If False, leave the scale unchanged. Call `update` once, after all optimizers have stepped.
+          extra_args: Extra arguments for the optimizer's `update`, such as `{"value": loss}`.
+
+        Raises:
+          ValueError: If neither or both kinds of gradients are given, or `opt_state` has a loss scale of its own.
+        """
+        if (grads is None) == (scaled_grads is None):
+            raise ValueError(
+                "step takes exactly one of grads= (true gradients, from scaler.value_and_grad or scaler.unscale) and "
+                "scaled_grads= (from jax.grad of a loss that went through scaler.scale)."
+            )
+        given, scale = (scaled_grads, scale_of(self.state)) if grads is None else (grads, None)
+        checked = check_overflow and self.is_enabled()
+        true, finite = true_gradients(given, scale, check=checked, axis_name=self.axis_name)
+        if optimizer_step:
+            params, opt_state = step_plain(tx, opt_state, params, true, finite, extra_args or {})
+        if finite is None:
+            return GradScalerStep(params, opt_state, self, jnp.bool_(True))
+        return GradScalerStep(params, opt_state, self.update(grads_finite=finite) if update_scale else self, finite)
+
+    def get_scale(self) -> Array:
+        """f32[], the scale of the next loss. It is 1 while disabled."""
+        return get_loss_scale(self)
+
+    def get_inverse_scale(self) -> Array:
+        """f32[], 1 / scale. Above a scale of 2**126 it is subnormal, and XLA flushes it to 0. `unscale` does not."""
+        return 1.0 / self.get_scale()
+
+    def get_stats(self) -> LossScaleStats:
+        """The same as `stats`."""
+        return self.stats
+
+    def is_enabled(self) -> bool:
+        """Whether anything is scaled."""
+        return not is_noop(self.state)
+
+    def enable(self) -> Self:
+        """Return the scaler enabled, with the scale that it had when it was disabled."""
+        if not self._paused:
+            return self
+        kept = with_leaves(jax.eval_shape(self.loss_scale.init), self._paused)
+        return self._with(_state=self._state._replace(loss_scale_state=kept), _paused=())
+
+    def disable(self) -> Self:
+        """Return the scaler disabled. It keeps its state for `enable`."""
+        if not self.is_enabled():
+            return self
+        off = self._state._replace(loss_scale_state=NoOpLossScale().init())
+        return self._with(_state=off, _paused=tuple(jax.tree.leaves(self.state)))
+
+    def reset(self) -> Self:
+        """Return the scaler with the initial state and zero statistics."""
+        new = self._with(_state=ScalerState.init(self.loss_scale), _paused=())
+        return new if self.is_enabled() else new.disable()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a restored run needs, as Python numbers, with torch's keys. Empty while disabled."""
+        return to_state_dict(self.loss_scale, self._state) if self.is_enabled() else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:
+        """Return the scaler with a `state_dict()`, growth and backoff included. A disabled scaler loads nothing."""
+        if not self.is_enabled():
+            return self
+        loss_scale, state = from_state_dict(self.loss_scale, self._state, state_dict)
+        return self._with(loss_scale=loss_scale, _state=state)

@@ -1,0 +1,79 @@
+"""A `ScalerState` as a dictionary of Python numbers, with the keys of torch's `GradScaler.state_dict`."""
+
+import dataclasses
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jamp._scale.dynamic import DynamicLossScale
+from jamp._scale.static import LossScale
+from jamp._step.leaves import with_leaves
+from jamp._step.state import ScalerState
+
+# torch's names of these fields, and the part of the configuration that its state dict holds.
+_TORCH_NAMES = {"loss_scale": "scale", "growth_count": "_growth_tracker"}
+_TORCH_CONFIG = ("growth_factor", "backoff_factor", "growth_interval")
+# The name of a value in messages, and the NumPy kinds that it may have, by the kind of the scaler's own array.
+_KINDS = {"b": ("a bool", "b"), "i": ("an int", "iu"), "f": ("a number", "fiu")}
+
+
+def to_state_dict(loss_scale: LossScale, state: ScalerState) -> dict[str, Any]:
+    """Return the state as Python numbers. It waits for the device."""
+    config = {name: getattr(loss_scale, name) for name in _TORCH_CONFIG if hasattr(loss_scale, name)}
+    fields = _fields(state)
+    numbers = [x.tolist() for x in jax.device_get(list(fields.values()))]
+    return dict(zip(fields, numbers, strict=True)) | config
+
+
+def from_state_dict(
+    loss_scale: LossScale, state: ScalerState, saved: Mapping[str, Any]
+) -> tuple[LossScale, ScalerState]:
+    """Invert `to_state_dict`, for a configuration and a state of the same kind.
+
+    A ValueError says which keys are missing, or which value has another shape or type than the state's own.
+    """
+    if not isinstance(saved, Mapping):
+        raise ValueError(
+            f"A state dict is a mapping of names to numbers, got {reprlib.repr(saved)}. Pass what scaler.state_dict() "
+            "returned."
+        )
+    if not saved:
+        raise ValueError(
+            "The state dict is empty, as that of a disabled scaler is. Use GradScaler(enabled=False), or a new scaler."
+        )
+    missing = [name for name in to_state_dict(loss_scale, state) if name not in saved]
+    if missing:
+        raise ValueError(
+            f"The state dict lacks {', '.join(missing)}; it has {', '.join(map(str, saved))}. Load one that a scaler "
+            f"with a {type(loss_scale).__name__} wrote; for one that torch wrote, use jamp.interop.from_torch."
+        )
+    if isinstance(loss_scale, DynamicLossScale):
+        loss_scale = dataclasses.replace(loss_scale, **{name: saved[name] for name in _TORCH_CONFIG})
+    return loss_scale, with_leaves(state, [_array(name, saved[name], x) for name, x in _fields(state).items()])
+
+
+def _array(name: str, value: Any, own: Any) -> Array:
+    """A saved value as an array of the shape and dtype of the state's own."""
+    expected, kinds = _KINDS.get(own.dtype.kind, _KINDS["f"])
+    try:
+        found = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        found = np.asarray(None)
+    fits = found.dtype.kind in kinds and found.shape == own.shape
+    if not fits or (own.dtype.kind == "i" and not np.array_equal(found.astype(own.dtype), found)):
+        raise ValueError(
+            f"The state dict has {name}={reprlib.repr(value)}, expected {expected}, {own.dtype.name}{list(own.shape)}. "
+            "Load what scaler.state_dict() returned, unchanged, or continue with a new scaler."
+        )
+    return jnp.array(found, own.dtype)
+
+
+def _fields(state: ScalerState) -> dict[str, Any]:
+    """The arrays by name, in the order of the pytree's leaves."""
+    named = state.loss_scale_state._asdict() | state.stats._asdict() | {"grads_finite": state.grads_finite}
+    return {_TORCH_NAMES.get(name, name): x for name, x in named.items()}

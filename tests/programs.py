@@ -1,0 +1,165 @@
+"""Random programs of 32 x 32 arrays for the `dot` that they are given, and what autocast means by a product."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax, nn
+
+import jamp
+
+N = 32
+KEY, ROWS = jax.random.key(7), np.arange(N) * 5 % N // 2  # rows of which some are the same
+POLICIES = [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable]
+
+
+def reference(dtype):
+    """The product of autocast: operands and result are rounded, and nothing else."""
+    return lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype)).astype(jnp.float32)
+
+
+def kl(p, q):
+    return jnp.exp(p) * (p - q)
+
+
+centered = lambda x: x - x.mean(-1, keepdims=True)
+LEAVES = {
+    "product": lambda dot, x, w: dot(x, w),
+    "two products": lambda dot, x, w: dot(jnp.tanh(dot(x, w)), w.T) + dot(x, w),
+    "of itself": lambda dot, x, w: dot(x, x.T) / N**0.5,
+    "attention": lambda dot, x, w: dot(nn.softmax(dot(x, dot(x, w).T)), x),
+    "heads": lambda dot, x, w: dot(dot(x, w).reshape(4, 8, N), w).reshape(N, N),
+    "pieces": lambda dot, x, w: sum(dot(y, w[:16]) for y in jnp.split(dot(x, w), 2, -1)),
+    "norm": lambda dot, x, w: centered(x) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-2),
+    "softmax": lambda dot, x, w: 8 * nn.softmax(x),
+    "kl": lambda dot, x, w: 9 * kl(nn.log_softmax(dot(x, w)), nn.log_softmax(dot(x, w) + x / 4)),
+    "picked": lambda dot, x, w: nn.logsumexp(dot(x, w), -1, keepdims=True) - dot(x, w)[ROWS],
+    "gelu": lambda dot, x, w: nn.gelu(x),
+    "relu": lambda dot, x, w: nn.relu(dot(x, w)) + x,
+    "square": lambda dot, x, w: x * jnp.tanh(x),
+    "where": lambda dot, x, w: jnp.where(np.eye(N, dtype=bool), 0.0, dot(x, w)),
+    "masked": lambda dot, x, w: nn.softmax(jnp.where(np.tri(N, dtype=bool), dot(x, w), -jnp.inf)) + x,
+    "sum": lambda dot, x, w: x + x.sum(0) / N,
+    "largest": lambda dot, x, w: x - dot(x, w).max(-1, keepdims=True) / 2,
+    "running": lambda dot, x, w: jnp.cumsum(dot(x, w), 0) / 6,
+    "sorted": lambda dot, x, w: jnp.sort(dot(x, w), -1) + x,
+    "turned": lambda dot, x, w: dot(x, w).T,
+    "rows": lambda dot, x, w: dot(x, w)[ROWS] - x,
+    "joined": lambda dot, x, w: jnp.concatenate([dot(x, w)[16:], dot(x, w)[:16]]),
+    "padded": lambda dot, x, w: jnp.pad(dot(x, w)[1:, :-2], ((0, 1), (2, 0))),
+    "bias": lambda dot, x, w: dot(x, w) + w[0],
+    "residual": lambda dot, x, w: x + dot(nn.silu(dot(x, w)), w) / 2,
+    "dropout": lambda dot, x, w: jnp.where(jax.random.bernoulli(KEY, 0.9, x.shape), x / 0.9, 0.0),
+    "precise": lambda dot, x, w: jamp.full_precision(jnp.matmul)(dot(x, w), w),
+}
+
+
+def stacked(inner):
+    def fun(dot, x, w):
+        def step(c, y):
+            new = inner(dot, c, w)
+            return (c + new) / 2, (dot(new, w), y - new)
+
+        c, (products, others) = lax.scan(step, x, jnp.stack([dot(x, w), x]))
+        return c + products.mean(0) - others[0] / 4
+
+    return fun
+
+
+def branches(inner):
+    return lambda dot, x, w: lax.cond(
+        x[0, 0] < 1e6, lambda h, x: h + inner(dot, x, w), lambda h, x: h - x, dot(x, w), x
+    )
+
+
+def switched(inner):
+    return lambda dot, x, w: lax.switch(1, [lambda x: dot(x, w), lambda x: inner(dot, x, w), lambda x: 2 * x], x)
+
+
+def with_rule(inner):
+    def fun(dot, x, w):
+        own = jax.custom_vjp(lambda x, w: inner(dot, x, w))
+        own.defvjp(lambda x, w: jax.vjp(lambda x, w: inner(dot, x, w), x, w), lambda pull_back, g: pull_back(g))
+        return own(dot(x, w), w)
+
+    return fun
+
+
+def with_tangent(inner):
+    def fun(dot, x, w):
+        own = jax.custom_jvp(lambda x, w: inner(dot, x, w))
+        own.defjvp(lambda p, t: jax.jvp(lambda x, w: inner(dot, x, w), p, t))
+        return own(x, w) + dot(x, w)
+
+    return fun
+
+
+def forces(inner):
+    energy = lambda dot, x, w: jnp.sum(inner(dot, x, w) ** 2) / N
+    return lambda dot, x, w: x - jax.grad(energy, 1)(dot, x, w) / 4
+
+
+def halves(inner):
+    def fun(dot, x, w):
+        one = lambda y: inner(dot, jnp.concatenate([y, y]), w)[:16]
+        return jax.vmap(one)(x.reshape(2, 16, N)).reshape(N, N)
+
+    return fun
+
+
+def stages(inner):
+    """Values that belong together cross the construct."""
+
+    def fun(dot, x, w, wrap):
+        h, total = wrap(lambda x, w: (h := dot(x, w) * 3, nn.logsumexp(h, -1, keepdims=True)))(x, w)
+        return wrap(lambda h, total, x: dot(jnp.exp(h - total), w) + inner(dot, x, w))(h, total, x)
+
+    return fun
+
+
+def remat(policy):
+    return lambda inner: lambda dot, x, w: jax.checkpoint(lambda x, w: inner(dot, x, w), policy=policy)(x, w)
+
+
+WRAPS = {
+    "jit": lambda inner: lambda dot, x, w: jax.jit(lambda x, w: inner(dot, x, w))(x, w),
+    "jits": lambda inner: lambda dot, x, w: stages(inner)(dot, x, w, jax.jit),
+    "remats": lambda inner: lambda dot, x, w: stages(inner)(dot, x, w, jax.checkpoint),
+    **{f"remat {i}": remat(policy) for i, policy in enumerate(POLICIES)},
+    "cond": branches,
+    "switch": switched,
+    "scan": stacked,
+    "loop": lambda inner: lambda dot, x, w: lax.fori_loop(0, 2, lambda i, x: inner(dot, x, w), x),
+    "map": lambda inner: lambda dot, x, w: lax.map(lambda y: inner(dot, y, w), jnp.stack([x, x.T])).mean(0),
+    "vmap": halves,
+    "custom_vjp": with_rule,
+    "custom_jvp": with_tangent,
+    "forces": forces,
+}
+
+
+def program(seed):
+    """A program, and the names of what it is composed of."""
+    rng = random.Random(seed)
+
+    def sequence(length, depth):
+        parts = [part(depth) for _ in range(length)]
+
+        def fun(dot, x, w):
+            for inner, _ in parts:
+                x = inner(dot, x, w)
+                x = x / (1 + jnp.sqrt(jnp.mean(x * x)))
+            return x
+
+        return fun, [name for _, name in parts]
+
+    def part(depth):
+        if depth and rng.random() < 0.5:
+            name = rng.choice(sorted(WRAPS))
+            inner, names = sequence(rng.randint(1, 2), depth - 1)
+            return WRAPS[name](inner), {name: names}
+        name = rng.choice(sorted(LEAVES))
+        return LEAVES[name], name
+
+    return sequence(rng.randint(2, 4), 2)
