@@ -6,7 +6,6 @@ from ._autocast import (
     autocast as autocast,
     autocast_report as autocast_report,
     full_precision as full_precision,
-    precompute as precompute,
 )
 from ._cast import (
     Policy as Policy,
@@ -15,6 +14,7 @@ from ._cast import (
     get_policy as get_policy,
 )
 from ._health import LossScaleError as LossScaleError, check_health as check_health
+from ._precompute import precompute as precompute
 from ._scale.adaptive import AdaptiveLossScale as AdaptiveLossScale, AdaptiveLossScaleState as AdaptiveLossScaleState
 from ._scale.config import loss_scale_for as loss_scale_for, loss_scale_from_config as loss_scale_from_config
 from ._scale.dynamic import DynamicLossScale as DynamicLossScale, DynamicLossScaleState as DynamicLossScaleState

@@ -21,8 +21,8 @@ def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
       loss_scale: The configuration of its loss scale.
 
     Returns:
-      A mapping of strings and numbers, for JSON. `loss_scale` is the result of `to_config()`, or only a type, the class
-      name. `arrays` has an entry such as "float32[3,4]" for each path.
+      A mapping of strings and numbers, for JSON. `loss_scale` is the result of `to_config()`. Without that method it
+      only has the class name as `type`. `arrays` has an entry such as "float32[3,4]" for each path.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -95,8 +95,8 @@ def _check_form(saved: Any) -> None:
         return
     raise ValueError(
         f"This is not what jamp.interop.checkpoint_config returned: got {got}, expected "
-        "{'loss_scale': {'type': ...}, 'arrays': {path: 'float32[3,4]'}}. Is it a checkpoint, or damaged? Pass "
-        "what was saved with the checkpoint, or restore without this check and save again."
+        "{'loss_scale': {'type': ...}, 'arrays': {path: 'float32[3,4]'}}. Is it the checkpoint itself, or damaged? "
+        "Pass what was saved with the checkpoint, or restore without this check and save again."
     )
 
 

@@ -13,9 +13,9 @@ from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, bodies, 
 def closed_jaxpr(
     constants: dict[Var, Any], inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[JaxprEqn]
 ) -> ClosedJaxpr:
-    """A jaxpr of equations."""
+    """Build a closed jaxpr from equations."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    # Without a DebugInfo of its own the Jaxpr warns.
+    # JAX warns if a Jaxpr is made without a DebugInfo.
     debug_info = core().DebugInfo("jamp", "jamp", None, None)
     jaxpr = core().Jaxpr(list(constants), list(inputs), list(outputs), list(eqns), effects, debug_info)
     return core().ClosedJaxpr(jaxpr, list(constants.values()))
@@ -53,7 +53,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any
 
 
 def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -> list[JaxprEqn]:
-    """The equations of a jaxpr with other variables: for its inputs and outputs those given, else new ones."""
+    """The equations of a jaxpr, with `inputs` and `outputs` in place of its own, and new variables in between."""
     names = _arguments(closed, inputs)
     given = dict(zip(closed.jaxpr.outvars, outputs, strict=True))
     eqns = []
@@ -65,7 +65,7 @@ def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -
 
 
 def _arguments(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Env:
-    """What stands for the constants and the inputs of a jaxpr."""
+    """A mapping from a jaxpr's constants to literals, and from its inputs to `inputs`."""
     literal = lambda x: core().Literal(x, jax.typeof(x))
     names = dict(zip(closed.jaxpr.constvars, map(literal, closed.consts), strict=True))
     return names | dict(zip(closed.jaxpr.invars, inputs, strict=True))
@@ -91,7 +91,7 @@ def flattened(closed: ClosedJaxpr) -> tuple[list[JaxprEqn], list[Any]]:
 def with_bodies(
     eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], invars: Sequence[Any], outvars: Sequence[Var]
 ) -> JaxprEqn:
-    """A construct with other bodies, in the order in which `bodies` gives them, other operands and results."""
+    """A construct with other operands, results and bodies. The bodies are in the order of `_jaxpr.bodies`."""
     params = dict(eqn.params)
     if "branches" in params:
         params["branches"] = tuple(bodies)
@@ -106,7 +106,7 @@ def with_bodies(
 
 
 def with_thunk(eqn: JaxprEqn, rewrite: Callable[[ClosedJaxpr], ClosedJaxpr]) -> JaxprEqn:
-    """A remat_opt, the forward rule of a custom_vjp, that also rewrites the function it is the rule of."""
+    """A remat_opt (the forward rule of a custom_vjp) whose `fun_jaxpr_thunk` returns the rewritten primal function."""
     original = eqn.params["fun_jaxpr_thunk"]
 
     def thunk() -> tuple[Jaxpr, Sequence[Any]]:
@@ -123,7 +123,7 @@ def _opened(body: ClosedJaxpr) -> Jaxpr:
 
 
 def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The body of a call that only evaluates it, as long as nothing differentiates it, else None."""
+    """The body of a call that, unless it is differentiated, only evaluates this body. Otherwise None."""
     calls = ("custom_jvp_call", "custom_vjp_call", "closed_call")
     if eqn.primitive.name in calls or (eqn.primitive.name == "remat2" and not eqn.params["differentiated"]):
         found = bodies(eqn)
@@ -138,7 +138,7 @@ def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
 
 
 def checkpoint(body: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
-    """Evaluate a jaxpr, and evaluate it again in the backward pass, which keeps only `args`."""
+    """Evaluate a jaxpr under `jax.checkpoint`: only `args` are kept, and the backward pass evaluates it again."""
     template = _checkpoint()
     params = {**template.params, "jaxpr": body.jaxpr, "prevent_cse": prevent_cse}
     return bind(template.replace(params=params), args, body.out_avals)
@@ -150,9 +150,9 @@ def _checkpoint() -> JaxprEqn:
 
 
 def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[JaxprEqn]) -> Any:
-    """What two pieces of code have in common if they are the same calls at the same lines and scopes, else None."""
+    """A key that is equal for pieces of code with the same calls at the same lines and scopes. None if not hashable."""
     numbers: dict[Any, int] = {v: i for i, v in enumerate(inputs)}
-    # By its bytes: 0.0 == -0.0, and nan != nan.
+    # A literal is compared by its bytes, because 0.0 == -0.0 and nan != nan.
     name = lambda v: (v.aval, np.asarray(v.val).tobytes()) if is_literal(v) else numbers[v]
     parts: list[Any] = [tuple(v.aval for v in inputs)]
     for eqn in eqns:
@@ -169,38 +169,7 @@ def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[Ja
     return key
 
 
-def same_code(one: Jaxpr, other: Jaxpr) -> bool:
-    """Whether two jaxprs compute the same: equal operations on the same operands, wherever they come from."""
-    if len(one.eqns) != len(other.eqns):
-        return False
-    numbers: list[dict[Any, int]] = []
-    for jaxpr in (one, other):
-        made = [*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
-        numbers.append({v: i for i, v in enumerate(made)})
-    name = lambda v, own: (v.aval, np.asarray(v.val).tobytes()) if is_literal(v) else (v.aval, own[v])
-    names = lambda atoms, own: [name(v, own) for v in atoms]
-
-    def same_param(x: Any, y: Any) -> bool:
-        if hasattr(x, "eqns") and hasattr(y, "eqns"):
-            consts = zip(getattr(x, "consts", ()), getattr(y, "consts", ()), strict=True)
-            same = all(np.array_equal(a, b) for a, b in consts)
-            return same and same_code(getattr(x, "jaxpr", x), getattr(y, "jaxpr", y))
-        if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)) and len(x) == len(y):
-            return all(map(same_param, x, y))
-        return bool(x is y or np.all(x == y))
-
-    first, second = numbers
-    for a, b in zip(one.eqns, other.eqns, strict=True):
-        same = a.primitive == b.primitive and a.params.keys() == b.params.keys()
-        same = same and names(a.invars, first) == names(b.invars, second)
-        if not same or not all(same_param(x, b.params[key]) for key, x in a.params.items()):
-            return False
-    return names(one.invars, first) == names(other.invars, second) and names(one.outvars, first) == names(
-        other.outvars, second
-    )
-
-
 def weaken(x: Any) -> Any:
-    """A value with the weak type that a traced Python scalar has. No public function gives it to an array."""
+    """A value made weakly typed, as a traced Python scalar is. JAX has no public function for this."""
     eqn = jax.make_jaxpr(lambda y: jax.lax.convert_element_type(y, x.dtype))(np.uint8(0)).eqns[0]
     return bind(eqn.replace(params={**eqn.params, "weak_type": True}), [x], [jax.typeof(x)])[0]

@@ -16,10 +16,11 @@ from jamp._scale.stats import LossScaleStats
 from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite
 from jamp._step.lookup import get_loss_scale, get_stats
-from jamp._step.state import is_scaler_state
+from jamp._step.state import LossScaledState, ScaledGradsState, is_scaler_state
 from jamp.history import History
 
 _RECENT = 200  # the last steps of the history, which are examined
+_WINDOW = 10  # the steps of which there are two medians of grad_norm before each growth of the scale, and two after it
 # Optax's names for moments of the gradients. If the moments are zero, all gradients were zero.
 _MOMENTS = ("mu", "nu", "trace", "sum_of_squares", "ema")
 
@@ -49,11 +50,12 @@ def check_health(
     - in `tree`: more than `max_consecutive_overflows` steps skipped in a row. Optimizer moments that are all zero. inf
       or NaN outside the wrapper, such as in a stateful transform before it.
     - with `loss_scale`: a skip at the floor. A scale that has reached its ceiling, which is harmless if it is intended.
-    - with `history`: a scale that oscillates while steps are lost. A column `grad_norm` of zeros.
+    - with `history`: a scale that oscillates while steps are lost. A column `grad_norm`, the norm of the gradients
+      that `update` takes, of zeros. Without `unscale=True`, a `grad_norm` that grows with the loss scale.
 
     Args:
       tree: An optimizer state from `jamp.loss_scaled`, or any pytree that holds exactly one, such as the whole state of
-        a chain. Of an ensemble, made under `vmap`, the message names the first member that is not healthy.
+        a chain. For an ensemble made with `vmap`, the message names the first member that is not healthy.
       max_consecutive_overflows: The largest accepted number of skipped steps in a row.
       loss_scale: The configuration of the loss scale.
       history: A `jamp.History` of the run.
@@ -85,6 +87,8 @@ def check_health(
             "jamp.check_health(state, policy=print), opt_state._replace(inner_state=()))"
         )
     problems = [*_of_members(tree, max_consecutive_overflows, loss_scale), *_poisoned(tree), *_recent(history)]
+    if history is not None and isinstance(find_scaler_state(tree), LossScaledState):
+        problems += _scaled_norms(history)
     message = " ".join(problems)
     if not problems:
         return
@@ -101,10 +105,15 @@ def _of_members(tree: Any, limit: int, loss_scale: LossScale | None) -> Iterator
     found = [optax.tree.get_all_with_path(find_scaler_state(tree), name, is_field) for name in _MOMENTS]
     moments = [x for x in jax.tree.leaves([x for named in found for _, x in named]) if is_inexact(x)]
     all_stats, scales = jax.device_get((get_stats(tree), get_loss_scale(tree)))
+    unscale = isinstance(find_scaler_state(tree), ScaledGradsState)
 
     def problems(i: tuple[int, ...]) -> str:
         stats, scale = jax.tree.map(lambda x: x[i], (all_stats, scales))
-        found = [*_skips(stats, scale, limit), *_bounds(stats, scale, loss_scale), *_no_gradients(stats, moments, i)]
+        found = [
+            *_skips(stats, scale, limit),
+            *_bounds(stats, scale, loss_scale, unscale),
+            *_no_gradients(stats, moments, i),
+        ]
         return " ".join(found)
 
     sick = [(i, text) for i in np.ndindex(scales.shape) if (text := problems(i))]
@@ -118,12 +127,13 @@ def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
         yield (
             f"{stats.consecutive_overflows} steps in a row were skipped (the limit is {limit}); the loss scale is "
             f"{scale:g}. The scale is seldom the cause of so many. Look for NaN in the data, in the loss (a log or a "
-            "division of 0) and in the parameters, and for too high a learning rate. After `import jamp.debug`, "
+            "division of 0) and in the parameters, for too high a learning rate, and for gradients of a scaled loss that "
+            "nothing unscales. After `import jamp.debug`, "
             "`jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names the operation."
         )
 
 
-def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None) -> Iterator[str]:
+def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, unscale: bool) -> Iterator[str]:
     floor, ceiling = (getattr(loss_scale, name, None) for name in ("min_scale", "max_scale"))
     if floor is not None and stats.consecutive_overflows and scale <= np.float32(floor):
         yield (
@@ -136,7 +146,7 @@ def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None) -
             f"The loss scale has come to its ceiling, max_scale={ceiling:g}, because the gradients are tiny. If "
             "`jamp.debug.underflow_report(grads, opt_state)` shows lost gradients, raise max_scale (math.inf removes "
             "it). If the gradients are zero, the loss does not depend on the parameters."
-        )
+        ) + _NOT_SCALED * unscale
 
 
 def _poisoned(tree: Any) -> Iterator[str]:
@@ -166,6 +176,10 @@ def _no_gradients(stats: LossScaleStats, moments: Sequence[Any], i: tuple[int, .
         yield _ZEROS.format(f"the moments of the optimizer are all zero after {stats.finite_steps} steps")
 
 
+_NOT_SCALED = (
+    " The optimizer has unscale=True: if the loss is not scaled, the gradients are too small by the loss scale. Take the "
+    "gradients of jamp.scale_loss(loss_fn(params), opt_state)."
+)
 _ZEROS = (
     "The gradients have all been zero: {}. Either the loss does not depend on the parameters (a stop_gradient, a batch "
     "that is masked out, dead units), or the gradients underflow. Compare them with those of the float32 model, with "
@@ -189,3 +203,29 @@ def _recent(history: History | None) -> Iterator[str]:
         norms = history["grad_norm"][-_RECENT:]
         if len(norms) and not norms.any():
             yield _ZEROS.format(f"grad_norm is 0 in the last {len(norms)} steps")
+
+
+def _scaled_norms(history: History) -> Iterator[str]:
+    """Tell a `grad_norm` that grows by the factor of the loss scale at every growth, of three or more.
+
+    The number of steps decides when the scale grows, so a true norm has no reason to jump there. Growths near which the
+    norm changes anyway do not count.
+    """
+    if not {"loss_scale", "grad_norm"} <= set(history.names):
+        return
+    scales, norms = history["loss_scale"], history["grad_norm"]
+    valid = history["grads_finite"] & np.isfinite(norms) & (norms > 0)
+    used, logs = np.append(scales[:1], scales[:-1])[valid], np.log2(norms[valid])  # `used` scaled the loss of the step
+    starts = [0, *(np.flatnonzero(np.diff(used)) + 1), len(used)]
+    jumps = []
+    for start, i, end in zip(starts, starts[1:], starts[2:], strict=False):
+        if min(i - start, end - i) >= 2 * _WINDOW and used[i] > used[i - 1]:
+            parts = logs[i - 2 * _WINDOW : i + 2 * _WINDOW].reshape(4, _WINDOW) / np.log2(used[i] / used[i - 1])
+            drifts = np.diff(np.median(parts, axis=1))[[0, 2]]
+            if np.all(abs(drifts) < 0.25):
+                jumps.append(np.median(parts[2:]) - np.median(parts[:2]))
+    if len(jumps) >= 3 and np.all(abs(np.array(jumps) - 1) < 0.25):
+        yield (
+            f"grad_norm has grown with the loss scale, {len(jumps)} times: the gradients are those of the scaled loss, "
+            "and nothing unscales them. Take them from jamp.value_and_grad, or make the optimizer with unscale=True."
+        )

@@ -66,8 +66,8 @@ def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None if any(isinstance(s, Sharding) for s in shardings) else body
 
 
-# The parameters of each construct that jamp reads, as the releases of JAX name them: one of these sets is there. All
-# other parameters, also those of later releases, are carried through as they are.
+# The constructs (control flow, calls, custom derivatives), and the parameters of each that jamp reads. Releases of JAX
+# name them differently, so one of the sets must be there. All other parameters are copied unchanged.
 _SCAN = {"jaxpr", "length", "reverse", "unroll"}
 _READ: dict[str, list[set[str]]] = {
     "jit": [{"jaxpr", "in_shardings", "out_shardings"}],
@@ -130,24 +130,24 @@ def carry(eqn: JaxprEqn) -> range:
 def asks_for_zeros(eqn: JaxprEqn) -> bool:
     """Whether a custom rule must be told which operands are differentiated.
 
-    It is if it asks for symbolic zeros. It also is if it closes over arrays, because only operands have a derivative.
+    A rule with symbolic zeros must. So must one that closes over arrays, because those have no derivative.
     """
     params = eqn.params
     return bool(params.get("symbolic_zeros") or (eqn.primitive.name == "custom_vjp_call" and params["num_consts"]))
 
 
 def residuals(eqn: JaxprEqn) -> int:
-    """How many of the first operands of a linear_call it is not linear in."""
+    """The number of leading operands in which a linear_call is not linear."""
     return int(eqn.params["num_callee_consts"] + eqn.params["num_res"])
 
 
 def condition_constants(eqn: JaxprEqn) -> int:
-    """How many of the first operands of a while loop only its condition reads."""
+    """The number of leading operands of a while loop that only its condition reads."""
     return int(eqn.params["cond_nconsts"])
 
 
 def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
-    """The keywords of `jax.lax.scan` that make a scan."""
+    """The keywords with which `jax.lax.scan` makes the same scan."""
     return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 
@@ -165,7 +165,7 @@ def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
     """Every jaxpr that an equation of any kind evaluates, and how often, as far as the equation says so."""
     has_eqns = lambda x: hasattr(x, "eqns")
     params: Any = eqn.params
-    if eqn.primitive.name == "custom_linear_solve":  # It holds the matrix and what solves the transpose, too.
+    if eqn.primitive.name == "custom_linear_solve":  # The others are matvec, vecmat and transpose_solve.
         params = params["jaxprs"].solve
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
     times = iterations(eqn) * math.prod(n for n in grid if isinstance(n, int))
@@ -219,7 +219,7 @@ def parameters(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def dot_options(eqn: JaxprEqn) -> dict[str, Any]:
-    """The keywords of `jax.lax.dot_general` that make a dot_general, without its precision and dtype."""
+    """The keywords with which `jax.lax.dot_general` makes the same product, without precision and dtype."""
     return {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
 
 

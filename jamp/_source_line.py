@@ -30,7 +30,7 @@ def user_line(eqn: JaxprEqn) -> str | None:
 
 
 def scope(eqn: JaxprEqn, caller: str = "") -> str:
-    """The name scopes around an equation, such as those of Linen modules: "Net/h_3/attn". `caller` is that of its call.
+    """The name scopes around an equation, such as those of Linen modules: "Net/h_3/attn". `caller` is the call's scope.
 
     Transformations, jit and the scopes that JAX and jamp make are left out.
     """
@@ -54,14 +54,14 @@ def is_transposed(eqn: JaxprEqn) -> bool:
 
 
 def _is_transformation(part: Any) -> bool:
-    """Whether a part of a name stack is a transformation, which wraps what stands before it, and not a scope."""
+    """Whether a part of a name stack is a transformation, which wraps the parts before it, and not a scope."""
     text = ["x"]
     part.wrap(text)
     return len(text) == 1
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> bool:
-    """Whether an equation was traced inside a `jax.named_scope` of a name that no transformation has."""
+    """Whether an equation was traced inside `jax.named_scope(name)`. No transformation may have this name."""
     stack: Any = eqn.source_info.name_stack
     return any(part.name == name for part in stack.stack)
 

@@ -114,7 +114,7 @@ def _row(state: ScalerState, scalars: Mapping[str, ArrayLike]) -> dict[str, Arra
     if hasattr(state.loss_scale_state, "window_index"):
         values["window_index"] = state.loss_scale_state.window_index
     if taken := values.keys() & scalars.keys():
-        raise ValueError(f"{', '.join(sorted(taken))} is recorded in any case: give yours another name.")
+        raise ValueError(f"History records {', '.join(sorted(taken))} itself. Give your value another name.")
     values |= {name: jnp.asarray(x) for name, x in scalars.items()}
     for name, x in values.items():
         if x.shape:

@@ -47,7 +47,7 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
       (1024.0, 7)
     """
     if not state_dict:
-        raise ValueError("The state dict is empty, as that of a disabled scaler is. Use GradScaler(enabled=False).")
+        raise ValueError("The state dict is empty, like that of a disabled scaler. Use GradScaler(enabled=False).")
     _check_keys(state_dict, _TORCH_KEYS, "state dict of torch's GradScaler")
     return _dynamic(
         scale=state_dict["scale"],
@@ -64,7 +64,7 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
     """Return the state dict that torch's `GradScaler.load_state_dict` accepts. For a disabled scaler it is empty.
 
     Args:
-      scaler: A scaler with a `DynamicLossScale`. Its bounds and hysteresis, which torch has not, are lost.
+      scaler: A scaler with a `DynamicLossScale`. Its bounds and hysteresis are lost, because torch has neither.
 
     Raises:
       ValueError: If the scaler has another kind of loss scale.
@@ -152,10 +152,10 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
 
 
 def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale()) -> dict[str, Any]:
-    """Return MindFormers' six parameters and `scale_sense`. The second of its two step counts is returned as 0.
+    """Return MindFormers' six parameters and `scale_sense`. `last_overflow_iterator_step` is always 0.
 
     Args:
-      tree: A state of an `AdaptiveLossScale`, or any pytree that holds exactly one. It waits for the device.
+      tree: A state of an `AdaptiveLossScale`, or any pytree that holds exactly one. Reading it waits for the device.
       loss_scale: Its configuration, for the length of the window.
 
     Raises:
@@ -181,7 +181,7 @@ def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale(
 def wrap_state(
     opt_state: Any, loss_scale: LossScale = DynamicLossScale(), *, unscale: bool = False
 ) -> AnyLossScaledState:
-    """Make the state of `jamp.loss_scaled(tx, loss_scale)` that continues with the state of the plain `tx`.
+    """Wrap a state of the plain `tx`, so that `jamp.loss_scaled(tx, loss_scale)` continues from it.
 
     Args:
       opt_state: A state of `tx`, such as one restored from a checkpoint.

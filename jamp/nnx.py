@@ -56,7 +56,7 @@ class Optimizer(nnx.Optimizer[Any]):
       (1, 32768.0)
     """
 
-    undoes_skips = True  # This tells it from `nnx.Optimizer`, in which jamp's look-ups refuse a loss scale.
+    undoes_skips = True  # Distinguishes it from a plain `nnx.Optimizer`, which jamp's look-ups reject.
 
     def __init__(
         self,

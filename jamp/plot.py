@@ -82,7 +82,7 @@ def gradient_range(grads: Any, state: Any) -> "Figure":
       state: A loss-scale state, or any pytree that holds exactly one.
 
     Raises:
-      ValueError: If no gradient is finite and not 0, or `state` holds no loss-scale state or several.
+      ValueError: If no gradient is finite and nonzero, or `state` holds no loss-scale state or several.
 
     Examples:
       >>> import jax.numpy as jnp, jamp, jamp.plot
@@ -95,7 +95,7 @@ def gradient_range(grads: Any, state: Any) -> "Figure":
     size = np.concatenate([*sizes, np.zeros(0)])
     some = size[(size > 0) & np.isfinite(size)]
     if not some.size:
-        raise ValueError(f"There is nothing to draw: of {size.size} gradients none is finite and not 0.")
+        raise ValueError(f"There is nothing to draw: none of {size.size} gradients is finite and nonzero.")
     scale = float(get_loss_scale(state))
     figure, axes = _new((8, 4))
     ends = []

@@ -3,6 +3,7 @@
 import random
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, nn
@@ -14,9 +15,16 @@ KEY, ROWS = jax.random.key(7), np.arange(N) * 5 % N // 2  # rows of which some a
 POLICIES = [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable]
 
 
-def reference(dtype):
+def by_hand(dtype):
     """The product of autocast: operands and result are rounded, and nothing else."""
     return lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype)).astype(jnp.float32)
+
+
+def reference(dtype):
+    """The same with its derivative: each of its products casts for itself, so that their sums are float32."""
+    dot = jax.custom_jvp(by_hand(dtype))
+    dot.defjvp(lambda p, t: (dot(*p), dot(t[0], p[1]) + dot(p[0], t[1])))
+    return dot
 
 
 def kl(p, q):
@@ -163,3 +171,45 @@ def program(seed):
         return LEAVES[name], name
 
     return sequence(rng.randint(2, 4), 2)
+
+
+def by_operation(fun, *args):
+    """Evaluate a function one operation at a time, also in loops, so that XLA fuses none and leaves no rounding out."""
+    closed = jax.make_jaxpr(fun)(*args)
+    return evaluate(closed.jaxpr, closed.consts, args)
+
+
+def evaluate(jaxpr, consts, args):
+    literal = lambda v: isinstance(v, jax.extend.core.Literal)
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        found = operation(eqn, [v.val if literal(v) else env[v] for v in eqn.invars])
+        env.update(zip(eqn.outvars, found, strict=True))
+    return [v.val if literal(v) else env[v] for v in jaxpr.outvars]
+
+
+def operation(eqn, args):
+    params, name = eqn.params, eqn.primitive.name
+    inner = lambda body, *args: evaluate(getattr(body, "jaxpr", body), getattr(body, "consts", ()), args)
+    if name == "scan":
+        n, m = params["num_consts"], params["num_consts"] + params["num_carry"]
+        carry, steps = args[n:m], []
+        for i in range(params["length"])[:: -1 if params["reverse"] else 1]:
+            found = inner(params["jaxpr"], *args[:n], *carry, *(x[i] for x in args[m:]))
+            carry = found[: m - n]
+            steps.append(found[m - n :])
+        steps = steps[:: -1 if params["reverse"] else 1]
+        return [*carry, *(jnp.stack(xs) for xs in zip(*steps, strict=True))]
+    if name == "while":
+        n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        carry = args[m:]
+        while inner(params["cond_jaxpr"], *args[:n], *carry)[0]:
+            carry = inner(params["body_jaxpr"], *args[n:m], *carry)
+        return carry
+    if name == "cond":
+        return inner(params["branches"][int(np.clip(args[0], 0, len(params["branches"]) - 1))], *args[1:])
+    for key in ("jaxpr", "call_jaxpr"):
+        if key in params:
+            return inner(params[key], *args)
+    found = eqn.primitive.bind(*args, **params)
+    return found if eqn.primitive.multiple_results else [found]

@@ -422,7 +422,7 @@ def test_rules_are_changed_by_name_and_cover_the_special_cases_of_a_primitive():
             "'dot_generall' is not the name of an operation. Did you mean",
         ),
         (F16, {"exp": "float16"}, "The rule for 'exp' must be one of compute, float32, widest, got 'float16'"),
-        (F16, {"scan": "compute"}, "'scan' is entered, or with the rule 'float32' is not"),
+        (F16, {"scan": "compute"}, "The rule for 'scan' must be 'float32'"),
         *((x, None, f"compute_dtype must be float16 or bfloat16, got {x}") for x in ["int8", "complex64"]),
         ("float32", None, "got float32. To compute in it, leave autocast out"),
         (jnp.float8_e4m3fn, None, "its values need a scale for each tensor"),

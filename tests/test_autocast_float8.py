@@ -117,7 +117,7 @@ def test_what_is_not_a_head_attention_a_router_or_stated_is_float8():
     low, others = float8_products(model, PARAMS, X)
     assert low == "params['out'],params['up'],params['{q,k,v}']"
     assert "no product follows, so it is the head; rules={'dot_general': 'compute'}" in others["params['head']"]
-    assert "a size of it, of [32, 4, 32], is below min_size=8" in others["params['router']"]
+    assert "one of its sizes [32, 4, 32] is below min_size=8" in others["params['router']"]
     assert "was asked for in the code" in others["params['down']"]
     assert "products compute both operands, as in attention" in others[""]
     low, others = float8_products(

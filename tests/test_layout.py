@@ -20,7 +20,12 @@ SOURCES = {name_of(path): path.read_text() for path in sorted(ROOT.rglob("*.py")
 PACKAGES = {name_of(path) for path in ROOT.rglob("__init__.py")}
 
 # A module imports from its own floor and from those below. One that is not named here is an adapter, on the top.
-FLOORS = [{"_cast", "_jaxpr"}, {"_evaluate", "_scale", "_source_line"}, {"_step", "_autocast"}]
+FLOORS = [
+    {"_cast", "_jaxpr"},
+    {"_evaluate", "_primitives", "_scale", "_source_line"},
+    {"_step", "_autocast"},
+    {"_precompute"},
+]
 # Of these packages each module imports earlier ones only.
 ORDER = {
     "_scale": ["checks", "static", "dynamic", "adaptive", "stats", "config"],
@@ -53,8 +58,6 @@ ORDER = {
         "equations",
         "transform",
         "report",
-        "split",
-        "precomputation",
     ],
 }
 

@@ -1,4 +1,4 @@
-"""What a transformed function is called with and returns: arrays to trace, and all the rest."""
+"""The arguments and results of a transformed function: arrays to trace, and other leaves."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 
 class Call:
-    """One call of a function: its arguments taken apart, its results put together.
+    """One call of a function: flatten its arguments and rebuild its results.
 
     Arrays are traced. Python numbers, flags and all other leaves stay what they are, so that a function can branch on
-    them. A mutable box of arrays (a Flax NNX `Variable`: a pytree with `get_value` and `set_value`) is one object for
-    the function however often it is passed, and gets what the function puts into it.
+    them. A *box* is a mutable pytree of arrays with `get_value` and `set_value`, such as a Flax NNX `Variable`. However
+    often it is passed, the function sees one object, and `finish` writes its new value back.
 
     Attributes:
       leaves: The arrays.
@@ -64,13 +64,13 @@ class Call:
         if self._boxes and not (are_same and tree == self._tree):
             raise ValueError(
                 f"{_name(fun)} added, replaced or removed a Variable of a module, or changed one of its attributes. "
-                "Autocast would lose that. Assign to the value of a Variable that is there (variable[...] = x), or "
-                "merge the module in the function and return what is new: graphdef, state = nnx.split(model); inside, "
+                "Autocast would lose that. Assign to the value of an existing Variable (variable[...] = x), or merge "
+                "the module in the function and also return the new state: graphdef, state = nnx.split(model); inside, "
                 "model = nnx.merge(graphdef, state), and return nnx.state(model, nnx.Intermediate) too."
             )
 
     def finish(self, values: Sequence[Any]) -> Any:
-        """The function's result, after its boxes have got their new values."""
+        """Write the new values into the boxes, and return the function's result."""
         n = self._result.num_leaves
         new = dict(zip(self._changed, values[n:], strict=True))
         start = 0
@@ -83,7 +83,7 @@ class Call:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is traced. NumPy's integers and bools stay what they are, like Python's: an axis, a flag."""
+    """Whether a leaf is traced. NumPy's integer and bool scalars (an axis, a flag) are not, like Python's."""
     return isinstance(x, (jax.Array, np.ndarray, np.inexact))
 
 
@@ -98,7 +98,7 @@ def named(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """For each of the `leaves` of a call of `fun` its path, "params['w']", or "" if it is an argument itself."""
+    """The path of each of the `leaves` of a call of `fun`, such as "params['w']", or "" for a whole argument."""
     nodes = [
         (name + keystr(path) if path else "", x)
         for name, arg in named(fun, args, kwargs).items()

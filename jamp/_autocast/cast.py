@@ -1,11 +1,10 @@
 """Cast: products read and write 16 bit, and nothing else is rounded.
 
-`Caster.cast` takes a jaxpr and returns a `Cast`: the same jaxpr at its new dtypes, and a decision for each equation. A
-result of a product is *stored* in 16 bit, and so is what only moves it. Everything else reads its float32 value.
+`Caster.cast` takes a jaxpr and returns a `Cast`: the same jaxpr at its new dtypes, and a decision for each equation.
+The result of a product is *stored* in 16 bit, also after data movement. Other operations read it as float32.
 
-The gradient is that of a function in which each product casts its own operands, so cotangents that meet are added in
-float32. Each reader therefore casts for itself (the compiler merges equal casts), and a stored value is handed on in 16
-bit only if it has one reader.
+Each product casts its own operands, so that cotangents are added in float32. A value with several readers is therefore
+read as float32 and cast by each of them (XLA merges equal casts). With one reader, it is passed on in 16 bit.
 """
 
 import dataclasses
@@ -19,30 +18,30 @@ from jax import lax
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.constructs import KEEPS_RESULTS, enter
-from jamp._autocast.rules import COMPUTE, PRODUCTS, RULES, WIDEST, Rule
+from jamp._autocast.rules import COMPUTE, RULES, WIDEST, Rule
 from jamp._cast import is_float32, is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+from jamp._primitives import COPIES, MOVES, PRODUCTS
 from jamp._source_line import in_scope, scope_path
 
 Atom: TypeAlias = Any  # Var | Literal
-# Name scopes, which a traced operation keeps through every transformation: a region of the user's, everything that a
-# transformed function runs, and a call that only `recompute` made.
+# Name scopes, which an operation keeps through every transformation: of a function marked by the user, of everything in
+# an autocast function, and of a call that `recompute` made.
 FULL_PRECISION, AUTOCAST, SEGMENT = "jamp.full_precision", "jamp.autocast", "jamp.segment"
-# What becomes of an equation that no rule decides.
+# The categories of equations that no rule decides.
 ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
 _FLOAT32 = np.dtype(np.float32)
-_FILLS = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
 
 
 class Input(NamedTuple):
-    """What is known of an input of a jaxpr: whether it is stored in 16 bit, and the number that it is filled with."""
+    """An input of a jaxpr: whether it is stored in 16 bit, and the number that it is filled with, if known."""
 
     low: bool = False
     constant: Any = None
 
 
 class Place(NamedTuple):
-    """Where a jaxpr stands: whether it is in a shard_map, and the names around it if a rule is for a name."""
+    """The surroundings of a jaxpr: whether it is in a shard_map, and its name stack if a rule is for part of one."""
 
     manual: bool = False
     scope: str = ""
@@ -50,7 +49,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What was decided about one equation: by which rule, as what it runs, and what was entered."""
+    """The decision about one equation: its category, the key of the rule, the equation to run, and its cast bodies."""
 
     eqn: JaxprEqn
     category: str
@@ -60,7 +59,7 @@ class Decision:
 
 
 class Caster:
-    """Casts jaxprs to a compute dtype, each body once for what is known of its inputs."""
+    """Casts jaxprs to a compute dtype. Each body is cast once for the same `Input`s."""
 
     def __init__(self, compute_dtype: np.dtype[Any], rules: Mapping[str, Rule]):
         self.compute_dtype, self.rules = compute_dtype, rules
@@ -72,19 +71,19 @@ class Caster:
 
     def cast(self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place) -> "Cast":
         """Cast a jaxpr."""
-        # By the text of a constant: 0.0 == -0.0, and nan != nan.
+        # Constants are compared by their text, because 0.0 == -0.0 and nan != nan.
         key = id(closed.jaxpr), tuple((x.low, repr(x.constant)) for x in inputs), place
         if key not in self._casts:  # The cast holds the jaxpr, so no other one gets its id.
             self._casts[key] = Cast(self, closed, inputs, place)
         return self._casts[key]
 
     def convert(self, source: Atom, target: Var, low: bool, like: JaxprEqn | None) -> JaxprEqn:
-        """The equation that casts one variable to another. It stands where the equation that reads it stands."""
+        """The equation that casts one variable to another. It has the source line and scopes of `like`, its reader."""
         eqn = self._converts[low].replace(invars=[source], outvars=[target])
         return eqn.replace(source_info=like.source_info) if like else eqn
 
     def low_aval(self, aval: Any) -> Any:
-        """The type of a value in 16 bit that was traced with a type."""
+        """The 16-bit type of a value that was traced as `aval`."""
         return aval.update(dtype=self.compute_dtype, weak_type=False)
 
     def holds(self, constant: Any) -> bool:
@@ -94,12 +93,12 @@ class Caster:
         return np.array_equal(low, np.float64(constant), equal_nan=True)
 
     def rule_key(self, eqn: JaxprEqn, scope: str) -> str:
-        """The key of the rule for an equation: the primitive's name, or a special case of it, also by its scope."""
+        """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets."""
         name, case = eqn.primitive.name, None
         for key in self.parts:
             if key.startswith(f"{name}[") and f"/{key[len(name) + 1 : -1]}/" in scope_path(eqn, scope):
                 return key
-        # Precisions that were asked for in the code, and not by a default for the whole program.
+        # Any other precision was asked for in the code, and not by a default for the whole program.
         usual = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, *self._default_precision)
         if name in PRODUCTS and any(precision not in usual for precision in _jaxpr.precisions(eqn)):
             case = "precision"
@@ -112,12 +111,12 @@ class Cast:
     """A jaxpr at its new dtypes.
 
     Attributes:
-      caster: What cast it.
+      caster: The `Caster` that made it.
       traced: The jaxpr at its traced dtypes.
-      decisions: What was decided about each of its equations.
+      decisions: The decision about each of its equations.
       low: Which outputs may be 16 bit: those that are stored in 16 bit and read nowhere else in the jaxpr.
       stored: Which outputs are stored in 16 bit.
-      changed: Whether any equation does not run as it was traced.
+      changed: Whether any equation differs from the traced one.
     """
 
     def __init__(self, caster: Caster, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place):
@@ -143,7 +142,7 @@ class Cast:
         self.low = [self._is_low(v) for v in jaxpr.outvars]
 
     def closed(self, low: Sequence[bool] | None = None) -> ClosedJaxpr:
-        """The jaxpr to evaluate, if some outputs are to be 16 bit; by default none."""
+        """The jaxpr to evaluate. `low` says which outputs are to be 16 bit, by default none."""
         wanted = tuple(low) if low else (False,) * len(self.traced.jaxpr.outvars)
         if not self.changed and not any(wanted):
             return self.traced
@@ -167,7 +166,7 @@ class Cast:
             return self._enter(eqn)
         key = self.caster.rule_key(eqn, self._place.scope)
         category = rules[key].category if key in rules else NO_RULE
-        # A function in the parameters (that of a scatter) is for the dtypes it was traced with.
+        # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
         return Decision(eqn, category, key, self._add(eqn, self._runs_low(eqn, category) and not _jaxpr.has_body(eqn)))
 
     def _runs_low(self, eqn: JaxprEqn, category: str) -> bool:
@@ -184,8 +183,8 @@ class Cast:
     def _add(self, eqn: JaxprEqn, low: bool) -> JaxprEqn:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
         reads = [self._read(v, low and is_float32(v.aval), eqn) for v in eqn.invars]
-        if eqn.primitive.name in _FILLS and self._constant(eqn.invars[0]) is not None:
-            self._constants[eqn.outvars[0]] = self._constant(eqn.invars[0])
+        if len(eqn.invars) == 1 and eqn.primitive.name in MOVES | COPIES:  # still filled with the same number
+            self._constants.update((v, self._constant(eqn.invars[0])) for v in eqn.outvars)
         writes = [self._define(v, low and is_float32(v.aval)) for v in eqn.outvars]
         run = _evaluate.replace_dtype(eqn, _FLOAT32, self.caster.compute_dtype) if low else eqn
         self._eqns.append(run.replace(invars=reads, outvars=writes))

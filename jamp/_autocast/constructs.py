@@ -1,6 +1,6 @@
 """The recursion into control flow, calls and custom derivatives: the same construct around rewritten bodies.
 
-Custom rules are traced through the original call when JAX asks for them, and rewritten then by the callback `Rewrite`.
+When JAX asks for a custom rule, it is traced through the original call and rewritten by the callback `Rewrite`.
 """
 
 import functools
@@ -19,21 +19,21 @@ from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 
 
 class Rewritten(Protocol):
-    """A rewritten jaxpr. `stored` says which of its outputs 16 bit hold exactly."""
+    """A rewritten jaxpr. `stored` says which of its outputs are exact in 16 bit."""
 
     stored: list[bool]
 
     def closed(self, low: Sequence[bool] | None = None) -> ClosedJaxpr:
-        """The jaxpr to evaluate, if some outputs are to be 16 bit."""
+        """The jaxpr to evaluate. `low` says which outputs are to be 16 bit."""
 
 
 Rewrite = Callable[[ClosedJaxpr, Sequence[bool]], Rewritten]  # of a jaxpr and which of its inputs are 16 bit
-# The results of these keep their traced dtypes, because a rule of the author's computes them too.
+# The results of these keep their traced dtypes, because the author's derivative rule computes them too.
 KEEPS_RESULTS = ("custom_jvp_call", "custom_vjp_call", "linear_call", "remat_opt")
 
 
 class _Call(NamedTuple):
-    """A call with a rule of the author's: the equation, its rewritten body, which operands are 16 bit, the callback."""
+    """A call with a custom rule: the equation, its rewritten body, which operands are 16 bit, and the callback."""
 
     eqn: JaxprEqn
     body: ClosedJaxpr
@@ -93,7 +93,7 @@ def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
         return call.run(xs)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        # Only with respect to what has a tangent: the author's rule may ask what has.
+        # Differentiates only inputs that have a tangent, because the author's rule may ask which ones have.
         moving = [i for i, t in enumerate(tangents) if is_inexact(inputs[i]) and not isinstance(t, SymbolicZero)]
 
         def original(*values: Any) -> Any:
@@ -112,7 +112,7 @@ def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
-    """As `_custom_jvp`. What the forward rule saves is 16 bit where 16 bit hold it exactly."""
+    """As `_custom_jvp`. The residuals of the forward rule are 16 bit where that is exact."""
     eqn = call.eqn
     inputs, outputs = _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
     asks = _jaxpr.asks_for_zeros(eqn)
@@ -134,7 +134,7 @@ def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
 
         low = lambda stored: [False] * len(outputs) + stored[len(outputs) :]
         values = call.replay(original, inputs, xs, low)
-        # What is static goes to the backward rule as the function of a Partial.
+        # The static values reach the backward rule in the function of a Partial.
         rest = functools.partial(_pull_back, call, moving, *traced)
         return values[: len(outputs)], Partial(rest, *values[len(outputs) :])
 

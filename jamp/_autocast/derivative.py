@@ -1,11 +1,11 @@
-"""The derivative of a segment in two parts: what the forward pass keeps, and what the backward pass computes again.
+"""Split the derivative of a segment (see `recompute.py`) in two: some values are kept, others are computed again.
 
-Kept are products, and what is as cheap to keep as to compute again:
+The results of products and other expensive operations are kept. For cheap operations, bytes decide:
 
-- A value is computed again if that reads at most four times its size. Sums over many terms are therefore kept, and a
-  long chain of residual additions is kept here and there.
-- A value that depends on no product, such as the cast of a weight or a dropout mask, is computed again only if it is
-  larger than what it is computed from, as the broadcast of a mask is.
+- A value is recomputed if that reads at most four times its size. Sums over many terms are therefore kept, and so is
+  now and then a value in a long chain of residual additions.
+- A value that depends on no product, such as the cast of a weight or a dropout mask, is recomputed only if it is larger
+  than the values it is computed from, as the broadcast of a mask is.
 """
 
 import functools
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.rules import RULES, moves
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+from jamp._primitives import CHEAP, MOVING
 
-_READS = 4  # times its own size that a value may read to be computed again
+_READS = 4  # a value is recomputed if that reads at most this many times its size
 
 
 class Split(NamedTuple):
@@ -40,7 +40,7 @@ class Split(NamedTuple):
 
 
 def split_derivative(closed: ClosedJaxpr, live: Sequence[bool], moving: Sequence[int]) -> Split:
-    """Split the derivative of a jaxpr with respect to its moving inputs. Live ones depend on a product."""
+    """Split the derivative of a jaxpr with respect to its `moving` inputs. `live` inputs depend on a product."""
     avals, n = closed.in_avals, len(closed.in_avals)
 
     def derivative(*args: Array) -> list[Array]:
@@ -79,11 +79,11 @@ def split_derivative(closed: ClosedJaxpr, live: Sequence[bool], moving: Sequence
 
 
 def _rounded(eqns: Sequence[JaxprEqn], saved: set[Var]) -> list[JaxprEqn]:
-    """The same equations, in which saved bfloat16 values are what their readers read.
+    """The same equations, with an explicit rounding of the saved bfloat16 values for all their readers.
 
-    Without this, XLA may leave out the rounding for a reader in the forward pass, so that the backward pass computes
-    other numbers again. JAX does the same for what a checkpoint saves (jax-ml/jax#22244). float16 is left out: where
-    XLA computes it in float32, reduce_precision flushes the subnormal numbers of float16.
+    Without it, XLA may leave out the rounding for a reader in the forward pass, and the backward pass then recomputes
+    other numbers. JAX does the same for values that a checkpoint saves (jax-ml/jax#22244). float16 is left out, because
+    where XLA computes it in float32, reduce_precision flushes the subnormal numbers of float16.
     """
     found = []
     for eqn in eqns:
@@ -113,8 +113,8 @@ def _kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool])
         for out in eqn.outvars:
             found: dict[Var, float] = {}
             for v in reads:
-                # Of what is only moved, a slice reads a part.
-                share = min(1.0, _size(out) / (_size(v) or 1.0)) if moves(eqn.primitive.name) else 1.0
+                # An operation that only moves data, such as a slice, may read only a part.
+                share = min(1.0, _size(out) / (_size(v) or 1.0)) if eqn.primitive.name in MOVING else 1.0
                 for source, size in sources[v].items():
                     found[source] = max(found.get(source, 0.0), size * share)
             read = sum(found.values())
@@ -146,7 +146,7 @@ def _variables(eqn: JaxprEqn) -> list[Any]:
 
 
 def is_live(eqn: JaxprEqn, alive: set[Var]) -> bool:
-    """Whether the results of an equation depend on a live value, or on a product, or on what is expensive like one."""
+    """Whether the results of an equation depend on a live value, or on a product or other expensive operation."""
     reads = _variables(eqn)
     return any(v in alive for v in reads) or (any(is_inexact(v.aval) for v in reads) and not is_recomputed(eqn))
 
@@ -155,4 +155,4 @@ def is_recomputed(eqn: JaxprEqn) -> bool:
     """Whether an equation may be computed again."""
     if body := _evaluate.body_of_call(eqn):
         return all(map(is_recomputed, body.jaxpr.eqns))
-    return eqn.primitive.name in RULES and RULES[eqn.primitive.name].recomputed
+    return eqn.primitive.name in CHEAP

@@ -1,4 +1,4 @@
-"""What was decided about the equations of a function: where each comes from, how often it runs, and its FLOPs."""
+"""The decisions about the equations of a function, and the source, the number of runs and the FLOPs of each."""
 
 import dataclasses
 import math
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from jamp import _jaxpr
 from jamp._autocast.cast import AUTOCAST, ENTERED, NO_RULE, NOT_ENTERED, Cast, Decision
-from jamp._autocast.rules import PRODUCTS, REARRANGES, RULES, moves
+from jamp._autocast.rules import RULES
 from jamp._cast import is_float32, is_floating
 from jamp._jaxpr import Jaxpr, JaxprEqn
+from jamp._primitives import MOVING, PRODUCTS, REARRANGES
 from jamp._source_line import in_scope, scope, user_line
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _flat(
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Every equation of a jaxpr and of those in it."""
+    """Every equation of a jaxpr and of the jaxprs in it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner, _ in _jaxpr.inner(eqn):
@@ -82,7 +83,7 @@ def flops(eqn: JaxprEqn) -> float:
     if name in PRODUCTS:
         return 2.0 * sizes[-1] * known([_jaxpr.summed_terms(eqn)])
     if name in RULES:
-        return 0.0 if moves(name) else float(max(sizes))
+        return 0.0 if name in MOVING else float(max(sizes))
     return float(sum(times * flops(e) for inner, times in _jaxpr.inner(eqn) for e in inner.eqns))
 
 
@@ -101,7 +102,7 @@ def cause(eqn: JaxprEqn) -> str:
 
 
 def warnings_of(body: Cast, quantized: "Quantized | None") -> list[str]:
-    """What a user should know: large parts that are not entered, or that no product is changed."""
+    """Warnings for the user: about large parts that are not entered, or that no product is changed."""
     decisions = list(_all_decisions(body))
     products = [x for x in decisions if _is_product(x)]
     is_used = quantized.is_used if quantized else any(map(_is_changed, products))

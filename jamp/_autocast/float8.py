@@ -20,7 +20,7 @@ class Float8:
     Args:
       forward: The dtype of the operands of a product. E4M3 has more digits.
       backward: The dtype of the gradient that the two backward products read. E5M2 has more range.
-      carrier: The dtype in which products give their results, and of all other 16-bit values: bfloat16 or float16.
+      carrier: The dtype of the results of products and of all other 16-bit values: bfloat16 or float16.
       granularity: "tensor" for one scale for each operand, or "row" for one for each row or column of the product. The
         latter helps if rows differ much in size. It keeps 16-bit operands for the backward pass, and quantizes them
         again there.

@@ -1,7 +1,7 @@
 """Quantize: products of 16-bit operands become products of 8-bit ones.
 
-`quantize` takes what `cast` returns. Which products qualify follows from where a value comes from and who reads it: not
-attention, whose operands are both computed by products, and not the head, after which no product follows.
+`quantize` takes the result of `cast`. Whether a product qualifies depends on the source of its operands and the readers
+of its result. Attention does not, because products compute both operands. The head does not: no product follows it.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ from jamp._autocast.cast import Cast, Decision
 from jamp._autocast.constructs import KEEPS_RESULTS
 from jamp._autocast.float8 import Float8
 from jamp._autocast.quantized import packed, quantized_product
-from jamp._autocast.rules import COMPUTE, YOURS, holds_product
+from jamp._autocast.rules import COMPUTE, YOURS
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jamp._primitives import holds_product
 from jamp._source_line import is_transposed
 
 _NOT_REACHED = "it is in a custom derivative or a linear solve"
@@ -30,7 +31,7 @@ class Quantized:
       closed: The jaxpr.
       config: How operands are quantized.
       why: For each product, by the id of its equation in the `Cast`, why it stays in 16 bit; "" if it is 8 bit.
-      bodies: For each construct, by the id of its equation in the `Cast`, what became of its bodies.
+      bodies: For each construct, by the id of its equation in the `Cast`, its quantized bodies.
     """
 
     closed: ClosedJaxpr
@@ -77,7 +78,7 @@ class _Pass:
         self._traced: dict[Any, ClosedJaxpr] = {}
 
     def run(self, closed: ClosedJaxpr, computed: tuple[bool, ...], read_on: tuple[bool, ...]) -> Quantized:
-        """Quantize in a jaxpr. Products have computed some of its inputs, and read some of its outputs."""
+        """Quantize a jaxpr. `computed` inputs depend on a product, and later products read the `read_on` outputs."""
         key = id(closed.jaxpr), computed, read_on
         if key not in self._done:
             self._done[key] = self._run(closed, computed, read_on)
@@ -88,7 +89,7 @@ class _Pass:
         made = {v for v, x in zip(jaxpr.invars, computed, strict=True) if x}
         is_made = lambda v: not _jaxpr.is_literal(v) and v in made
         feeding = _feeding(jaxpr, read_on)
-        sources: dict[Any, Var] = {}  # what a value was cast from
+        sources: dict[Any, Var] = {}  # for the result of a cast, its operand
         values: dict[Any, list[Var]] = {}  # the 8-bit values and the scales of a value
         found = Quantized(closed, self._config, {}, {})
         eqns: list[JaxprEqn] = []
@@ -136,7 +137,7 @@ class _Pass:
         if is_transposed(eqn):
             return "the function was differentiated before autocast; write jax.grad(autocast(f))"
         if any(isinstance(n, int) and n < least for n in sizes):  # A symbolic size is not compared.
-            return f"a size of it, of {sizes}, is below min_size={least}"
+            return f"one of its sizes {sizes} is below min_size={least}"
         if is_attention:
             return f"products compute both operands, as in attention; {force}"
         if not is_read_on:
@@ -162,17 +163,17 @@ class _Pass:
 
 
 def _source(sources: dict[Any, Var], v: Any) -> Any:
-    """What a value was cast from. Equal casts of a value are quantized once."""
+    """The value before its casts, so that equal casts of a value are quantized once."""
     while not _jaxpr.is_literal(v) and v in sources:
         v = sources[v]
     return v
 
 
 def _feeding(jaxpr: Jaxpr, read_on: Sequence[bool]) -> set[Any]:
-    """The values that a product reads, however late. Of the outputs, a later product reads some (`read_on`)."""
+    """The values that a product reads, perhaps through other operations. Later products read the `read_on` outputs."""
     found = {v for v, x in zip(jaxpr.outvars, read_on, strict=True) if x and not _jaxpr.is_literal(v)}
     for eqn in reversed(jaxpr.eqns):
-        # A sum of all products, such as a loss that is written as one, is not a layer.
+        # A dot product of all elements, such as a squared loss, is not a layer.
         is_layer = eqn.primitive.name != "dot_general" or _jaxpr.product_sizes(eqn)[:2] != [1, 1]
         if any(v in found for v in eqn.outvars) or (holds_product(eqn) and is_layer):
             found.update(v for v in eqn.invars if not _jaxpr.is_literal(v))

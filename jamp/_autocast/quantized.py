@@ -26,7 +26,7 @@ def quantize(x: Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Pair:
     values = lax.stop_gradient(x)
     amax = jnp.max(jnp.abs(values), axes, keepdims=axes is not None, initial=0).astype(jnp.float32)
     # The smallest power of two with amax / scale <= the largest float8, which is 1.m * 2**k: the exponent of
-    # amax * 2**-k, plus one if its mantissa is above m. It is not 0, whose inverse is inf.
+    # amax * 2**-k, plus one if its mantissa is above m. It is kept above 0, whose inverse is inf.
     largest = np.float32(jnp.finfo(dtype).max)
     mantissa, k = int(largest.view(np.int32)) & 0x7FFFFF, int(np.frexp(largest)[1]) - 1
     bits = lax.bitcast_convert_type(amax * np.float32(2.0**-k), jnp.int32)
@@ -71,8 +71,8 @@ def quantized_product(eqn: JaxprEqn, config: Float8) -> Callable[..., Array]:
         _, _, qx, sx, qy, sy = primals
         out = _dot(unpack(qx, sx), unpack(qy, sy), options, config)
         moving = [i for i in range(2) if not isinstance(tangents[i], SymbolicZero)]
-        # What the cotangent of an operand needs is the other one. A scale cannot vary along an axis that is summed, and
-        # the backward products sum other axes, so with scales by row it is quantized again.
+        # The cotangent of an operand needs the other operand. A scale cannot vary along an axis that is summed, and the
+        # backward products sum other axes, so with scales by row that operand is quantized again.
         whole, pairs = [[x] for x in primals[:2]], [primals[2:4], primals[4:]]
         others = [(pairs if config.granularity == "tensor" else whole)[1 - i] for i in moving]
         avals = [jax.typeof(x) for x in primals[:2]]
@@ -135,13 +135,13 @@ def _evaluate_quantized(closed: Any, g: Any, other: Any, config: Float8) -> Arra
 def _dot(x: Pair, y: Pair, options: dict[str, Any], config: Float8) -> Array:
     """A product of quantized operands, in the carrier.
 
-    With one scale for each operand, it is a product of the values that the operands stand for, which are exact in
-    bfloat16. XLA:GPU makes a float8 product of this form. Otherwise the scales are applied to the result.
+    With one scale for each operand, it is a product of the dequantized operands, which are exact in bfloat16. XLA:GPU
+    compiles this form to a float8 product. Otherwise the scales are applied to the result.
     """
     carrier = np.dtype(config.carrier)
     if config.granularity == "tensor" and carrier == jnp.bfloat16:
-        # XLA:GPU would join products that share an operand (q, k and v), in 16 bit, because their scales differ. One
-        # barrier around both scales of a product makes it different from the others.
+        # XLA:GPU would merge products that share an operand (q, k and v) into one 16-bit product, because their scales
+        # differ. One barrier around both scales of each product prevents the merge.
         scales = lax.optimization_barrier((x[1], y[1]))
         a, b = (q.astype(carrier) * scale.astype(carrier) for q, scale in zip((x[0], y[0]), scales, strict=True))
         return lax.dot_general(a, b, **options | {"preferred_element_type": carrier})
@@ -150,8 +150,8 @@ def _dot(x: Pair, y: Pair, options: dict[str, Any], config: Float8) -> Array:
     return (lax.dot_general(x[0], y[0], **options) * scales).astype(carrier)
 
 
-# The tangent of a product: a linear function of the tangents of operands, the last inputs, of which only the transpose
-# (`pull_back`) is known. Reverse-mode differentiation transposes it, forward mode would evaluate it.
+# The tangent of a product: a linear function of its last inputs, the tangents of operands. Only its transpose
+# (`pull_back`) is known. Reverse-mode differentiation transposes it. Forward mode would evaluate it, which raises.
 _tangent = _jaxpr.core().Primitive("float8_tangent")
 
 

@@ -1,9 +1,9 @@
-"""Recompute: what the backward pass keeps, and what it computes again.
+"""Recompute: keep fewer values for the backward pass, and compute the cheap ones again.
 
-`recompute` takes a jaxpr and returns one that computes the same. A *segment* is straight-line code between constructs.
-Its derivative is split in two (`_autocast/derivative.py`): the forward pass computes the results and what is kept, and
-the backward pass computes the rest again in a `jax.checkpoint`. No product, random number or collective is computed
-twice.
+`recompute` takes a jaxpr and returns one that computes the same. A *segment* is straight-line code between constructs
+such as loops. Its derivative is split in two (`_autocast/derivative.py`): the forward pass computes the results and the
+values to keep, and the backward pass recomputes the others in a `jax.checkpoint`. No product, random number or
+collective is computed twice.
 """
 
 import functools
@@ -20,18 +20,18 @@ from jax.interpreters import ad, batching, mlir
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.cast import SEGMENT
 from jamp._autocast.derivative import is_live, is_recomputed, nbytes, split_derivative
-from jamp._autocast.rules import PRODUCTS, RULES, holds_product, moves
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 _PRODUCTS = 6  # of a segment, more or less: those of a layer
 
 
 def recompute(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same function, whose backward pass computes what is cheap again.
+    """The same function, whose backward pass recomputes cheap values.
 
-    What follows the last product stays as it is, because its gradient reads it at once.
+    Operations after the last product stay as they are, because the backward pass reads their values at once.
     """
     eqns = closed.jaxpr.eqns
     last = max((i for i, eqn in enumerate(eqns) if holds_product(eqn)), default=-1)
@@ -110,13 +110,16 @@ class _Pass:
 
 def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> list[range]:
     """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut."""
-    crossing = [0.0] * (len(eqns) + 1)
-    for i in whole:
-        for v in eqns[i].outvars:
-            for j in range(i + 1, min(last_uses.get(v, -1), whole.stop) + 1):
-                crossing[j] += nbytes(v)
     counts = itertools.accumulate((holds_product(eqns[i]) for i in whole), initial=0)
     before = dict(zip([*whole, whole.stop], counts, strict=True))  # the number of products before each equation
+    if before[whole.stop] <= 1.5 * _PRODUCTS:
+        return [whole]
+    change = [0.0] * (whole.stop + 2)  # of the bytes that cross a cut in front of an equation
+    for i in whole:
+        for v in eqns[i].outvars:
+            change[i + 1] += nbytes(v)
+            change[max(i, min(last_uses.get(v, -1), whole.stop)) + 1] -= nbytes(v)
+    crossing = list(itertools.accumulate(change))
     found, start = [], whole.start
     while before[whole.stop] - before[start] > 1.5 * _PRODUCTS:
         sizes = {j: before[j] - before[start] for j in range(start + 1, whole.stop)}
@@ -138,7 +141,7 @@ def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
 def _flat(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
     for eqn in eqns:
         yield eqn
-        for jaxpr, _ in _jaxpr.inner(eqn):
+        for jaxpr, _ in () if eqn.primitive.name in CHEAP else _jaxpr.inner(eqn):
             yield from _flat(jaxpr.eqns)
 
 
@@ -147,20 +150,20 @@ def _in(some: set[Var], atom: Any) -> bool:
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
-    """Whether an equation may be in a segment: it is no construct, and has no effect and no name for a policy."""
+    """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
     if eqn.effects or eqn.primitive.name == "name":
         return False
     if eqn.primitive.name in ("jit", "custom_jvp_call"):
         body = _evaluate.body_of_call(eqn)
         return body is not None and all(map(_is_plain, body.jaxpr.eqns))
-    return eqn.primitive.name in RULES or not _jaxpr.has_body(eqn)
+    return eqn.primitive.name in CHEAP | EXPENSIVE or not _jaxpr.has_body(eqn)
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
     """Whether an equation computes a large float32 array. A symbolic size is large."""
     sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
     is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
-    return is_large and not moves(eqn.primitive.name) and is_recomputed(eqn)
+    return is_large and eqn.primitive.name not in MOVING and is_recomputed(eqn)
 
 
 def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Callable[..., list[Array]]:
@@ -177,7 +180,7 @@ def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Ca
         parts = split(moving)
         values = _evaluate.call(parts.forward, primals)
         results, kept = values[: len(closed.out_avals)], values[len(closed.out_avals) :]
-        # A barrier keeps XLA from finding that what is computed again was computed already. A loop is a barrier.
+        # A barrier keeps XLA from merging the recomputation with the forward pass (CSE). A loop is a barrier, too.
         args = [*kept, *(primals[i] for i in parts.inputs)]
         args = _hold.bind(*args) if convolves and not in_loop else args
         args = [*args, *(tangents[i] for i in moving)]
@@ -188,8 +191,8 @@ def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Ca
     return segment
 
 
-# The barrier of segments with convolutions. XLA:TPU needs half as much memory more if there is one, so it has none
-# (docs/design.md has the figures). The platform for which a program is lowered decides, not the one that traces it.
+# The barrier of segments with convolutions. On XLA:TPU it costs half as much memory again, so there it is lowered to
+# nothing (docs/design.md has the figures). A primitive, because a program may be traced on another platform.
 _hold = _jaxpr.core().Primitive("hold")
 _hold.multiple_results = True
 _hold.def_impl(lambda *xs: list(xs))

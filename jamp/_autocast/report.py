@@ -1,4 +1,4 @@
-"""What autocast decides about a function, operation by operation."""
+"""`autocast_report`: the decisions of autocast about each operation of a function."""
 
 import dataclasses
 import math
@@ -13,8 +13,9 @@ from jamp._autocast.arguments import paths
 from jamp._autocast.cast import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Cast, Caster, Input, Place
 from jamp._autocast.equations import Found, all_equations, cause, flat_decisions, flops
 from jamp._autocast.float8 import Float8
-from jamp._autocast.rules import COMPUTE, FLOAT32, PRODUCTS, RULES, WIDEST
+from jamp._autocast.rules import COMPUTE, FLOAT32, RULES, WIDEST
 from jamp._autocast.transform import passes
+from jamp._primitives import CHEAP, PRODUCTS
 from jamp._source_line import in_scope, is_transposed, pattern
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ class AutocastRow:
       after: The same under autocast.
       source: The user's line, "model.py:12 (dense)", and after a `>` the innermost line of a package that it calls.
       reason: Why it is in its category.
-      count: How often a call runs it. The body of a while counts once, and each branch of a cond.
-      flops: Their sum over all runs; 0 where it is not known. A construct that is not entered has those of its bodies.
+      count: How often they run in one call. The body of a while and each branch of a cond count once.
+      flops: The FLOPs of all runs, or 0 if unknown. A construct that is not entered has those of its bodies.
       scope: The name scopes around them, such as the names of Linen modules: "h_*/attn/{query,key}" for many layers.
-      parameter: Where the parameters that they read stand in the arguments: `params['h_*']['attn']['kernel']`.
+      parameter: The paths, in the arguments, of the parameters that they read: `params['h_*']['attn']['kernel']`.
     """
 
     operation: str
@@ -52,12 +53,12 @@ class AutocastRow:
 
 @dataclasses.dataclass(frozen=True)
 class AutocastReport:
-    """What `autocast` decides about a function. `str()` is a table; `rows` is for programs.
+    """The decisions of `autocast` about a function. `str()` is a table, and `rows` is for programs.
 
     Attributes:
       rows: One row for each kind of floating operation and source line, the most FLOPs first.
       compute_dtype: The name of the compute dtype.
-      backward: Whether the function takes a gradient of what autocast has not transformed.
+      backward: Whether the function takes the gradient of a function that autocast has not transformed.
       float8: Whether it is a report of a `Float8`, with the carrier as compute dtype.
     """
 
@@ -84,9 +85,7 @@ class AutocastReport:
         total = sum(row.flops for row in self.rows)
         stays = []
         for row in self.rows:
-            is_large = row.flops >= 0.01 * total > 0 and not _is_cheap(
-                row.operation
-            )  # Between products float32 is free.
+            is_large = row.flops >= 0.01 * total > 0 and row.operation not in CHEAP  # Between products float32 is free.
             is_reached = row.category not in (NOT_ENTERED, NO_RULE)
             is_high = "float32" in row.after and not self._is_low(row)
             is_kept = self.float8 and row.category == COMPUTE and not row.after.startswith("float8")
@@ -128,7 +127,7 @@ class AutocastReport:
 def autocast_report(
     fun: Callable[..., Any], compute_dtype: DTypeLike | Float8 = jnp.float16, *, rules: Mapping[str, str] | None = None
 ) -> Callable[..., AutocastReport]:
-    """What `autocast` does to a function, without running it.
+    """Report what `autocast` does to a function, without running it.
 
     Its arguments and errors are those of `autocast`. Arrays may be given as `jax.ShapeDtypeStruct`. For a gradient pass
     `jax.grad(jamp.autocast(loss))`: a function that has autocast inside is reported as it runs.
@@ -182,7 +181,7 @@ def autocast_report(
 
 
 def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) -> AutocastRow | None:
-    """The row of an equation, without what is summed, or None if it reads and writes no floating value."""
+    """The row of an equation, without the sums, or None if it reads no floating value or only casts one."""
     decision, category = found.decision, found.decision.category
     eqn, run = decision.eqn, decision.run
     before = _dtypes(eqn.invars), _dtypes(eqn.outvars)
@@ -202,7 +201,7 @@ def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) 
     elif category == REGION:
         reason = "it is inside jamp.full_precision"
     elif as_run:
-        reason = "it runs like this: the function has autocast inside"
+        reason = "the function has autocast inside, and this is how it runs"
     elif category == COMPUTE and after == before:
         reason = "its operands have other dtypes, which autocast leaves alone"
     elif category == WIDEST and after == before:
@@ -227,10 +226,6 @@ _BACKWARD = (
     "this is autocast(jax.grad(f)). jax.grad(autocast(f)) may have other dtypes in custom rules and in loops, and "
     "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f))) shows it"
 )
-
-
-def _is_cheap(operation: str) -> bool:
-    return operation in RULES and RULES[operation].recomputed
 
 
 def _dtypes(atoms: Any) -> str:

@@ -36,14 +36,14 @@ def autocast(
     rules: Mapping[str, str] | None = None,
     recompute: bool = True,
 ) -> Callable[P, R]:
-    """Run the matrix products of a function in 16 bit, and what stands between them in float32.
+    """Run the matrix products of a function in 16 bit, and the operations between them in float32.
 
-    `fun` is traced. Its matrix products and convolutions get operands in the compute dtype and give results in it. What
-    stands between two products (norms, activations, softmax, losses) is computed in float32, and rounded where the next
-    product reads it. The backward pass keeps the 16-bit inputs of such a run of cheap operations, and computes the
-    float32 values inside it again. Values that are float64, complex, integer, or already 16 bit are left alone. It
-    enters jit, scan, while, cond, remat, shard_map, and functions with custom derivatives; what it does not enter runs
-    as it was traced. The [rules](../autocast.md#rules) are a table, and `autocast_report` shows what was decided.
+    `fun` is traced. Its matrix products and convolutions get operands in the compute dtype and give results in it. The
+    operations between two products (norms, activations, softmax, losses) are computed in float32, and their result is
+    rounded where the next product reads it. The backward pass keeps the 16-bit inputs of these cheap operations, and
+    recomputes their float32 values. Values that are float64, complex, integer, or already 16 bit are left alone. It
+    enters jit, scan, while, cond, remat, shard_map, and functions with custom derivatives. Code that it cannot enter
+    runs as it was traced. The [rules](../autocast.md#rules) are a table, and `autocast_report` shows the decisions.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
@@ -52,17 +52,17 @@ def autocast(
       rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
         as `{"scan": "float32"}`, keeps autocast out of it. `{"dot_general[head]": "float32"}` is for the products
         that have "head" in their name stack (`jax.named_scope`, names of Linen modules).
-      recompute: False keeps the float32 values that the backward pass needs in memory. Inside a `jax.checkpoint` of
-        yours nothing is computed again but what you asked for.
+      recompute: False keeps the float32 values that the backward pass needs in memory. Inside your own
+        `jax.checkpoint`, only its policy decides.
 
     Returns:
       A function like `fun`, whose results have the structure, shapes, dtypes and weak types that those of `fun` have.
-      Gradients with respect to float32 arguments are float32. To be used before or after `jax.grad`, `jit`, `vmap`,
-      `scan` and `remat`; outside `jit` it is traced at every call.
+      Gradients with respect to float32 arguments are float32. Use it before or after `jax.grad`, `jit`, `vmap`,
+      `scan` and `remat`. Outside `jit` it is traced at every call.
 
     Raises:
       ValueError: If the compute dtype is not a 16-bit float, or a rule is for an unknown primitive or category.
-      TypeError: If `fun` is not a function. When called, if `fun` returns what cannot be traced, or inside
+      TypeError: If `fun` is not a function. When called, if a result of `fun` cannot be traced, or inside
         `hk.transform`.
 
     Examples:
@@ -91,14 +91,14 @@ def autocast(
 
 
 def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that autocast does not touch: a loss, an attention softmax, a kernel.
+    """Exclude a function from autocast: a loss, an attention softmax, a kernel.
 
     Args:
       fun: Any function. It may be a method of a module, and may be called inside a model.
 
     Returns:
-      The same function. Under `autocast`, all that it computes, and the backward pass of it, keeps the dtypes it was
-      traced with; what reaches it in 16 bit is cast back first. Without `autocast` nothing changes.
+      The same function. Under `autocast`, its forward and backward pass keep the dtypes they were traced with, and
+      operands that are stored in 16 bit are cast back first. Without `autocast` nothing changes.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -109,7 +109,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        # A name scope is what a traced operation remembers of where it came from, through every transformation.
+        # A traced operation keeps its name scopes through every transformation.
         with jax.named_scope(FULL_PRECISION):
             return fun(*args, **kwargs)
 
@@ -117,7 +117,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 class Passes(NamedTuple):
-    """A call of a function, and what the passes made of it."""
+    """A call of a function, and the results of the passes."""
 
     call: Call
     cast: Cast
@@ -125,7 +125,7 @@ class Passes(NamedTuple):
 
     def closed(self, recompute: bool) -> ClosedJaxpr:
         """The jaxpr to evaluate."""
-        from jamp._autocast import recompute as last  # It imports Pallas: `_jaxpr.core` says more.
+        from jamp._autocast import recompute as last  # Imported late, because it imports Pallas: see `_jaxpr.core`.
 
         closed = self.quantized.closed if self.quantized else self.cast.closed()
         return last.recompute(closed) if recompute and self.cast.changed else closed
@@ -182,7 +182,7 @@ def _inside_haiku() -> bool:
 
 
 def _as_result(x: Any, aval: Any) -> Any:
-    """A `jax.Array` of a type. Evaluated outside `jit`, a constant of a jaxpr is something else."""
+    """A result as a `jax.Array` of its traced type. Outside `jit`, a constant of a jaxpr may not be a `jax.Array`."""
     x = x if isinstance(x, jax.Array) or aval.dtype == jax.dtypes.float0 else jnp.asarray(x)
     return _evaluate.weaken(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
@@ -213,6 +213,6 @@ def _merge(rules: Mapping[str, str]) -> dict[str, Rule]:
             hint = f" Did you mean {close[0]!r}?" if close else " The keys are names of JAX primitives."
             raise ValueError(f"{name!r} is not the name of an operation.{hint}")
         if name in _jaxpr.CONSTRUCTS and category != FLOAT32:
-            raise ValueError(f"{name!r} is entered, or with the rule 'float32' is not; got {category!r}.")
+            raise ValueError(f"The rule for {name!r} must be 'float32', which keeps autocast out, got {category!r}.")
     kept = {key: rule for key, rule in RULES.items() if key.split("[")[0] not in rules}
     return kept | {name: Rule(category, YOURS) for name, category in rules.items()}

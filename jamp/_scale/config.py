@@ -21,7 +21,7 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     """Return the loss scale that a compute dtype needs.
 
     Args:
-      dtype: A floating dtype or its name; or a `Float8`, whose products have scales of their own: its carrier decides.
+      dtype: A floating dtype or its name. For a `Float8`, the carrier decides, because its products have scales.
 
     Returns:
       For float16, `DynamicLossScale()`. For bfloat16, which has the range of float32, `StaticLossScale(1.0)`. It still
@@ -56,7 +56,7 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
 
     `config` may also be a whole MindFormers document or its `runner_wrapper`. Only `scale_sense` is read from it. If
     that is a number, it is a static scale. `use_clip_grad: True` warns, because clipping belongs in the optimizer
-    chain. Pass only the `scale_sense` if it is there.
+    chain. If you clip there, pass only the `scale_sense`.
 
     Any number may be given as a string, because YAML 1.1 reads `1e9` as a string and JSON has no other way to say
     "inf".
@@ -138,7 +138,7 @@ _BUILDERS: dict[str, Callable[..., LossScale]] = {
 
 
 def _number(value: Any, *, whole: bool = False) -> Any:
-    """The number that a string, or each string of a list, contains. An int if it should be whole, and is."""
+    """The number that a string, or each string of a list, contains. An int if `whole` is set and it is whole."""
     if isinstance(value, (list, tuple)):
         return [_number(x, whole=whole) for x in value]
     if not isinstance(value, str):

@@ -49,7 +49,7 @@ def check_loss_scale(loss_scale: Any, constant: str = "jamp.StaticLossScale(scal
 
 
 def is_noop(state: Any) -> bool:
-    """Whether a loss scale's state switches scaling, checks and skips off. A user's own needs no such property."""
+    """Whether a loss scale's state switches scaling, checks and skips off. A user's own state needs no `is_noop`."""
     return getattr(state, "is_noop", False)
 
 

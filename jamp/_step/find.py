@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -15,19 +16,19 @@ _Nodes = list[tuple[tuple[Any, ...], Any]]  # path and value
 
 
 def find_scaler_state(tree: Any) -> Any:
-    """The one `ScalerState` or state of `loss_scaled` in a tree. None or several raise a ValueError."""
+    """The one `ScalerState` or state of `loss_scaled` in a tree. Raises ValueError unless there is exactly one."""
     return _only(tree, list(_nodes(tree)), is_scaler_state, "loss-scaled optimizer state")
 
 
 def find_loss_scale_state(tree: Any) -> Any:
-    """The one NamedTuple with a field `loss_scale` in a tree. None or several raise a ValueError."""
+    """The one NamedTuple with a field `loss_scale` in a tree. Raises ValueError unless there is exactly one."""
     return _only(tree, list(_nodes(tree)), _is_loss_scale_state, "loss-scale state")
 
 
 def find_state_to_unscale(tree: Any, caller: str) -> Any:
-    """`find_loss_scale_state` for a function that unscales gradients, and that an error message calls `caller`.
+    """`find_loss_scale_state` for a function that unscales gradients, which error messages name by `caller`.
 
-    The state of `loss_scaled(..., unscale=True)`, which would unscale them again, is a ValueError.
+    Raises ValueError for the state of `loss_scaled(..., unscale=True)`, which would unscale the gradients again.
     """
     nodes = list(_nodes(tree))
     if _has_scaled_grads(nodes):
@@ -50,8 +51,20 @@ def step_applied(opt_state: Any) -> Array | None:
     return found[0].grads_finite if len(found) == 1 and not is_noop(found[0].loss_scale_state) else None
 
 
+def has_transform_before_unscale(tree: Any) -> bool:
+    """Whether a tree holds the state of a chain in which a clip or a decay stands before `unscale=True`."""
+    is_scaled = lambda x: isinstance(x, ScaledGradsState)
+
+    def is_late(x: Any) -> bool:
+        # Clips and decays have no state of their own. A user's tuple of states has no such entry.
+        first = [i for i, y in enumerate(x) if isinstance(y, optax.EmptyState)][:1] if type(x) is tuple else []
+        return any(contains(x[i:], is_scaled) for i in first)
+
+    return contains(tree, is_late)
+
+
 def array_of(x: Any) -> Array:
-    """An array, also if it is in a Variable, as Flax NNX keeps each array."""
+    """The array itself, or the array in a Flax NNX Variable."""
     return jnp.asarray(*jax.tree.leaves(x))
 
 
@@ -59,7 +72,7 @@ def _nodes(tree: Any, path: tuple[Any, ...] = (), *, below: bool = False) -> Ite
     """Path and value of each node that a look-up may ask for, in one pass. Nodes may be inside other nodes."""
 
     def is_leaf(x: Any) -> bool:
-        is_known = is_scaler_state(x) or _is_loss_scale_state(x) or _is_plain_nnx_optimizer(x)
+        is_known = is_scaler_state(x) or _is_loss_scale_state(x) or _is_plain_nnx_optimizer(x) or _hides_overflows(x)
         return is_known and not (below and x is tree)
 
     for p, x in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
@@ -83,16 +96,29 @@ def _is_plain_nnx_optimizer(x: Any) -> bool:
     return hasattr(x, "wrt") and hasattr(x, "opt_state") and not hasattr(x, "undoes_skips") and contains(x.opt_state)
 
 
+def _hides_overflows(x: Any) -> bool:
+    """Whether a node is the state of `optax.apply_if_finite` around an optimizer whose loss scale adapts."""
+    # The state of a loss scale that never changes holds nothing else.
+    adapts = lambda y: is_scaler_state(y) and len(jax.tree.leaves(y.loss_scale_state)) > 1
+    return isinstance(x, optax.ApplyIfFiniteState) and contains(x.inner_state, adapts)
+
+
 def _has_scaled_grads(nodes: _Nodes) -> bool:
     return any(isinstance(x, ScaledGradsState) for _, x in nodes)
 
 
 def _only(tree: Any, nodes: _Nodes, is_match: Callable[[Any], bool], what: str) -> Any:
-    """The one node that matches. None or several raise a ValueError."""
+    """The one node that matches. Raises ValueError unless there is exactly one."""
     if any(_is_plain_nnx_optimizer(x) for _, x in nodes) and not _has_scaled_grads(nodes):
         raise ValueError(
-            "nnx.Optimizer counts skipped steps, and does not restore what they changed in the model. Use "
+            "nnx.Optimizer counts skipped steps, and does not undo their changes to the model. Use "
             "jamp.nnx.Optimizer(model, tx, wrt=nnx.Param), with the plain optimizer as tx."
+        )
+    if any(_hides_overflows(x) for _, x in nodes):
+        raise ValueError(
+            "optax.apply_if_finite around a loss-scaled optimizer keeps overflows from it, so the loss scale stays too "
+            "high. loss_scaled skips such steps itself: leave apply_if_finite out, or put it inside, "
+            "jamp.loss_scaled(optax.apply_if_finite(tx, max_consecutive_errors))."
         )
     found = [(path, x) for path, x in nodes if is_match(x)]
     if len(found) == 1:

@@ -43,7 +43,7 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
     groups = _groups([lax.stop_gradient(jnp.asarray(x)) for x in leaves], labels)
     if not groups:
         return jnp.bool_(True)
-    # Combined here, because XLA then reduces over devices after these maxima, with one scalar per device.
+    # The maxima are combined before XLA reduces over devices, so that it communicates one scalar per device.
     found = map(_any_nonfinite, groups)
     count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), found))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
@@ -84,7 +84,7 @@ def _any_nonfinite(group: list[Array]) -> Array:
 
     It is a float because XLA:TPU computes only float reductions in the same pass as a clip's norm. On GPU, arrays that
     are combined before they are reduced take one kernel instead of many. XLA:CPU writes the operand of a reduction to
-    memory. Here that is one answer for a whole group. With a sum of `x - x` it is every unscaled gradient.
+    memory. Here that is one array for a whole group. With a sum of `x - x` it would be every unscaled gradient.
     """
     found = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
     return jnp.max(found.astype(jnp.float32))
@@ -93,7 +93,7 @@ def _any_nonfinite(group: list[Array]) -> Array:
 def _materialize(count: Array) -> Array:
     """A scalar that is 0 if and only if `count` is, and that XLA keeps in memory.
 
-    XLA:CPU copies a plain reduction, but not a dot product, into every fusion that reads it: compile time is quadratic.
+    XLA:CPU copies a plain reduction, but not a dot product, into every fusion that reads it: quadratic compile time.
     """
     pair = jnp.stack([count, count])
     return jnp.dot(pair, pair, precision=lax.Precision.DEFAULT)

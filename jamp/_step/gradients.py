@@ -26,8 +26,8 @@ def value_and_grad(
     It scales the loss before the backward pass and unscales the gradients after it, so that float16 cotangents do not
     underflow. On an overflow the gradients hold inf or NaN, and `loss_scaled` skips the step.
 
-    Call it inside the jitted train step. It reads the loss scale of the `state` that it is given, so one that is made
-    once, outside the step, scales by the first loss scale forever.
+    Call it inside the jitted train step. It uses the loss scale of the `state` that it is given. If you call it once,
+    outside the step, the returned function uses the first loss scale forever.
 
     Args:
       fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.

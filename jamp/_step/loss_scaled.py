@@ -12,7 +12,7 @@ from jamp import _jaxpr
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, check_loss_scale, is_noop
 from jamp._step import scaling
-from jamp._step.params import params_for, params_for_init
+from jamp._step.params import check_rounds_last, params_for, params_for_init
 from jamp._step.skip import update_or_skip
 from jamp._step.state import AnyLossScaledState, check_state, check_whole, scaler_of, wrap_inner
 
@@ -50,7 +50,8 @@ def loss_scaled(
 
     Raises:
       TypeError: If `inner` or `loss_scale` is of the wrong kind. From `update`, if the state is not from `init`.
-      ValueError: From `init`, if `inner` is already loss-scaled, or a mask hides some of the parameters.
+      ValueError: From `init`, if `inner` is already loss-scaled, a mask hides some of the parameters, or parameters are
+        averaged after their stochastic rounding. From `update`, if rounded updates are multiplied by a number.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -63,7 +64,7 @@ def loss_scaled(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018. `torch.amp.GradScaler.step`.
     """
-    _jaxpr.core()  # Its import in the middle of a trace would make jax 0.12 trace the first step twice.
+    _jaxpr.core()  # Importing it during a trace would make jax 0.12 trace the first step twice.
     _check_inner(inner)
     check_loss_scale(loss_scale)
     inner = optax.with_extra_args_support(inner)
@@ -73,6 +74,7 @@ def loss_scaled(
     def init(params: optax.Params) -> AnyLossScaledState:
         check_whole(params)
         inner_state = jax.tree.map(_without_weak_type, inner.init(params_for_init(inner.init, params)))
+        check_rounds_last(inner_state)
         return wrap_inner(inner_state, loss_scale, unscale=unscale)
 
     def update(
@@ -108,7 +110,7 @@ def _check_extra_args(extra_args: dict[str, Any], unscale: bool) -> None:
     if unscale and functions:
         raise ValueError(
             f"update got {functions[0]}=, a function that the optimizer calls itself (line searches, SAM, Sophia). "
-            "With unscale=True nothing unscales what it computes. Use loss_scaled without unscale=True, with gradients "
+            "With unscale=True jamp does not unscale its results. Use loss_scaled without unscale=True, with gradients "
             "from jamp.grad, and a function of the true loss."
         )
 

@@ -34,7 +34,7 @@ def master_params(
 
     A step of 1e-4 on a bfloat16 parameter of 1.0 is always lost in rounding. Here `inner` steps the masters, and
     `optax.apply_updates(params, updates)` gives `masters.astype(params.dtype)`. If an update is more than twice as
-    large as the new parameter, that may round differently, and the next step corrects it.
+    large as the new parameter, the addition may round differently, and the next step corrects it.
 
     The masters start as the parameters that `init` is given. If you have float32 parameters, pass those and cast them
     with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again.

@@ -4,14 +4,32 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from jamp._cast import to_float32
 from jamp._step.state import contains
 
 
 def rounds_stochastically(opt_state: Any) -> bool:
-    """Whether an optimizer of this state rounds parameters, as the `rounds_params` of one of its nodes says."""
+    """Whether the optimizer of this state rounds parameters: a node of the state has `rounds_params` True."""
     return contains(opt_state, lambda x: getattr(x, "rounds_params", False) is True)
+
+
+def check_rounds_last(opt_state: Any) -> None:
+    """Raise ValueError if an optimizer of this state averages bfloat16 parameters after their rounding."""
+
+    def averages(x: Any) -> bool:
+        if not (isinstance(x, optax.contrib.ScheduleFreeState) and rounds_stochastically(x.base_optimizer_state)):
+            return False
+        own = jax.tree.leaves(x._replace(base_optimizer_state=()))
+        return any(getattr(y, "dtype", None) == jnp.bfloat16 for y in own)
+
+    if contains(opt_state, averages):
+        raise ValueError(
+            "schedule_free around stochastic_rounding averages the rounded parameters, and the averages are rounded to "
+            "nearest. Put the rounding last: jamp.stochastic_rounding(optax.contrib.schedule_free(tx, learning_rate))."
+        )
 
 
 def params_for(opt_state: Any, params: Any) -> Any:
@@ -20,7 +38,7 @@ def params_for(opt_state: Any, params: Any) -> Any:
 
 
 def params_for_init(init: Callable[[Any], Any], params: Any) -> Any:
-    """The parameters for the `init` of an optimizer. It is traced with 16-bit ones, because its state is not known."""
+    """The parameters for the `init` of an optimizer. If some are 16 bit, tracing `init` tells whether to cast them."""
     wide = to_float32(params)
     is_wide = all(x is y for x, y in zip(jax.tree.leaves(wide), jax.tree.leaves(params), strict=True))
     return params if is_wide else params_for(jax.eval_shape(init, wide), params)

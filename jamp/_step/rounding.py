@@ -13,6 +13,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
+from jamp import _jaxpr
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+
 
 def random_words(seed: Any, count: Array) -> tuple[Array, Array]:
     """Two random words for one step, u32[] both, from a seed (an int or i32[]) and the step count (i32[])."""
@@ -39,7 +42,7 @@ def round_stochastically(x: Array, name: str, words: tuple[Array, Array], spec: 
     # Because the second word enters between the products, no two streams are permutations of each other.
     random = _product(_product(index, 16, 0x7FEB352D) + (words[1] + leaf[1]), 15, 0x846CA68B) >> 16
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    # The discarded bits are a number below 2**16. Adding a uniform one of 16 bits carries with the right probability.
+    # The discarded bits are a number below 2**16. Adding a uniform 16-bit number carries with the right probability.
     raised = bits + random
     is_finite = lambda u: (u & jnp.uint32(0x7F800000)) != jnp.uint32(0x7F800000)
     rounded = jnp.where(is_finite(raised), raised, bits) & jnp.uint32(0xFFFF0000)
@@ -48,12 +51,40 @@ def round_stochastically(x: Array, name: str, words: tuple[Array, Array], spec: 
 
 @jax.custom_jvp
 def straight_through(x: Array, rounded: Array) -> Array:
-    """`rounded`, with the derivative of `x`: the derivative of the step that is not rounded (arXiv:1308.3432)."""
+    """`rounded`, with the derivative of `x`: a straight-through estimator (arXiv:1308.3432)."""
     del x
     return rounded
 
 
 straight_through.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+
+
+def check_not_scaled(closed: ClosedJaxpr, updates: int) -> None:
+    """Raise ValueError if any of the first outputs, the `updates`, is a rounded update times a number other than 1.
+
+    What may leave a rounded update as it is, such as a mask of its shape or a selection, is not an error.
+    """
+    rounded, scaled = set[Any](), set[Any]()
+    for eqn in closed.jaxpr.eqns:
+        if _is_straight_through(eqn):
+            rounded.update(eqn.outvars)
+        elif eqn.primitive.name in ("mul", "div"):
+            others = [x for x in eqn.invars if _jaxpr.is_literal(x) or x not in rounded | scaled]
+            is_number = [jnp.shape(x.aval) == () and getattr(x, "val", None) != 1 for x in others]
+            scaled.update(eqn.outvars if is_number == [True] else [])
+    if any(v in scaled for v in closed.jaxpr.outvars[:updates] if not _jaxpr.is_literal(v)):
+        raise ValueError(
+            "The updates are multiplied by a number after stochastic_rounding, so that the new parameters are rounded "
+            "to nearest again. Put the rounding last: jamp.stochastic_rounding(optax.chain(tx, optax.scale(0.1)))."
+        )
+
+
+def _is_straight_through(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a call of `straight_through`, which does nothing but return its second input."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    bodies = [jaxpr for jaxpr, _ in _jaxpr.inner(eqn)]
+    return any(not body.eqns and body.outvars == body.invars[1:2] for body in bodies)
 
 
 def _hash(x: Array) -> Array:

@@ -13,7 +13,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
-from jamp._step.find import find_loss_scale_state, find_state_to_unscale, scale_of
+from jamp._step.find import (
+    find_loss_scale_state,
+    find_state_to_unscale,
+    has_transform_before_unscale,
+    scale_of,
+)
 from jamp._step.finite import leaves_finite
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
@@ -39,7 +44,15 @@ def scale_loss(loss: Any, state: Any) -> Any:
       >>> float(jamp.scale_loss(jnp.float32(0.5), jamp.StaticLossScale(8.0).init()))
       4.0
     """
-    return _scale_by(loss, scale_of(find_loss_scale_state(state)))
+    scale = scale_of(find_loss_scale_state(state))
+    if scale is not None and has_transform_before_unscale(state):
+        warnings.warn(
+            "A transformation stands before loss_scaled(..., unscale=True) in its chain. A clip or a decay there works "
+            "on gradients that are multiplied by the loss scale. Put it inside: "
+            "jamp.loss_scaled(optax.chain(clip, tx), unscale=True).",
+            stacklevel=_users_stacklevel(),
+        )
+    return _scale_by(loss, scale)
 
 
 def _scale_by(loss: Any, scale: Array | None) -> Any:

@@ -17,18 +17,10 @@ from jax.tree_util import keystr
 
 from jamp import _evaluate, _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._primitives import CHEAP
 from jamp._step.leaves import with_leaves
 from jamp._step.mesh import on_mesh_of
-
-# Primitives that are safe to evaluate on NaN. If an update has any other (a loop that may never end, a callback, a
-# factorisation), a skipped update gets gradients of zero. Otherwise the gradients are read without a selection, and
-# their norm can be computed at the same time as the check instead of after it.
-_SAFE_ON_NAN = frozenset({
-    "abs", "add", "and", "bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq", "exp",
-    "ge", "gt", "integer_pow", "iota", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow",
-    "reduce_max", "reduce_sum", "reshape", "rsqrt", "select_n", "shift_right_logical", "sign", "sqrt", "square",
-    "squeeze", "sub", "transpose", "xor",
-})  # fmt: skip
+from jamp._step.rounding import check_not_scaled
 
 
 def update_or_skip(
@@ -44,6 +36,7 @@ def update_or_skip(
         state, new_state, "The inner optimizer's state",
         "Make `update` return the structure, shapes and dtypes that `init` made.",
     )  # fmt: skip
+    check_not_scaled(closed, len(jax.tree.leaves(updates)))
     skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
     # Outside jit each operation runs by itself, and jax_debug_nans would raise on the gradients.
     if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
@@ -83,8 +76,14 @@ def _choose(grads_finite: Array | None, new: Any, old: Any) -> Any:
 
 
 def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
+    """Whether an update may be evaluated on NaN.
+
+    If it has a loop that may never end, a callback or a factorisation, a skipped update gets gradients of zero.
+    Otherwise the gradients are read without a selection, and their norm can be computed at the same time as the check
+    instead of after it.
+    """
     inner = [(eqn.primitive.name, _jaxpr.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
-    return all(name in _SAFE_ON_NAN if body is None else _is_safe_on_nan(body) for name, body in inner)
+    return all(name in CHEAP if body is None else _is_safe_on_nan(body) for name, body in inner)
 
 
 def _nothing(update: Any) -> complex:
@@ -140,7 +139,7 @@ def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped:
 
 def _select(grads_finite: Array, new: Any, old: Any) -> Any:
     if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
-        # `new` was split from `old`, and jax_debug_key_reuse takes a selection of keys for a use of both.
+        # `new` was split from `old`, and jax_debug_key_reuse counts a selection between keys as a use of both.
         data = _select(grads_finite, jax.random.key_data(new), jax.random.key_data(old))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
     if isinstance(old, (int, float, complex)):

@@ -85,7 +85,7 @@ def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bo
 
 
 def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> AnyLossScaledState:
-    """The state of `loss_scaled` around that of an optimizer. If that holds a scaler state, it is a ValueError."""
+    """Wrap an optimizer's state into that of `loss_scaled`. Raise ValueError if it already holds a scaler state."""
     if contains(inner_state):
         raise ValueError(
             "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "

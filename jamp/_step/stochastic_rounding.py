@@ -18,7 +18,7 @@ from jamp._step.params import rounds_stochastically
 from jamp._step.rounding import random_words, round_stochastically, straight_through
 from jamp._step.state import contains
 
-# Fields of Optax's states that stand for a parameter and are not moments: parameters, sums of gradients, constants.
+# Fields of Optax's states that are like the parameters but not moments: parameters, sums of gradients, constants.
 _NOT_MOMENTS = frozenset({
     "acc_grads", "avg_grad", "cumulative_gradients", "grad_sum", "grad_sum_sq", "hyperparams", "init_params",
     "init_particles", "ns_coeffs", "params", "params0", "projector", "s", "slow", "sum_of_squares", "x0", "z",
@@ -65,11 +65,11 @@ def stochastic_rounding(
     Args:
       inner: The optimizer.
       seed: An int, or i32[] for each member of a `vmap`. Members with the same seed share their random bits.
-      state_dtype: bfloat16 stores the arrays of the inner state that stand for a parameter in bfloat16 between steps,
-        with the same rounding. Sums of gradients and copies of parameters, such as MultiSteps' `acc_grads` and
-        schedule-free's `z`, stay float32. A function of path and array returns a dtype or None for each array.
+      state_dtype: With bfloat16, the moments (arrays of the inner state at a parameter's path) are kept in bfloat16
+        between steps, with the same rounding. Sums of gradients and copies of parameters, such as MultiSteps'
+        `acc_grads` and schedule-free's `z`, stay float32. A function of path and array returns a dtype or None.
       index_specs: Inside `shard_map`, a pytree of `PartitionSpec`s like the parameters, or a prefix of it. Without it,
-        and in arrays of the state that do not have their parameter's shape, all shards are rounded alike.
+        and in arrays of the state that do not have their parameter's shape, all shards get the same bits.
 
     Returns:
       An Optax transformation whose `update` needs `params`. Its state is a `StochasticRoundingState`.
@@ -148,7 +148,7 @@ def stochastic_rounding(
 
 
 def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
-    """A function of an array's path, the array, and where in the path that of a parameter begins (or None)."""
+    """A function of an array's path, the array, and the index at which a parameter's path begins in it (or None)."""
     if callable(state_dtype) and not isinstance(state_dtype, (type, np.dtype, type(jnp.bfloat16))):
         return lambda path, x, start: state_dtype(path, x)
     dtype = None if state_dtype is None else _check_state_dtype(state_dtype)

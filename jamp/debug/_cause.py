@@ -50,7 +50,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
-    """What is wrong with the operands of an elementwise operation, in any dtype."""
+    """The domain error of an elementwise operation at these operands, in any dtype, or None."""
     name = eqn.primitive.name
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":
@@ -59,7 +59,7 @@ def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
     return next((text.format(x=number(x), y=number(y), name=name) for text in found), None)
 
 
-# The primitives, a condition on their operands x and y, and what it means. The first that holds is reported.
+# Primitives, a condition on their operands x and y, and the message. The first condition that holds is reported.
 _DOMAINS: list[tuple[set[str], Callable[[float, float], bool], str]] = [
     ({"log", "log2"}, lambda x, y: x < 0, "log of a negative number: log({x})"),
     ({"log", "log2"}, lambda x, y: x == 0, "log of 0"),
@@ -98,7 +98,7 @@ def _overflow(
     end = float(jnp.finfo(dtype).max)
     # bfloat16 has the range of float32.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    if jnp.finfo(dtype).bits == 64 or _jaxpr.has_body(eqn):  # a body is for its own dtype
+    if jnp.finfo(dtype).bits == 64 or _jaxpr.has_body(eqn):  # a body runs only at its own dtypes
         return None
     try:
         with jax.enable_x64(True):

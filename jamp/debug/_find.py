@@ -81,7 +81,7 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[An
 def _report(
     walker: Walker, results: Sequence[Value], held: tuple[str, ...], forward: set[tuple[str, str]] | None = None
 ) -> NonfiniteSearch:
-    """The result of a search. `forward` is what the forward pass found, if the backward pass was run after it."""
+    """The result of a search. `forward` has the findings of the forward pass, if the backward pass was run after it."""
     origins = [x.origin for x in results if x.origin is not None]
     seen = [origin for origin in origins if isinstance(origin, Finding)]
     first = min(seen, key=lambda finding: finding.order) if seen else next(iter(walker.found), None)

@@ -68,7 +68,7 @@ class Finding:
     outputs: tuple[Values, ...]
     order: int
     scope: str = ""  # the name scopes around it, such as the names of Linen modules: "Net/h_3/attn"
-    parameter: str = ""  # where a parameter that it reads stands in the arguments: "params['h_3']['kernel']"
+    parameter: str = ""  # the path, in the arguments, of a parameter that it reads: "params['h_3']['kernel']"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class NonfiniteSearch:
         kinds = [kind for kind in ("inf", "nan") if any(getattr(x, kind) for x in found.outputs)]
         of = "in the backward pass of " if found.backward else ""
         layer = [found.scope] * bool(found.scope) + [f"with {found.parameter}"] * bool(found.parameter)
-        masked = "  note    no result shows it; what hides it may still give a nan gradient"
+        masked = "  note    no result shows it; the operation that hides it may still give a nan gradient"
         lines = [
             f"{found.primitive} gave {' and '.join(kinds)}: {found.cause}",
             f"  line    {of}{found.source or 'unknown'}",
@@ -109,5 +109,5 @@ class NonfiniteSearch:
         if self.inputs:
             return f"None of {self.operations} operations made inf or nan: the inputs hold them"
         if self.constants:
-            return f"None of {self.operations} operations made inf or nan: those in the results are in the code"
+            return f"None of {self.operations} operations made inf or nan: those in the results are constants"
         return f"Found nothing: {self.operations} operations, all finite"

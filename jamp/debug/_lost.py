@@ -13,7 +13,7 @@ from jamp._cast import is_floating
 def lost_updates(params: optax.Params, updates: optax.Updates) -> Any:
     """The share of the updates that rounding to nearest loses.
 
-    An update is lost if it is not 0, and the new parameter is the old one. That happens to updates below half the
+    An update is lost if it is nonzero but leaves the parameter unchanged. That happens to updates below half the
     spacing of the parameters: for bfloat16, a 512th of a parameter or less.
 
     Args:

@@ -11,9 +11,9 @@ from jax import Array
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.cast import SEGMENT
-from jamp._autocast.rules import REARRANGES
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._primitives import REARRANGES
 from jamp._source_line import in_scope, is_transposed, pattern, scope, user_line
 from jamp.debug._cause import explain
 from jamp.debug._finding import Finding, Values
@@ -27,7 +27,7 @@ Origin = Finding | Literal["input", "constant"]
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array, the worst kind of number in it, where that comes from, and the path of the argument that it is."""
+    """An array, the worst kind of number in it, the origin of that number, and the path if it is an argument."""
 
     array: Any
     bits: int = 0  # 0, INF or NAN
@@ -89,7 +89,7 @@ class Walker:
         self._path: list[str] = []
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Value], caller: Place | None = None) -> list[Value]:
-        """Return the results of a jaxpr. Operations that have no line of their own have that of the caller."""
+        """Return the results of a jaxpr. Operations without a source line get that of the caller."""
         jaxpr, caller = closed.jaxpr, caller or Place()
         env: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
         env |= {v: known(x, "constant") for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}

@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey
 class Pytree:
     """Base class of a frozen dataclass with two class variables: the names of `_children` and of `_static` attributes.
 
-    A subclass without fields of its own is also a pytree. The author of one with fields registers it.
+    A subclass without fields of its own is also a pytree. One with fields must be registered by its author.
     """
 
     _children: ClassVar[tuple[str, ...]]

@@ -148,7 +148,7 @@ class GradScaler(Pytree):
         return ~all_finite(grads, axis_name=self.axis_name) if self.is_enabled() else jnp.bool_(False)
 
     def update(self, *, grads_finite: ArrayLike | None = None, overflow: ArrayLike | None = None) -> Self:
-        """Return the scaler of the next step, given one of the two, bool[]. `step` calls it, by default."""
+        """Return the scaler of the next step. Give one of the two keywords (bool[]). `step` calls it by default."""
         if (grads_finite is None) == (overflow is None):
             raise ValueError(
                 "update() takes exactly one of grads_finite= and overflow=. After `step` the scale is updated already: "
@@ -235,7 +235,7 @@ class GradScaler(Pytree):
         return to_state_dict(self.loss_scale, self._state) if self.is_enabled() else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:
-        """Return the scaler with a `state_dict()`, growth and backoff included. A disabled scaler loads nothing."""
+        """Return the scaler with the state, growth and backoff of a `state_dict()`. A disabled scaler loads nothing."""
         if not self.is_enabled():
             return self
         loss_scale, state = from_state_dict(self.loss_scale, self._state, state_dict)

@@ -18,7 +18,7 @@ from jamp._step.state import ScalerState
 # torch's names of these fields, and the part of the configuration that its state dict holds.
 _TORCH_NAMES = {"loss_scale": "scale", "growth_count": "_growth_tracker"}
 _TORCH_CONFIG = ("growth_factor", "backoff_factor", "growth_interval")
-# The name of a value in messages, and the NumPy kinds that it may have, by the kind of the scaler's own array.
+# For each dtype kind of the scaler's own array: its name in messages, and the kinds that a saved value may have.
 _KINDS = {"b": ("a bool", "b"), "i": ("an int", "iu"), "f": ("a number", "fiu")}
 
 
@@ -44,7 +44,7 @@ def from_state_dict(
         )
     if not saved:
         raise ValueError(
-            "The state dict is empty, as that of a disabled scaler is. Use GradScaler(enabled=False), or a new scaler."
+            "The state dict is empty, like that of a disabled scaler. Use GradScaler(enabled=False), or a new scaler."
         )
     missing = [name for name in to_state_dict(loss_scale, state) if name not in saved]
     if missing:

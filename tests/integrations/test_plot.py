@@ -97,7 +97,7 @@ def test_gradients_are_counted_before_and_after_scaling_and_by_layer():
 def test_nothing_to_draw_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="The history is empty"):
         jamp.plot.loss_scale_history(History())
-    with pytest.raises(ValueError, match="of 3 gradients none is finite and not 0"):
+    with pytest.raises(ValueError, match="none of 3 gradients is finite and nonzero"):
         jamp.plot.gradient_range(jnp.zeros(3), STATE)
     with pytest.raises(ValueError, match="no leaves"):
         jamp.plot.layer_ranges(underflow_report({}, STATE))

@@ -1,4 +1,4 @@
-"""Split a jaxpr in two: what depends on known values alone, and the rest. A loop in it is split in the same way."""
+"""Split a jaxpr in two: equations that depend on known values alone, and the rest. Loops in it are split likewise."""
 
 import dataclasses
 import enum
@@ -14,7 +14,7 @@ from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
 
 class Level(enum.IntEnum):
-    """On what a value depends: on nothing, on known values alone, or on others."""
+    """The dependence of a value: on nothing, on known values alone, or on others."""
 
     FREE, KNOWN, OTHER = range(3)
 
@@ -26,7 +26,7 @@ class Split:
     Attributes:
       early: From the free and the known inputs to values that are kept.
       late: From these values, the known inputs in `passed`, and all inputs that are not known, to the results.
-      passed: The numbers of the known inputs, among these, that the late part reads as they are.
+      passed: Which known inputs the late part reads directly, as indices among the known inputs.
     """
 
     early: ClosedJaxpr
@@ -35,12 +35,12 @@ class Split:
 
 
 def split(closed: ClosedJaxpr, levels: Sequence[Level]) -> Split:
-    """The two parts of a jaxpr, if its inputs are of these levels."""
+    """Split a jaxpr whose inputs have these levels."""
     jaxpr, variables = closed.jaxpr, lambda atoms: [v for v in atoms if not _jaxpr.is_literal(v)]
     level = dict.fromkeys(jaxpr.constvars, Level.FREE) | dict(zip(jaxpr.invars, levels, strict=True))
     known = lambda atoms: [v for v in variables(atoms) if level[v] is Level.KNOWN]
     depends: list[Level] = []
-    # The bytes of a known value, or if that is less, of what it is computed from.
+    # The bytes of a known value, or of the known inputs it is computed from if those are fewer.
     size = {v: _bytes(v) for v in known(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         inputs = (level[v] for v in variables(eqn.invars))
@@ -52,7 +52,7 @@ def split(closed: ClosedJaxpr, levels: Sequence[Level]) -> Split:
     reads = [v for eqn, x in zip(jaxpr.eqns, is_late, strict=True) if x for v in eqn.invars]
     kept = dict.fromkeys(known([*reads, *jaxpr.outvars]))
     for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
-        # What is larger than its source, such as a broadcast, is computed late: to keep it would waste memory.
+        # A value larger than its source, such as a broadcast, is computed late, because keeping it would waste memory.
         if any(v in kept and _bytes(v) > size[v] for v in known(eqn.outvars)):
             is_late[i] = True
             kept = {v: None for v in kept if v not in eqn.outvars} | dict.fromkeys(known(eqn.invars))
@@ -104,7 +104,7 @@ def inlined(closed: ClosedJaxpr, levels: Sequence[Level]) -> ClosedJaxpr:
 
 
 def _scan(eqn: JaxprEqn, args: Sequence[Any], known: Sequence[bool]) -> list[Any]:
-    """A scan, after what its body computes from known constants, once, and from known slices, in a scan of its own."""
+    """A split scan. Values of known constants are computed once, those of known slices in a first scan."""
     (body,), carry, options = _jaxpr.bodies(eqn) or (), _jaxpr.carry(eqn), _jaxpr.scan_options(eqn)
     consts, init, xs = args[: carry.start], args[carry.start : carry.stop], args[carry.stop :]
     levels = [Level.KNOWN if x and i not in carry else Level.OTHER for i, x in enumerate(known)]
@@ -130,7 +130,7 @@ def _scan(eqn: JaxprEqn, args: Sequence[Any], known: Sequence[bool]) -> list[Any
 
 
 def _while(eqn: JaxprEqn, args: Sequence[Any], known: Sequence[bool]) -> list[Any]:
-    """A while loop, after what its body computes from known constants."""
+    """A split while loop. Values that depend only on known constants are computed once, before it."""
     (condition, body), carry, n = _jaxpr.bodies(eqn) or (), _jaxpr.carry(eqn), _jaxpr.condition_constants(eqn)
     levels = [Level.KNOWN if x and i not in carry else Level.OTHER for i, x in enumerate(known)][n:]
     parts = split(inlined(body, levels), levels)
@@ -143,7 +143,7 @@ def _while(eqn: JaxprEqn, args: Sequence[Any], known: Sequence[bool]) -> list[An
 
 
 def _remat(eqn: JaxprEqn, args: Sequence[Any], known: Sequence[bool]) -> list[Any]:
-    """What the backward pass computes again, after what it computes from known values alone."""
+    """A split `jax.checkpoint`. Values that depend only on known operands are computed once, before it."""
     (body,) = _jaxpr.bodies(eqn) or ()
     levels = [Level.KNOWN if x else Level.OTHER for x in known]
     parts = split(inlined(body, levels), levels)
@@ -153,7 +153,7 @@ def _remat(eqn: JaxprEqn, args: Sequence[Any], known: Sequence[bool]) -> list[An
 
 
 def _evaluated(parts: Split, constants: Sequence[Any], levels: Sequence[Level]) -> tuple[list[Any], list[Any]]:
-    """What is kept of the known constants of a construct, and its other constants."""
+    """The values kept in place of the known constants of a construct, and its other constants."""
     known = [x for x, level in zip(constants, levels, strict=False) if level is Level.KNOWN]
     others = [x for x, level in zip(constants, levels, strict=False) if level is not Level.KNOWN]
     return [*_evaluate.call(parts.early, known), *(known[i] for i in parts.passed)], others

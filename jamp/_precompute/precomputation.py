@@ -1,4 +1,4 @@
-"""`precompute`: evaluate once what a function computes from its parameters alone, such as their float8 values."""
+"""`precompute`: evaluate once the values that depend only on a function's parameters, such as their float8 values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,22 +10,22 @@ from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
-from jamp import _evaluate
+from jamp import _evaluate, _jaxpr
 from jamp._autocast.arguments import is_array
-from jamp._autocast.split import Level, Split, inlined, split
 from jamp._jaxpr import ClosedJaxpr, Jaxpr
+from jamp._precompute.split import Level, Split, inlined, split
 
 
 def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Partial:
-    """Evaluate once what a function computes from its parameters alone: casts to 16 bit, float8 values and scales.
+    """Evaluate once the values that depend only on a function's parameters: casts to 16 bit, float8 values and scales.
 
-    For weights that are used many times: in inference, and in the micro-batches of gradient accumulation. Parameters
-    that nothing else reads are not kept, so that a model with float8 or 16-bit weights needs a quarter or half of their
-    memory. No value that is kept is larger than what it is computed from. It enters loops over layers, `jit` and
-    `jax.checkpoint`. A parameter that anything else reads, such as a `cond`, is kept as it is.
+    Use it for weights that are used many times: in inference, and in the micro-batches of gradient accumulation. A
+    parameter is replaced by the values computed from it, so a model with float8 or 16-bit weights needs a quarter or
+    half of their memory. No value is kept that is larger than the values it is computed from. It enters loops over
+    layers, `jit` and `jax.checkpoint`. A parameter with any other reader, such as a `cond`, is kept as it is.
 
     `fun` must be pure: changes of a module's state are lost, and a random key in the parameters is used again in every
-    call. What is kept may be a parameter itself, so do not donate the parameters.
+    call. A kept value may be a parameter itself, so do not donate the parameters.
 
     Args:
       fun: A function of parameters and other arguments: `jamp.autocast(model, jamp.Float8())`, or a gradient of it.
@@ -38,8 +38,8 @@ def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) 
       no derivative: give `precompute` the gradient of `fun` instead.
 
     Raises:
-      ValueError: When it is called, if for these arguments the function computes something else of its parameters, such
-        as a scaling by the length of a sequence. Call `precompute` again.
+      ValueError: When the result is called with arguments for which `fun` computes other values from its parameters,
+        such as values scaled by the sequence length. Call `precompute` again.
       TypeError: When it is differentiated.
 
     Examples:
@@ -62,9 +62,9 @@ def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) 
 
 
 class _Late:
-    """The function that `precompute` returns: `fun`, the types of its parameters, and what was computed of them.
+    """The function that `precompute` returns: `fun`, the types of its parameters, and its `Split`.
 
-    Two are equal if their functions and types are, so that values for new parameters need no new compilation.
+    Two are equal if their functions, types and early parts are, so that new parameter values need no compilation.
     """
 
     def __init__(self, fun: Callable[..., Any], params: Any, parts: Split):
@@ -82,18 +82,18 @@ class _Late:
         parts, structure = _trace(self.fun, (self.params, *args), kwargs, self.params)
         if not _same_early_part(parts, self._parts):
             raise ValueError(
-                "The function computes other values of its parameters for these arguments than for those that "
-                "precompute was called with. Call jamp.precompute again, with arguments like these."
+                "For these arguments the function computes other values from its parameters than for those "
+                "given to jamp.precompute. Call jamp.precompute again, with arguments like these."
             )
         arrays, _ = _arrays(args, kwargs)
         return jax.tree.unflatten(structure, _without_derivative(parts.late)(*kept, *arrays))
 
 
 def _same_early_part(one: Split, other: Split) -> bool:
-    """Whether two traces compute the same of the parameters. Constants that only the late part reads may differ."""
+    """Whether two traces compute equal values from the parameters. Constants of the late part alone may differ."""
     (first, consts), (second, others) = (_without_dead_code(parts.early) for parts in (one, other))
     same_constants = len(consts) == len(others) and all(map(_same_constant, consts, others))
-    return one.passed == other.passed and same_constants and _evaluate.same_code(first, second)
+    return one.passed == other.passed and same_constants and _same_code(first, second)
 
 
 def _without_dead_code(early: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
@@ -113,6 +113,37 @@ def _same_constant(x: Any, y: Any) -> bool:
     return np.asarray(data(x)).tobytes() == np.asarray(data(y)).tobytes()
 
 
+def _same_code(one: Jaxpr, other: Jaxpr) -> bool:
+    """Whether two jaxprs have equal operations on the same operands. Source lines and scopes may differ."""
+    inputs, others = [*one.constvars, *one.invars], [*other.constvars, *other.invars]
+    if len(one.eqns) != len(other.eqns) or _jaxpr.avals(inputs) != _jaxpr.avals(others):
+        return False
+    partner = dict(zip(inputs, others, strict=True))
+
+    def same(x: Any, y: Any) -> bool:
+        if _jaxpr.is_literal(x) and _jaxpr.is_literal(y):
+            return bool(x.aval == y.aval) and np.asarray(x.val).tobytes() == np.asarray(y.val).tobytes()
+        return not _jaxpr.is_literal(x) and partner[x] is y
+
+    for eqn, like in zip(one.eqns, other.eqns, strict=True):
+        is_same = eqn.primitive == like.primitive and len(eqn.invars) == len(like.invars)
+        if not is_same or not all(map(same, eqn.invars, like.invars)):
+            return False
+        if not _same_parameter(_jaxpr.parameters(eqn), _jaxpr.parameters(like)):
+            return False
+        partner.update(zip(eqn.outvars, like.outvars, strict=True))
+    return len(one.outvars) == len(other.outvars) and all(map(same, one.outvars, other.outvars))
+
+
+def _same_parameter(x: Any, y: Any) -> bool:
+    if hasattr(x, "eqns") and hasattr(y, "eqns"):
+        consts = getattr(x, "consts", ()), getattr(y, "consts", ())
+        return all(map(np.array_equal, *consts)) and _same_code(getattr(x, "jaxpr", x), getattr(y, "jaxpr", y))
+    if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)) and len(x) == len(y):
+        return all(map(_same_parameter, x, y))
+    return bool(x is y or np.all(x == y))
+
+
 def _without_derivative(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
     # The constants are arguments: they may be values that a caller differentiates.
     evaluate = jax.custom_jvp(lambda *args: _evaluate.call(_evaluate.without_constants(closed), args))
@@ -120,7 +151,7 @@ def _without_derivative(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
     @evaluate.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         raise TypeError(
-            "What precompute returns has no derivative. Take the gradient first: jamp.precompute(jax.grad(loss_fn), "
+            "The result of precompute has no derivative. Take the gradient first: jamp.precompute(jax.grad(loss_fn), "
             "params, batch)."
         )
 
@@ -145,7 +176,7 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any, params: Any) -> tupl
 
 
 def _arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """What is traced of some arguments, as by `autocast`, and the function that puts other values in its place."""
+    """The leaves of some arguments that are traced, as by `autocast`, and a function that replaces them."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_type = lambda x: isinstance(x, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
     places = [i for i, x in enumerate(leaves) if is_array(x) or is_type(x)]

@@ -1,0 +1,54 @@
+"""The classes of JAX's primitives, by name. One table for autocast, for skipped steps and for the reports."""
+
+from jamp import _jaxpr
+from jamp._jaxpr import JaxprEqn
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
+MOVES = _names(
+    "concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice pad reshape rev select_n slice "
+    "split squeeze stop_gradient transpose"
+)
+# Between devices or shardings, or markers for transformations. The last four are Equinox's.
+TRANSFERS = _names(
+    "all_to_all collective_permute device_put mesh_cast name optimization_barrier ppermute reshard sharding_constraint "
+    "nonbatchable nondifferentiable_backward nontraceable select_if_vmap"
+)
+# They may copy an element many times.
+COPIES = _names("broadcast_in_dim tile")
+GATHERS = _names("all_gather all_gather_invariant gather pbroadcast pvary")
+# Arithmetic on each element, and cheap reductions.
+ARITHMETIC = _names(
+    "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp cos "
+    "cosh div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow iota is_finite le le_to log log1p log2 "
+    "logistic lt lt_to max min mul ne neg nextafter not or pow reduce_and reduce_max reduce_min reduce_or reduce_prod "
+    "reduce_sum reduce_window_max reduce_window_min reduce_window_sum rem round rsqrt shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
+)
+# Expensive, between devices, or on the bits of a number.
+EXPENSIVE = _names(
+    "cumlogsumexp cummax cummin cumprod cumsum pmax pmin psum psum_invariant reduce reduce_scatter reduce_window "
+    "scatter scatter-add scatter-max scatter-min scatter-mul select_and_gather_add select_and_scatter "
+    "select_and_scatter_add bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma "
+    "regularized_incomplete_beta zeta cholesky eig eigh fft hessenberg householder_product lu qr schur svd "
+    "triangular_solve tridiagonal tridiagonal_solve approx_top_k reduce_precision sort top_k"
+)
+
+# Cheap and deterministic. They terminate on any input, also on NaN.
+CHEAP = MOVES | COPIES | ARITHMETIC
+# They compute nothing.
+MOVING = MOVES | TRANSFERS | COPIES | GATHERS
+# The result is the first operand, a part or a rearrangement of it. A parameter keeps its path through them.
+REARRANGES = (MOVES | COPIES) - _names("concatenate select_n")
+
+
+def holds_product(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product, or holds one in its bodies."""
+    name = eqn.primitive.name
+    if name in PRODUCTS or name in CHEAP:
+        return name in PRODUCTS
+    return any(holds_product(e) for jaxpr, _ in _jaxpr.inner(eqn) for e in jaxpr.eqns)
