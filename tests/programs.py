@@ -35,6 +35,7 @@ centered = lambda x: x - x.mean(-1, keepdims=True)
 LEAVES = {
     "product": lambda dot, x, w: dot(x, w),
     "two products": lambda dot, x, w: dot(jnp.tanh(dot(x, w)), w.T) + dot(x, w),
+    "read often": lambda dot, x, w: (lambda h: sum(dot(h, v) for v in (w, w.T, w[::-1])))(dot(x, w)),
     "of itself": lambda dot, x, w: dot(x, x.T) / N**0.5,
     "attention": lambda dot, x, w: dot(nn.softmax(dot(x, dot(x, w).T)), x),
     "heads": lambda dot, x, w: dot(dot(x, w).reshape(4, 8, N), w).reshape(N, N),

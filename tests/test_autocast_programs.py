@@ -13,8 +13,8 @@ from programs import LEAVES, WRAPS, N, by_hand, by_operation, program, reference
 import jamp
 
 X, W = normal(N, N), normal(N, N, seed=1, scale=N**-0.5)
-# Of the reference's own error. A sum in another order rounds one element of 2048 the other way: about 0.07. An array that
-# is rounded once more, or once less, is 0.3 and more.
+# Of the reference's own error. After a sum in another order one element of 2048 is rounded the other way: about 0.07.
+# If a whole array is rounded once more, or once less, it is 0.3 and more.
 FLIPS = 0.15
 COSINES = jnp.cos(jnp.arange(N * N, dtype=jnp.float32)).reshape(N, N)
 

@@ -128,6 +128,59 @@ def test_with_a_history_an_oscillating_scale_and_zero_gradients_are_told():
     assert "grad_norm is 0 in the last 2 steps" in problems(state, history=norms)
 
 
+def test_at_the_ceiling_unscale_is_told_that_the_loss_may_not_be_scaled():
+    config = DynamicLossScale(8.0, max_scale=16.0, growth_interval=1)
+    for unscale in (True, False):
+        state = train(jamp.loss_scaled(SGD, config, unscale=unscale), [GOOD])
+        told = "unscale=True: if the loss is not scaled, .* too small by the loss scale.*jamp.scale_loss"
+        assert bool(re.search(told, problems(state, loss_scale=config))) == unscale
+        assert not problems(state)
+
+
+def recorded(norm, steps=110, factor=2.0, **kwargs):
+    """What is said of a run whose scale grows every 25 finite steps, and whose `grad_norm` is `norm(step, scale)`.
+
+    Where that is NaN, the step is skipped.
+    """
+    config, history, random = DynamicLossScale(8.0, factor, growth_interval=25), History(), np.random.default_rng(0)
+    tx = jamp.loss_scaled(SGD, config, **kwargs)
+    state, update = tx.init(GOOD), jax.jit(lambda state, finite: tx.update(GOOD, state, grads_finite=finite)[1])
+    for step in range(steps):
+        grad_norm = norm(step, float(state.loss_scale_state.loss_scale)) * np.exp(random.normal(scale=0.02))
+        state = update(state, not np.isnan(grad_norm))
+        history.append(state, grad_norm=np.float32(grad_norm))
+    return problems(state, history=history)
+
+
+def test_gradients_that_grow_with_the_loss_scale_are_told_by_grad_norm():
+    scaled = lambda step, scale: scale
+    told = r"^grad_norm has grown with the loss scale, 3 times: .*nothing unscales them.*or make .* unscale=True\.$"
+    assert re.search(told, recorded(scaled, steps=100))
+    assert re.search(told, recorded(scaled, factor=4.0))
+    assert re.search(told, recorded(lambda step, scale: np.nan if step == 3 else scale))
+    assert not recorded(scaled, steps=90)  # two growths may be chance
+    assert not recorded(scaled, unscale=True)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda step, scale: 1.0,
+        lambda step, scale: 1e-30 * 0.9**step,  # convergence, in twenty steps by more than the scale grows
+        lambda step, scale: 2 ** (step / 25),  # divergence, at the pace of the scale
+        lambda step, scale: 2.0 ** (step // 20),  # a batch that doubles at other steps
+        lambda step, scale: 2.0 ** min(step // 25, 2),  # twice at the same ones
+        lambda step, scale: 1 / scale,  # a learning rate that halves with them
+        lambda step, scale: 0.0,
+        lambda step, scale: np.inf,  # beyond float32, of finite gradients
+        lambda step, scale: np.nan if step % 23 == 22 else 0.5 ** (step // 23),  # at each overflow, with the scale
+        lambda step, scale: scale if step < 120 else scale * 2 ** (step / 25),  # most of the time another trend
+    ],
+)
+def test_true_gradients_are_silent_however_their_norm_changes(norm):
+    assert "has grown" not in recorded(norm, steps=260)
+
+
 def test_policy_warn_warns_at_the_caller_inside_jit_works_and_misuse_is_an_error():
     with pytest.warns(UserWarning, match="51 steps in a row were skipped") as record:
         jamp.check_health(skipped(51), policy="warn")

@@ -21,6 +21,16 @@ state = lambda tx: tx.init(PARAMS)
 update = lambda tx, state: tx.update(GOOD, state, PARAMS)
 step = lambda tx, scaler: scaler.step(MOMENTUM, state(tx), PARAMS, grads=GOOD)
 loss_fn = lambda params: jnp.sum(params["w"] ** 2)
+LOW = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+ROUNDING = jamp.stochastic_rounding(optax.sgd(1.0))
+UNROUNDED = {
+    "scale": (
+        optax.chain(ROUNDING, optax.scale(0.1), optax.scale(0.1)),
+        r"multiplied by a number.*rounding\(optax\.chain\(tx",
+    ),
+    "schedule": (optax.chain(ROUNDING, optax.scale_by_schedule(optax.linear_schedule(0.1, 0.0, 4))), "by a number"),
+    "schedule_free": (optax.contrib.schedule_free(ROUNDING, 0.1), r"averages.*rounding\(optax\.contrib\.schedule_free"),
+}
 
 MISUSE = {
     # Wrappers in the wrong place, as far as `init` can see it.
@@ -48,6 +58,17 @@ MISUSE = {
         TypeError,
         r"with unscale=False, and this one has unsc",
         lambda: update(UNSCALING, state(SCALED)),
+    ),
+    # An overflow that never reaches the loss scale.
+    "apply_if_finite": (
+        ValueError,
+        r"the loss scale stays too high.*jamp\.loss_scaled\(optax\.apply_if_finite",
+        lambda: jamp.grad(loss_fn, state(optax.apply_if_finite(SCALED, 5))),
+    ),
+    "apply_if_finite, unscale": (
+        ValueError,
+        "the loss scale stays too high",
+        lambda: jamp.scale_loss(1.0, state(optax.chain(optax.apply_if_finite(UNSCALING, 5), optax.scale(0.5)))),
     ),
     # Gradients that would be unscaled twice.
     "value_and_grad": (
@@ -100,6 +121,64 @@ def test_what_is_no_misuse_passes():
         pass
 
     assert type(SCALED.update(GOOD, Own(*state(SCALED)), PARAMS)[1]) is Own
+
+
+def rounded_step(tx, params, loss_scale=jamp.StaticLossScale(1.0)):
+    tx = jamp.loss_scaled(tx, loss_scale)
+    return jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[0], params)
+
+
+@pytest.mark.promotes("optax")
+@pytest.mark.parametrize("name", UNROUNDED)
+def test_updates_that_change_after_their_rounding_are_an_error(name):
+    tx, match = UNROUNDED[name]
+    with pytest.raises(ValueError, match=match):
+        rounded_step(tx, LOW)
+    with pytest.raises(ValueError, match=match):
+        rounded_step(optax.partition({True: tx, False: SGD}, LEFT), LOW)
+    rounded_step(tx, PARAMS)  # float32 parameters are not rounded
+    rounded_step(optax.partition({True: SGD, False: tx}, LEFT), LOW | {"b": PARAMS["b"]})
+
+
+@pytest.mark.promotes("optax")
+def test_what_leaves_rounded_updates_as_they_are_passes():
+    masking = optax.stateless(lambda updates, p: jax.tree.map(lambda u, x: u * (x > 0), updates, p))
+
+    @jax.custom_jvp
+    def straight_through(x, rounded):
+        return rounded
+
+    own = optax.stateless(lambda updates, _: jax.tree.map(lambda u: 0.1 * straight_through(u, jnp.round(u)), updates))
+    for tx in (own, jamp.stochastic_rounding(own)):
+        rounded_step(tx, PARAMS)
+    for after in (optax.identity(), optax.keep_params_nonnegative(), masking, optax.scale(1.0)):
+        rounded_step(optax.chain(ROUNDING, after), LOW)
+    around = optax.MultiSteps(ROUNDING, 2), optax.apply_if_finite(ROUNDING, 5), optax.inject_hyperparams(optax.sgd)(0.1)
+    for tx in (*around, jamp.stochastic_rounding(optax.contrib.schedule_free(SGD, 0.1)), optax.scale(0.5)):
+        rounded_step(tx, LOW)
+        rounded_step(tx, LOW, jamp.NoOpLossScale())
+
+
+def test_a_clip_or_a_decay_before_unscale_in_a_chain_warns_at_the_caller():
+    match = (
+        r"stands before loss_scaled\(\.\.\., unscale=True\).*jamp\.loss_scaled\(optax\.chain\(clip, tx\), unscale=True"
+    )
+    for before in (optax.clip_by_global_norm(1.0), optax.clip(1.0), optax.add_decayed_weights(0.1)):
+        for chain in (optax.chain(before, UNSCALING), optax.chain(optax.scale(2.0), optax.chain(before, UNSCALING))):
+            with pytest.warns(UserWarning, match=match) as caught:
+                jax.jit(lambda s: jamp.scale_loss(1.0, s))({"opt": state(chain)})
+            assert [w.filename for w in caught] == [__file__]
+
+
+def test_scale_loss_and_value_and_grad_are_silent_in_correct_chains():
+    clip = optax.clip(1.0)
+    inside = jamp.loss_scaled(optax.chain(clip, optax.add_decayed_weights(0.1), SGD), unscale=True)
+    for tx in (inside, optax.chain(inside, clip), optax.chain(clip, SCALED), optax.MultiSteps(UNSCALING, 2)):
+        jamp.scale_loss(1.0, (PARAMS, state(SGD), state(tx)))
+    jamp.scale_loss(1.0, state(optax.chain(clip, jamp.loss_scaled(SGD, jamp.NoOpLossScale(), unscale=True))))
+    fixed = [jamp.loss_scaled(SGD, x) for x in (jamp.NoOpLossScale(), jamp.StaticLossScale(8.0))]
+    for tx in (jamp.loss_scaled(optax.apply_if_finite(SGD, 5)), *(optax.apply_if_finite(x, 5) for x in fixed)):
+        jamp.grad(loss_fn, {"frozen": state(optax.apply_if_finite(SGD, 5)), "opt": state(tx)})
 
 
 def test_a_policy_that_makes_the_parameters_16_bit_warns():
