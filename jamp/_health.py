@@ -20,7 +20,7 @@ from jamp._step.state import LossScaledState, ScaledGradsState, is_scaler_state
 from jamp.history import History
 
 _RECENT = 200  # the last steps of the history, which are examined
-_WINDOW = 10  # the steps of which there are two medians of grad_norm before each growth of the scale, and two after it
+_SHORTEST, _LONGEST = 20, 200  # the steps before and after a growth of the scale in which grad_norm is examined
 # Optax's names for moments of the gradients. If the moments are zero, all gradients were zero.
 _MOMENTS = ("mu", "nu", "trace", "sum_of_squares", "ema")
 
@@ -127,8 +127,8 @@ def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
         yield (
             f"{stats.consecutive_overflows} steps in a row were skipped (the limit is {limit}); the loss scale is "
             f"{scale:g}. The scale is seldom the cause of so many. Look for NaN in the data, in the loss (a log or a "
-            "division of 0) and in the parameters, for too high a learning rate, and for gradients of a scaled loss that "
-            "nothing unscales. After `import jamp.debug`, "
+            "division of 0) and in the parameters, for too high a learning rate, and for gradients of a scaled loss "
+            "that nothing unscales. After `import jamp.debug`, "
             "`jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names the operation."
         )
 
@@ -177,8 +177,8 @@ def _no_gradients(stats: LossScaleStats, moments: Sequence[Any], i: tuple[int, .
 
 
 _NOT_SCALED = (
-    " The optimizer has unscale=True: if the loss is not scaled, the gradients are too small by the loss scale. Take the "
-    "gradients of jamp.scale_loss(loss_fn(params), opt_state)."
+    " The optimizer has unscale=True: if the loss is not scaled, the gradients are too small by the loss scale. Take "
+    "the gradients of jamp.scale_loss(loss_fn(params), opt_state)."
 )
 _ZEROS = (
     "The gradients have all been zero: {}. Either the loss does not depend on the parameters (a stop_gradient, a batch "
@@ -206,25 +206,26 @@ def _recent(history: History | None) -> Iterator[str]:
 
 
 def _scaled_norms(history: History) -> Iterator[str]:
-    """Tell a `grad_norm` that grows by the factor of the loss scale at every growth, of three or more.
+    """Tell a `grad_norm` that jumps by the factor of the loss scale whenever that grows.
 
     The number of steps decides when the scale grows, so a true norm has no reason to jump there. Growths near which the
-    norm changes anyway do not count.
+    norm drifts do not count. Three must remain, and half of all.
     """
     if not {"loss_scale", "grad_norm"} <= set(history.names):
         return
     scales, norms = history["loss_scale"], history["grad_norm"]
-    valid = history["grads_finite"] & np.isfinite(norms) & (norms > 0)
+    valid = np.isfinite(norms) & (norms > 0)
     used, logs = np.append(scales[:1], scales[:-1])[valid], np.log2(norms[valid])  # `used` scaled the loss of the step
     starts = [0, *(np.flatnonzero(np.diff(used)) + 1), len(used)]
-    jumps = []
+    found = []  # the jump at each growth, or None
     for start, i, end in zip(starts, starts[1:], starts[2:], strict=False):
-        if min(i - start, end - i) >= 2 * _WINDOW and used[i] > used[i - 1]:
-            parts = logs[i - 2 * _WINDOW : i + 2 * _WINDOW].reshape(4, _WINDOW) / np.log2(used[i] / used[i - 1])
+        half = min(i - start, end - i, _LONGEST) // 2
+        if 2 * half >= _SHORTEST and used[i] > used[i - 1]:
+            parts = logs[i - 2 * half : i + 2 * half].reshape(4, half) / np.log2(used[i] / used[i - 1])
             drifts = np.diff(np.median(parts, axis=1))[[0, 2]]
-            if np.all(abs(drifts) < 0.25):
-                jumps.append(np.median(parts[2:]) - np.median(parts[:2]))
-    if len(jumps) >= 3 and np.all(abs(np.array(jumps) - 1) < 0.25):
+            found.append(np.median(parts[2:]) - np.median(parts[:2]) if np.all(abs(drifts) < 0.25) else None)
+    jumps = [jump for jump in found if jump is not None]
+    if len(jumps) >= max(3, len(found) / 2) and all(abs(jump - 1) < 0.25 for jump in jumps):
         yield (
             f"grad_norm has grown with the loss scale, {len(jumps)} times: the gradients are those of the scaled loss, "
             "and nothing unscales them. Take them from jamp.value_and_grad, or make the optimizer with unscale=True."

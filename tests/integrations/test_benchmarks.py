@@ -15,9 +15,9 @@ from trees import assert_close, bits
 
 sys.path.append(str(Path(__file__).parents[2]))  # at the end: an installed jamp comes first
 
-from benchmarks import hlo, processes
+from benchmarks import hlo, timing
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.report import __main__ as report, accuracy, gpu as report_gpu, step as report_step
+from benchmarks.report import __main__ as report, accuracy, step as report_step
 from benchmarks.step import peers, train
 
 TX = optax.sgd(1e-3, momentum=0.9)  # not Adam, which does not see a forgotten division by the loss scale
@@ -101,11 +101,11 @@ def test_bytes_are_counted_once_an_operand_and_only_in_main_memory():
 def test_a_ratio_within_the_noise_of_the_same_program_is_no_difference():
     ratios = {"optax": [1, 1, 1], "optax, again": [0.9, 1.05, 1], "jamp": [1.2, 1.1, 1.3], "other": [1, 1.1, 1.2]}
     runs = [[{"name": name, "ratio": float(x[i])} for name, x in ratios.items()] for i in range(3)]
-    rows = {row["name"]: row for row in processes.summary(runs)}
-    assert processes.equal([*rows.values()]) == pytest.approx(np.log(1 / 0.9))
-    assert processes.cell(rows["jamp"]) == "1.20 (1.10 to 1.30)"
-    assert processes.cell(rows["other"]) == "no difference (1.10)"
-    assert processes.cell(rows["optax, again"]) == "1.00 (0.90 to 1.05)"
+    rows = {row["name"]: row for row in timing.summary(runs)}
+    assert timing.equal([*rows.values()]) == pytest.approx(np.log(1 / 0.9))
+    assert timing.cell(rows["jamp"]) == "1.20 (1.10 to 1.30)"
+    assert timing.cell(rows["other"]) == "no difference (1.10)"
+    assert timing.cell(rows["optax, again"]) == "1.00 (0.90 to 1.05)"
 
 
 def test_the_aim_is_met_up_to_five_percent_above_the_limit():
@@ -128,91 +128,33 @@ def test_the_tables_of_every_page_are_those_that_the_results_give(tmp_path):
         report.write(tmp_path, found)
 
 
-def test_a_measurement_on_a_gpu_is_written_at_once_and_resumed(tmp_path, monkeypatch, capsys):
-    file, calls = tmp_path / "gpu.json", []
-
-    def apart(unit, device, quick, timeout):
-        if unit["part"] == "probe":
-            return [{"platform": "gpu", "kind": "NVIDIA H200"}]
-        assert not calls or json.loads(file.read_text())["gpu"][-1]["unit"] == calls[-1]
-        calls.append(unit)
-        if unit["part"] == "products" and len(calls) == 3:
-            raise RuntimeError("out of memory")
-        return [{"name": "jamp", "milliseconds": 1.0}]
-
-    monkeypatch.setattr(gpu, "apart", apart)
-    run = lambda *options: (
-        monkeypatch.setattr(sys, "argv", ["gpu", "--json", str(file), "--quick", *options]),
-        gpu.main(),
-    )
-    run("--minutes", "0")  # the first may not end in time
-    assert not calls
-    run("--steps-only")
-    assert [unit["part"] for unit in calls] == ["steps", "steps"]
-    run("--model", "ViT-B/16", "--library", "torch", "--models-only")
-    assert {(unit.get("model"), unit.get("library")) for unit in calls[2:]} == {("ViT-B/16", "torch")}
-    done = len(calls)
-    run("--products-only")
-    run("--steps-only")
-    assert len(calls) == done + 1
-    assert "Nothing is left" in capsys.readouterr().out
-    file.write_text(file.read_text().replace("NVIDIA H200", "another"))
-    with pytest.raises(SystemExit, match="measured elsewhere"):
-        run()
-
-
-def test_a_measurement_that_failed_is_tried_again_after_all_others(tmp_path, monkeypatch):
-    file, order = tmp_path / "gpu.json", []
-
-    def apart(unit, device, quick, timeout):
-        if unit["part"] == "probe":
-            return [{"platform": "gpu", "kind": "NVIDIA H200"}]
-        order.append(unit["part"])
-        if order.count("steps") == 1:
-            raise RuntimeError("out of memory")
-        return [{"name": "jamp"}]
-
-    monkeypatch.setattr(gpu, "apart", apart)
-    for options in (["--steps-only"], []):
-        monkeypatch.setattr(sys, "argv", ["gpu", "--json", str(file), "--quick", *options])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [([], r"JAX sees no GPU but 'cpu'.*--device cpu --quick"), (["--device", "cpu"], "a rehearsal: add --quick")],
+)
+def test_without_a_gpu_the_error_says_how_to_rehearse(monkeypatch, options, message):
+    monkeypatch.setattr(sys, "argv", ["gpu", *options])
+    with pytest.raises(SystemExit, match=message):
         gpu.main()
-    assert order[:2] == ["steps", "steps"]
-    assert order[-1] == "steps"
-    assert "error" not in file.read_text()
 
 
-def test_without_a_gpu_the_error_says_how_to_rehearse(monkeypatch):
-    monkeypatch.setattr(gpu, "apart", lambda *args: [{"platform": "cpu", "kind": "cpu"}])
-    with pytest.raises(SystemExit, match=r"JAX sees no GPU but 'cpu'.*--device cpu --quick"):
-        gpu.find_device("gpu", quick=False)
-    with pytest.raises(SystemExit, match="a rehearsal: add --quick"):
-        gpu.find_device("cpu", quick=False)
-
-
-def test_the_gpu_tables_hold_speed_ups_break_even_and_what_failed():
-    unit = {"part": "models", "library": "jax", "model": "ViT-B/16"}
-    row = {"batch": 2, "tokens_per_second": 5e4, "mfu": 0.25, "peak_gigabytes": 12.0}
-    entries = [
-        {"unit": unit | {"name": "float32, TF32"}, "rows": [row | {"milliseconds": 4.0}]},
-        {"unit": unit | {"name": "dtype=bfloat16"}, "rows": [row | {"milliseconds": 2.0}]},
-        {"unit": unit | {"name": "float32"}, "error": "out of memory"},
+def test_the_gpu_tables_hold_ratios_and_speed_ups():
+    labels = {"optimizer": "adamw", "leaves": 40, "millions": 25.0, "grads": "float32", "limit_ratio": 8 / 7}
+    runs = [
+        [labels | {"name": n, "milliseconds": 1.0, "ratio": r} for n, r in ratios.items()]
+        for ratios in (
+            {"optax": 1.0, "optax, again": 1.01, "jamp": 1.1},
+            {"optax": 1.0, "optax, again": 1.0, "jamp": 1.2},
+        )
     ]
-    table = report_gpu.models(entries)
-    assert "| ViT-B/16, batch 2 | dtype=bfloat16 | 2 | 2.00 | 50 | 25 % | 12 |" in table
-    assert table.endswith("Not measured: models jax ViT-B/16 float32: out of memory")
-    unit = {"part": "products", "size": [8, 8, 8]}
+    table = report_step.step(timing.summary(runs))
+    assert "| **limit by bytes** | 1.14 |" in table
+    assert "| jamp | 1.15 (1.10 to 1.20) |" in table
     rows = [
-        {"name": n, "what": "forward", "milliseconds": t, "teraflops": 9 / t}
-        for n, t in (("bfloat16", 3.0), ("float8", 2.0))
+        {"model": "ViT-B/16", "name": name, "milliseconds": ms, "ratio": ms / 4, "peak_megabytes": 12e3}
+        for name, ms in (("float32", 4.0), ("autocast bfloat16", 2.0))
     ]
-    assert "| 8 x 8 x 8 | forward | 3 (1.00) | 4 (1.50) |" in report_gpu.products([{"unit": unit, "rows": rows}])
-    rows = [
-        {"name": n, "millions": 25.0, "milliseconds": 1.0, "ratio": r}
-        for n, r in (("optax", 1.0), ("optax, again", 1.01), ("jamp", 1.1))
-    ]
-    unit = {"part": "steps", "optimizer": "adamw", "width": 1120, "grads": "float16", "process": 0}
-    table = report_gpu.steps([{"unit": unit, "rows": rows}])
-    assert "| AdamW, 25 M, float16 | 1 ms | 1.01 (1.01 to 1.01) | 1.10 (1.10 to 1.10) |" in table
+    assert "| ViT-B/16 | autocast bfloat16 | 2 | 2.00 | 12 |" in report_step.models(rows)
 
 
 def test_the_loss_scale_works_in_every_dynamic_run_of_the_overflow_study():
