@@ -3,11 +3,6 @@
 The TPU needs `pip install libtpu`; the GPU, `pip install "jax[cuda13]"` (5 GB).
 """
 
-import os
-
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # before jax loads libtpu: there is no TPU to ask about
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,24 +35,19 @@ TARGETS: dict[str, dict[str, str]] = {
 }
 
 
-def on_device(target: str, tree: Any) -> Any:
-    """The shapes of a tree of arrays, on one device of a target."""
-    sharding = SingleDeviceSharding(topologies.get_topology_desc(**TARGETS[target]).devices[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
 def compile_for(target: str, cases: Iterable[Case]) -> Rows:
     """What the program of each case does, compiled for one device of a target, and the time that this predicts."""
     rows: Rows = []
     for case in cases:
-        text, temporary = compiled(target, case)
+        program = compiled(target, case.step, case.carry, *case.args, donate=True)
+        text = program.as_text()
         found = hlo.count(text)
         rows.append(
             {
                 "name": case.name,
                 "megabytes": found.bytes / 1e6,
                 "kernels": int(found.kernels),
-                "temporary_megabytes": temporary,
+                "temporary_megabytes": program.memory_analysis().temp_size_in_bytes / 1e6,
                 "conditionals": text.count(" conditional("),
                 "predicted_milliseconds": hlo.DEVICES[target].milliseconds(found),
             }
@@ -68,11 +58,19 @@ def compile_for(target: str, cases: Iterable[Case]) -> Rows:
     return rows
 
 
-def compiled(target: str, case: Case) -> tuple[str, float]:
-    """The optimized program, and the megabytes of its temporaries."""
-    carry, args = on_device(target, (case.carry, case.args))
-    program = jax.jit(case.step, donate_argnums=0).lower(carry, *args).compile()
-    return program.as_text(), program.memory_analysis().temp_size_in_bytes / 1e6
+def compiled(target: str, fun: Any, *args: Any, donate: bool = False, options: Any = None) -> Any:
+    """The program of a function of arrays or shapes, compiled for one device of a target."""
+    sharding = SingleDeviceSharding(topologies.get_topology_desc(**TARGETS[target]).devices[0])
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    return jax.jit(fun, donate_argnums=0 if donate else ()).lower(*args).compile(compiler_options=options)
+
+
+def facts(program: Any) -> dict[str, float | None]:
+    """Memory, and what XLA counts itself: only on a TPU, because without a GPU, XLA:GPU has no analysis of costs."""
+    cost = program.cost_analysis() or {}
+    counts = {"gigabytes_accessed": "bytes accessed", "gigaflops": "flops"}
+    found = {key: cost[name] / 1e9 if name in cost else None for key, name in counts.items()}
+    return {"temporary_megabytes": program.memory_analysis().temp_size_in_bytes / 1e6} | found
 
 
 def kept(loss: Any, params: Any, batch: Any) -> float:

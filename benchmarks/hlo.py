@@ -64,16 +64,13 @@ def computations(text: str) -> dict[str, list[Instruction]]:
             first = line.split(" ")[0]
             current = found.setdefault("ENTRY" if first == "ENTRY" else first.split("(")[0], [])
         elif match := INSTRUCTION.match(line):
-            current.append(_instruction(match[1], line[match.end() :]))
+            text = line[match.end() :]
+            end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
+            kind, _, rest = text[end:].strip().partition("(")
+            end_of_operands = _closing("(" + rest) - 1
+            operands = list(dict.fromkeys(re.findall(r"%[\w.-]+", rest[:end_of_operands])))
+            current.append(Instruction(match[1], text[:end], kind, operands, rest[end_of_operands + 1 :]))
     return found
-
-
-def _instruction(name: str, text: str) -> Instruction:
-    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
-    kind, _, rest = text[end:].strip().partition("(")
-    end_of_operands = _closing("(" + rest) - 1
-    operands = list(dict.fromkeys(re.findall(r"%[\w.-]+", rest[:end_of_operands])))
-    return Instruction(name, text[:end], kind, operands, rest[end_of_operands + 1 :])
 
 
 def _closing(text: str) -> int:
@@ -95,44 +92,36 @@ def _count(program: list[Instruction], programs: dict[str, list[Instruction]]) -
             found = max(_count(programs[name], programs) for name in names)
         elif kind in ("while", "call"):
             body = re.findall(r"(?:body|to_apply)=(%[\w.-]+)", rest)[0]
-            trips = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', rest)
-            found = Counts(*(int(trips[1]) * x if trips else x for x in _count(programs[body], programs)))
+            found = Counts(*(_trips(rest) * x for x in _count(programs[body], programs)))
         elif kind in FREE or kind.endswith("-done") or '"ConcatBitcast"' in rest:
             continue
         elif kind.endswith("-start"):  # a copy beside the kernels, from or to the memory on the chip
-            found = Counts(_moved(type_))
-        elif kind not in KERNELS and not _has_axes(type_):
+            arrays = [array for array in ARRAY.findall(type_) if array[1]]  # a whole one, and a slice of it
+            found = Counts(min(map(size, arrays), default=0.0) * sum(map(_is_main, arrays)))
+        elif kind not in KERNELS and not any(dimensions for _, dimensions, _ in ARRAY.findall(type_)):
             continue  # a TPU's core computes with scalars itself
         else:
-            found = Counts(sum(main_memory(x) for x in (type_, *(types[name] for name in operands))), 1)
+            arrays = ARRAY.findall(" ".join((type_, *(types[name] for name in operands))))
+            found = Counts(sum(size(array) for array in arrays if _is_main(array)), 1)
         total = Counts(*map(sum, zip(total, found, strict=True)))
     return total
 
 
-def _moved(type_: str) -> float:
-    """What a copy of a whole array, or of a slice of one, reads from and writes to main memory."""
-    arrays = [array for array in ARRAY.findall(type_) if array[1]]
-    return min(map(_size, arrays), default=0.0) * sum(_is_main(array) for array in arrays)
-
-
-def main_memory(type_: str) -> float:
-    """The bytes of the arrays of a type that are in main memory."""
-    return sum(_size(array) for array in ARRAY.findall(type_) if _is_main(array))
-
-
-def _has_axes(type_: str) -> bool:
-    return any(dimensions for _, dimensions, _ in ARRAY.findall(type_))
+def _trips(rest: str) -> int:
+    found = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', rest)
+    return int(found[1]) if found else 1
 
 
 def _is_main(array: tuple[str, str, str]) -> bool:
     return not re.search(r"S\([1-9]\)", array[2])
 
 
-def _size(array: tuple[str, str, str]) -> float:
+def size(array: tuple[str, str, str]) -> float:
+    """The bytes of a match of `ARRAY`."""
     name, dimensions, _ = array
     bits = re.search(r"\d+", name)
-    size = SIZES[name] if name in SIZES else int(bits[0]) / 8 if bits else 0.0
-    return size * math.prod(int(n) for n in dimensions.split(",") if n)
+    each = SIZES[name] if name in SIZES else int(bits[0]) / 8 if bits else 0.0
+    return each * math.prod(int(n) for n in dimensions.split(",") if n)
 
 
 def running(
@@ -147,9 +136,8 @@ def running(
         elif branches := re.search(r"branch_computations=\{([^}]*)\}", rest):
             inner += re.findall(r"%[\w.-]+", branches[1])
         if kind in ("while", "call", "conditional", "async-start"):
-            trips = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', rest)
             for body in inner:
-                yield from running(programs, body, times * int(trips[1]) if trips else times)
+                yield from running(programs, body, times * _trips(rest))
 
 
 def products(text: str) -> dict[str, int]:

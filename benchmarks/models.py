@@ -27,15 +27,9 @@ class Shape:
 
 # 86 M and 124 M parameters. GPT-2's vocabulary of 50257 is padded to a multiple of 128, its head is its embedding.
 SHAPES = {"ViT-B/16": Shape(12, 768, 12, 1000, 196, 16), "GPT-2 124 M": Shape(12, 768, 12, 50304, 1024)}
-LARGE = {"GPT 0.9 B": Shape(16, 2048, 16, 32768, 2048, scanned=True)}  # 876 M: where float8 should pay
 SMALL = {"ViT-B/16": Shape(1, 32, 2, 10, 4, 4), "GPT-2 124 M": Shape(1, 32, 2, 128, 16)}
-SMALL |= {"GPT 0.9 B": Shape(2, 128, 2, 128, 128, scanned=True)}
 
 Attend = Callable[..., jax.Array]
-
-TF32 = "float32, TF32"
-# TF32 on GPUs that have it, one pass in bfloat16 on a TPU.
-DEFAULT = "float32, JAX's default precision"
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -46,10 +40,19 @@ def dense(p: Any, x: Any, dtype: Any) -> jax.Array:
     return cast(x, dtype) @ cast(p["w"], dtype) + cast(p["b"], dtype)
 
 
-def layer_norm(p: Any, x: jax.Array, dtype: Any) -> jax.Array:
+def layer_norm(p: Any, x: jax.Array, dtype: Any, axes: Any = -1, epsilon: float = 1e-6) -> jax.Array:
     x = x.astype(jnp.float32)
-    normal = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+    normal = (x - x.mean(axes, keepdims=True)) * jax.lax.rsqrt(x.var(axes, keepdims=True) + epsilon)
     return cast(normal * p["scale"] + p["bias"], dtype)
+
+
+batch_norm = partial(layer_norm, axes=(0, 1, 2), epsilon=1e-5)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """In float32, as are softmax and the loss; the rest in the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
 
 
 def conv(w: Any, x: Any, stride: int, dtype: Any = None) -> jax.Array:
@@ -64,45 +67,36 @@ def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
 
 def init(key: jax.Array, shape: Shape) -> Any:
     """Random float32 parameters."""
-    keys = iter(jax.random.split(key, 4 * shape.layers + 4))
-
-    def weight(*size: int) -> jax.Array:
-        return 0.02 * jax.random.normal(next(keys), size)
-
-    def linear(rows: int, columns: int) -> dict[str, jax.Array]:
-        return {"w": weight(rows, columns), "b": jnp.zeros(columns)}
-
-    def norm() -> dict[str, jax.Array]:
-        return {"scale": jnp.ones(shape.width), "bias": jnp.zeros(shape.width)}
+    keys, width = iter(jax.random.split(key, 4 * shape.layers + 4)), shape.width
+    weight = lambda *size: 0.02 * jax.random.normal(next(keys), size)
+    linear = lambda *size: {"w": weight(*size), "b": jnp.zeros(size[-1])}
+    norm = lambda: {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
     def block() -> dict[str, Any]:
-        width = shape.width
         layers = {"qkv": linear(width, 3 * width), "out": linear(width, width)}
         mlp = {"up": linear(width, 4 * width), "down": linear(4 * width, width)}
         return layers | mlp | {"norm1": norm(), "norm2": norm()}
 
-    blocks = [block() for _ in range(shape.layers)]
-    params = {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *blocks) if shape.scanned else blocks, "norm": norm()}
+    params = {"blocks": of_layers([block() for _ in range(shape.layers)], shape), "norm": norm()}
     if not shape.patch:
-        return params | {"embed": weight(shape.classes, shape.width), "positions": weight(shape.tokens, shape.width)}
-    return params | {
-        "patches": {"w": weight(shape.patch, shape.patch, 3, shape.width), "b": jnp.zeros(shape.width)},
-        "class": weight(1, 1, shape.width),
-        "positions": weight(1 + shape.tokens, shape.width),
-        "head": linear(shape.width, shape.classes),
-    }
+        return params | {"embed": weight(shape.classes, width), "positions": weight(shape.tokens, width)}
+    params |= {"patches": linear(shape.patch, shape.patch, 3, width), "class": weight(1, 1, width)}
+    return params | {"positions": weight(1 + shape.tokens, width), "head": linear(width, shape.classes)}
+
+
+def of_layers(blocks: list[Any], shape: Shape) -> Any:
+    """The parameters of all blocks: stacked for a loop, or in a list."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *blocks) if shape.scanned else blocks
 
 
 def data(key: jax.Array, shape: Shape, batch: int) -> tuple[jax.Array, jax.Array]:
     """Random inputs and targets: the speed of a step does not depend on what they mean."""
     inputs, targets = jax.random.split(key)
+    classes = lambda key, *size: jax.random.randint(key, size, 0, shape.classes)
     if shape.patch:
         side = shape.patch * round(shape.tokens**0.5)
-        return jax.random.normal(inputs, (batch, side, side, 3)), jax.random.randint(
-            targets, (batch,), 0, shape.classes
-        )
-    size = (batch, shape.tokens)
-    return jax.random.randint(inputs, size, 0, shape.classes), jax.random.randint(targets, size, 0, shape.classes)
+        return jax.random.normal(inputs, (batch, side, side, 3)), classes(targets, batch)
+    return classes(inputs, batch, shape.tokens), classes(targets, batch, shape.tokens)
 
 
 def made(shape: Shape, batch: int) -> tuple[Any, Any]:
@@ -110,40 +104,61 @@ def made(shape: Shape, batch: int) -> tuple[Any, Any]:
     return init(jax.random.key(0), shape), data(jax.random.key(1), shape, batch)
 
 
-def loss_fn(
+def attend_written_out(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+    """Attention of arrays [batch, tokens, heads, width of a head], with softmax in float32.
+
+    On a CPU, `jax.nn.dot_product_attention` does not compile in float16.
+    """
+    scores = jnp.einsum("bthd,bshd->bhts", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def attention(p: Any, x: jax.Array, shape: Shape, dtype: Any, attend: Attend = attend_written_out) -> jax.Array:
+    heads = (*x.shape[:2], shape.heads, shape.width // shape.heads)
+    q, k, v = (y.reshape(heads) for y in jnp.split(dense(p["qkv"], x, dtype), 3, -1))
+    return dense(p["out"], attend(q, k, v, causal=not shape.patch).reshape(x.shape), dtype)
+
+
+def loss_fn(params: Any, batch: tuple[jax.Array, jax.Array], **options: Any) -> jax.Array:
+    """Mean cross entropy."""
+    return cross_entropy(logits(params, batch[0], **options), batch[1])
+
+
+def logits(
     params: Any,
-    batch: tuple[jax.Array, jax.Array],
+    inputs: jax.Array,
     shape: Shape,
     dtype: Any = None,
     policy: Any = None,
-    attend: Attend | None = None,
+    attend: Attend = attend_written_out,
+    stream: Any = None,
 ) -> jax.Array:
-    """Mean cross entropy; with a dtype, written by hand to compute in it, but for norms, softmax and loss.
+    """With a dtype, written by hand to compute in it, but for norms and softmax.
 
-    With a policy, each block is in a `jax.checkpoint`. `attend(q, k, v, causal=...)` takes and gives arrays
-    [batch, tokens, heads, width of a head]; None writes attention out.
+    With a policy, each block is in a `jax.checkpoint`. With a dtype of the residual stream, each sum is cast to it.
     """
-    inputs, targets = batch
     if shape.patch:
         x = conv(params["patches"]["w"], inputs, shape.patch, dtype) + cast(params["patches"]["b"], dtype)
         x = x.reshape(len(x), -1, shape.width)
         x = jnp.concatenate([jnp.broadcast_to(cast(params["class"], dtype), (len(x), 1, shape.width)), x], 1)
         x = x + cast(params["positions"], dtype)
     else:
-        x = cast(params["embed"][inputs] + params["positions"], dtype)
+        x = cast(params["embed"][inputs] + params["positions"], stream or dtype)
 
     def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        x = x + attention(p, layer_norm(p["norm1"], x, dtype), shape, dtype, attend)
-        return x + dense(p["down"], jax.nn.gelu(dense(p["up"], layer_norm(p["norm2"], x, dtype), dtype)), dtype), None
+        x = cast(x + attention(p, layer_norm(p["norm1"], x, dtype), shape, dtype, attend), stream)
+        y = jax.nn.gelu(dense(p["up"], layer_norm(p["norm2"], x, dtype), dtype))
+        return cast(x + dense(p["down"], y, dtype), stream), None
 
-    x = stacked(jax.checkpoint(block, policy=policy) if policy else block, x, params["blocks"], shape)
-    x = layer_norm(params["norm"], x, dtype)
-    logits = dense(params["head"], x[:, 0], dtype) if shape.patch else x @ cast(params["embed"], dtype).T
-    return cross_entropy(logits, targets)
+    x = layer_norm(params["norm"], stacked(block, x, params["blocks"], shape, policy), dtype)
+    return dense(params["head"], x[:, 0], dtype) if shape.patch else x @ cast(params["embed"], dtype).T
 
 
-def stacked(block: Any, x: jax.Array, blocks: Any, shape: Shape) -> jax.Array:
-    """All blocks, in a loop or one after the other."""
+def stacked(block: Any, x: jax.Array, blocks: Any, shape: Shape, policy: Any) -> jax.Array:
+    """All blocks, in a loop or one after the other; with a policy, each in a `jax.checkpoint`."""
+    block = jax.checkpoint(block, policy=policy) if policy else block
     if shape.scanned:
         return jax.lax.scan(block, x, blocks)[0]
     for p in blocks:
@@ -158,88 +173,17 @@ def problem(module: Any, shape: Shape, batch: int, scanned: bool) -> tuple[Any, 
     return partial(module.loss_fn, shape=shape), params, jax.eval_shape(lambda: data(jax.random.key(1), shape, batch))
 
 
-def attention(p: Any, x: jax.Array, shape: Shape, dtype: Any, attend: Attend | None = None) -> jax.Array:
-    """Written out, and softmax in float32: on a CPU, `jax.nn.dot_product_attention` does not compile in float16."""
-    heads = (*x.shape[:2], shape.heads, shape.width // shape.heads)
-    q, k, v = (y.reshape(heads) for y in jnp.split(dense(p["qkv"], x, dtype), 3, -1))
-    if attend:
-        return dense(p["out"], attend(q, k, v, causal=not shape.patch).reshape(x.shape), dtype)
-    scores = jnp.einsum("bthd,bshd->bhts", q * heads[-1] ** -0.5, k).astype(jnp.float32)
-    if not shape.patch:
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-    weights = cast(jax.nn.softmax(scores), dtype)
-    return dense(p["out"], jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape), dtype)
-
-
-def fused_attention(dtype: Any) -> Attend:
-    """The kernel of cuDNN, which computes in 16 bit alone. Float32 takes XLA's fusions."""
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
-        q, k, v = (cast(y, dtype) for y in (q, k, v))
-        if not dtype:
-            return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
-        # For training, cuDNN takes an even number of tokens. Of the one that is added, nothing is read.
-        tokens = q.shape[1]
-        q, k, v = (jnp.pad(y, ((0, 0), (0, tokens % 2), (0, 0), (0, 0))) for y in (q, k, v))
-        lengths = jnp.full(len(q), tokens, jnp.int32) if tokens % 2 else None
-        options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "is_causal": causal}
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)[:, :tokens]
-
-    return attend
-
-
-def flops(shape: Shape, batch: int) -> float:
-    """Of the matrix products of a training step: three times those of the forward pass (PaLM, appendix B)."""
-    tokens = shape.tokens + bool(shape.patch)
-    weights = 12 * shape.layers * shape.width**2 + (0 if shape.patch else shape.classes * shape.width)
-    return 3.0 * batch * tokens * (2 * weights + 4 * shape.layers * shape.width * tokens)
-
-
-def steps(shape: Shape, fused: bool = False) -> dict[str, tuple[Callable[..., Any], optax.GradientTransformation]]:
-    """`step((params, opt_state), batch)` and its optimizer: forward, backward and AdamW on float32 parameters.
-
-    `fused`: attention by a kernel of the GPU's library where the step is in 16 bit.
-    """
-
-    def loss(kind: Any = None, dtype: Any = None) -> Any:
-        return partial(loss_fn, shape=shape, dtype=dtype, attend=fused_attention(kind) if fused else None)
-
-    tx, scaled = optax.adamw(1e-4), jamp.loss_scaled(optax.adamw(1e-4))
-    f16, bf16 = jnp.float16, jnp.bfloat16
-    unscaled = lambda loss, precision=None: (partial(train_step, loss, tx, precision), tx)
-    return {
-        "float32": unscaled(loss(), "float32"),
-        TF32: unscaled(loss(), "tensorfloat32"),
-        DEFAULT: unscaled(loss()),
-        "jamp.autocast float16, loss_scaled": (partial(scaled_step, jamp.autocast(loss(f16), f16), scaled), scaled),
-        "jamp.autocast float16, unscaled": unscaled(jamp.autocast(loss(f16), f16)),
-        "jamp.autocast bfloat16": unscaled(jamp.autocast(loss(bf16), bf16)),
-        "jamp.autocast float8": unscaled(jamp.autocast(loss(bf16), jamp.Float8())),
-        "dtype=float16, loss_scaled": (partial(scaled_step, loss(f16, f16), scaled), scaled),
-        "dtype=float16, unscaled": unscaled(loss(f16, f16)),
-        "dtype=bfloat16": unscaled(loss(bf16, bf16)),
-    }
-
-
-def train_step(loss: Any, tx: optax.GradientTransformation, precision: str | None, carry: Any, batch: Any) -> Any:
+def train_step(loss: Any, tx: optax.GradientTransformation, is_scaled: bool, carry: Any, batch: Any) -> Any:
+    """Forward, backward and optimizer: `step((params, opt_state), batch)`, with its first arguments bound."""
     params, state = carry
-    with jax.default_matmul_precision(precision):
-        grads = jax.grad(loss)(params, batch)
+    grads = (jamp.grad(loss, state) if is_scaled else jax.grad(loss))(params, batch)
+    return updated(tx, grads, params, state)
+
+
+def updated(tx: optax.GradientTransformation, grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+    """The parameters and the optimizer state after a step."""
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
-
-
-def scaled_step(loss: Any, tx: optax.GradientTransformation, carry: Any, batch: Any) -> Any:
-    params, state = carry
-    grads = jamp.grad(loss, state)(params, batch)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def batch_norm(p: Any, x: jax.Array, dtype: Any) -> jax.Array:
-    x = x.astype(jnp.float32)
-    normal = (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
-    return cast(normal * p["scale"] + p["bias"], dtype)
 
 
 def resnet_loss(params: Any, batch: Any, *, dtype: Any = None) -> jax.Array:

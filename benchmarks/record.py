@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -32,10 +33,11 @@ def record(module: str, quick: bool, device: str, packages: tuple[str, ...] = ()
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python -m", module, *sys.argv[1:]]),
-        "machine": {"device": device, "processor": processor(), "cores": cores()},
+        "machine": {"device": device, "processor": processor(), "cores": cores},
         "versions": versions,
         "quick": quick,
     }
@@ -43,14 +45,8 @@ def record(module: str, quick: bool, device: str, packages: tuple[str, ...] = ()
 
 def processor() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return names[0] if names else platform.machine()
-
-
-def cores() -> int | None:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def write(file: Path | None, found: dict[str, Any]) -> None:
@@ -61,7 +57,5 @@ def write(file: Path | None, found: dict[str, Any]) -> None:
 
 def show(row: dict[str, Any]) -> None:
     """Print what is short in a row of results."""
-    short = {
-        key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items() if isinstance(x, float | int | str)
-    }
-    print("  ".join(f"{x}" if isinstance(row[key], str) else f"{key} {x}" for key, x in short.items()), flush=True)
+    text = lambda key, x: x if isinstance(x, str) else f"{key} {x:.4g}" if isinstance(x, float) else f"{key} {x}"
+    print("  ".join(text(key, x) for key, x in row.items() if isinstance(x, float | int | str)), flush=True)

@@ -1,9 +1,14 @@
-"""Paired timing in one process: every case runs once in each round, so that a drifting machine drifts for all of them.
+"""Timing: every case runs once in each round, so that a drifting machine drifts for all of them.
 
-Where arrays lie in memory differs from process to process and decides about as much as the code. `benchmarks.processes`
-therefore times the same cases in several.
+Where arrays lie in memory differs from process to process and decides about as much as the code. So the same cases are
+timed in several processes. The interval of a ratio is the range of the processes. Of five, it holds the median of all
+possible processes with a probability of 1 - 2 / 2**5, which is 94 %, whatever the distribution. One case is the
+baseline a second time (A/A). What differs from 1 by no more than that one did in its worst process is called "no
+difference".
 """
 
+import math
+import multiprocessing
 import random
 import time
 from collections.abc import Callable
@@ -13,7 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.record import Rows
+from benchmarks.record import Rows, show
+
+PROCESSES = 5
 
 
 @dataclass(frozen=True)
@@ -26,15 +33,16 @@ class Case:
     args: tuple[Any, ...]
 
 
-def compare(cases: list[Case], rounds: int) -> Rows:
+def compare(cases: list[Case], rounds: int, steps: int = 1) -> Rows:
     """Compile and time the cases side by side; the first is the baseline. Their carries are used up.
 
-    Times are medians over rounds, the ratio is to the first case, round by round. "dispatch_milliseconds" is until the
+    Times are medians over rounds, the ratio is to the first case, round by round. With several steps, a round starts
+    them all and waits for the last, as a training loop on an accelerator does. "dispatch_milliseconds" is until the
     call returns. The peak is that of arguments, results and temporaries, donated ones once.
     """
     built = build(cases)
     carries, _padding = placed(cases)
-    calls = {case.name: runner(built[case.name][0], carries[case.name], case.args) for case in cases}
+    calls = {case.name: runner(built[case.name][0], carries[case.name], case.args, steps) for case in cases}
     times = paired(calls, rounds)
     base = times[cases[0].name][:, 1]
     rows = []
@@ -85,16 +93,17 @@ def placed(cases: list[Case]) -> tuple[dict[str, Any], list[np.ndarray]]:
     return jax.block_until_ready({case.name: jax.tree.map(copy, case.carry) for case in order}), padding
 
 
-def runner(step: Callable[..., Any], carry: Any, args: tuple[Any, ...]) -> Callable[[], tuple[float, float]]:
-    """A function that steps once and returns the seconds until the call returned and until its results were there."""
+def runner(step: Callable[..., Any], carry: Any, args: tuple[Any, ...], steps: int) -> Callable[[], Any]:
+    """A function that returns the seconds of a step until the call returned and until its results were there."""
 
     def run() -> tuple[float, float]:
         nonlocal carry
         start = time.perf_counter()
-        carry = step(carry, *args)
+        for _ in range(steps):
+            carry = step(carry, *args)
         dispatched = time.perf_counter() - start
         jax.block_until_ready(carry)
-        return dispatched, time.perf_counter() - start
+        return dispatched / steps, (time.perf_counter() - start) / steps
 
     return run
 
@@ -109,3 +118,59 @@ def paired(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.nda
             calls[name]()  # the first call meets the caches and the freed memory of another case: not counted
             found[name].append(calls[name]())
     return {name: np.array(values) for name, values in found.items()}
+
+
+def across(labels: dict[str, Any], measure: Callable[..., Rows], *args: Any, quick: bool) -> Rows:
+    """`measure(*args)` in fresh processes, one after the other, and its rows summarised by their names and labelled.
+
+    `measure` returns a row for each case, the baseline first. Numbers of a row become their median; of "ratio" the
+    interval is kept too, as "ratio_low" and "ratio_high", and every single one as "ratios".
+    """
+    print()
+    show(labels)
+    runs = []
+    for _ in range(1 if quick else PROCESSES):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            runs.append(pool.apply(measure, args))
+    rows = [labels | row for row in summary(runs)]
+    for row in rows:
+        print(line(row), flush=True)
+    return rows
+
+
+def summary(runs: list[Rows]) -> Rows:
+    rows = []
+    for found in zip(*runs, strict=True):
+        numbers = {key for key, value in found[0].items() if isinstance(value, float)}
+        row = {key: float(np.median([x[key] for x in found])) if key in numbers else found[0][key] for key in found[0]}
+        ratios = [x["ratio"] for x in found]
+        rows.append(row | {"ratio_low": min(ratios), "ratio_high": max(ratios), "ratios": ratios})
+    same = equal(rows)
+    return [row | {"difference": abs(math.log(row["ratio"])) > same} for row in rows]
+
+
+def equal(rows: Rows) -> float:
+    """How far, as a logarithm, the ratio of two equal programs was from 1 in the worst process."""
+    again = [abs(math.log(x)) for row in rows if is_again(row) for x in row["ratios"]]
+    return max(again, default=0.0)
+
+
+def is_again(row: dict[str, Any]) -> bool:
+    return row["name"].endswith(", again")
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """The ratio and its interval, or that there is no difference."""
+    if row is None:
+        return ""
+    interval = f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+    return interval if row["difference"] or is_again(row) else f"no difference ({row['ratio']:.2f})"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed while the benchmark runs."""
+    text = f"{row['name']:36s} {row['milliseconds']:9.2f} ms   {cell(row):32s}"
+    if "trace_seconds" in row:
+        text += "   trace {trace_seconds:5.2f} + compile {compile_seconds:6.2f} s".format(**row)
+        text += "   {temporary_megabytes:8.1f} MB temporary".format(**row)
+    return text

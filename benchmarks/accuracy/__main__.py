@@ -1,65 +1,44 @@
-"""Does training in 16 bit end where float32 ends? Two tasks, several seeds, every way to compute.
+"""Does training in 16 bit end where float32 ends? Several seeds, every way to compute.
 
-    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 1 python -m benchmarks.accuracy --json FILE
-    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 1 python -m benchmarks.accuracy --overflow --json FILE
+    export XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
+    taskset -c 1 python -m benchmarks.accuracy --json docs/benchmarks/accuracy.json
+    taskset -c 1 python -m benchmarks.accuracy --overflow --json docs/benchmarks/accuracy_overflow.json
+    taskset -c 1 python -m benchmarks.accuracy --text-model --json docs/benchmarks/text_model.json
 
-The study trains on one core for about half an hour, and writes its results after each configuration: started again, it
-goes on. With --overflow the loss scale has to work during the run, on two other tasks (`benchmarks.accuracy.overflow`).
+The first trains a language model and a classifier of digits on one core for about half an hour. With --overflow the
+loss scale has to work during the run. With --text-model a transformer of GPT-2's architecture trains in float32 and
+under autocast to float16, for two hours. Results are written after each configuration.
 """
 
-import json
 import os
-from pathlib import Path
-from typing import Any
 
 import jax
 
-from benchmarks.accuracy import overflow
-from benchmarks.accuracy.setups import BAD_STARTS, SETUPS, SMALLER_BATCHES, Setup
-from benchmarks.accuracy.study import SEEDS, run
-from benchmarks.accuracy.tasks import Task, digits, language_model
-from benchmarks.record import Rows, parser, record, write
+from benchmarks.accuracy.study import BAD_STARTS, OVERFLOWING, SEEDS, SETUPS, SMALLER_BATCHES, WITH_AUTOCAST, Setup, run
+from benchmarks.accuracy.tasks import Task, digits, language_model, overflowing, text_model
+from benchmarks.record import parser, record, write
 
 
-def plan(quick: bool) -> list[tuple[Task, list[Setup], int]]:
+def plan(quick: bool, part: str | None) -> list[tuple[Task, list[Setup], int]]:
+    if part == "overflow":
+        return [(task, OVERFLOWING, 2 if quick else SEEDS) for task in overflowing(quick)]
+    if part == "text_model":
+        return [(text_model(quick), WITH_AUTOCAST, 2 if quick else 4)]
     large, small, batches = language_model(quick), digits(quick), digits(quick, batch=128)
     if quick:
         return [(small, [SETUPS[0], SETUPS[-1], BAD_STARTS[-1]], 1), (large, SETUPS[-3:-2], 1)]
-    return [
-        (small, SETUPS, SEEDS),
-        (large, SETUPS, SEEDS),
-        (batches, [*SETUPS, *BAD_STARTS], SEEDS),
-        (large, [*SMALLER_BATCHES, *BAD_STARTS], 2),
-    ]
-
-
-def finished(file: Path | None, found: dict[str, Any]) -> Rows:
-    """What a run that was cut off has left in its file, if machine and versions are the same."""
-    if not file or not file.exists():
-        return []
-    old = json.loads(file.read_text())
-    if any(old.get(name) != found[name] for name in ("machine", "versions", "xla_flags", "quick")):
-        return []
-    print(f"{file} holds {len(old['rows'])} runs, which are kept. Remove it to begin anew.")
-    return old["rows"]
-
-
-def main() -> None:
-    arguments = parser("benchmarks.accuracy", __doc__)
-    arguments.add_argument("--overflow", action="store_true", help="tasks on which the loss scale overflows")
-    options = arguments.parse_args()
-    found = record("benchmarks.accuracy", options.quick, jax.devices()[0].device_kind)
-    found["xla_flags"] = os.environ.get("XLA_FLAGS", "")
-    rows, order = finished(options.json, found), []
-    for task, setups, seeds in (overflow.plan if options.overflow else plan)(options.quick):
-        for setup in setups:
-            order.append((task.name, setup.name))
-            if not any((row["task"], row["setup"]) == order[-1] for row in rows):
-                rows += run(task, setup, range(seeds))
-                write(options.json, found | {"rows": rows})
-    rows.sort(key=lambda row: order.index((row["task"], row["setup"])))
-    write(options.json, found | {"rows": rows})
+    both = [(task, SETUPS, SEEDS) for task in (small, large)]
+    return [*both, (batches, [*SETUPS, *BAD_STARTS], SEEDS), (large, [*SMALLER_BATCHES, *BAD_STARTS], 2)]
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser("benchmarks.accuracy", __doc__)
+    for part in ("overflow", "text_model"):
+        arguments.add_argument(f"--{part.replace('_', '-')}", dest="part", action="store_const", const=part)
+    options = arguments.parse_args()
+    found = record("benchmarks.accuracy", options.quick, jax.devices()[0].device_kind)
+    found |= {"xla_flags": os.environ.get("XLA_FLAGS", ""), "rows": []}
+    for task, setups, seeds in plan(options.quick, options.part):
+        for setup in setups:
+            found["rows"] += [{"name": setup.name} | row for row in run(task, setup, range(seeds))]
+            write(options.json, found)

@@ -3,13 +3,11 @@
     python -m benchmarks.accuracy.reinforce --json docs/benchmarks/reinforce.json
 
 The model, the task and the step are those of examples/reinforce.py. Before and after each run, the parameters answer
-the same fresh prompts, and the log-probabilities of the sampled tokens are compared: those of the sampler, token by
-token, and those of the trainer, all at once.
+the same fresh prompts. Compared are the log-probabilities of the sampled tokens by the sampler and by the trainer.
 """
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import jamp
-from benchmarks.record import parser, record, write
+from benchmarks.record import parser, record, show, write
 from examples import reinforce
 
 Row = dict[str, Any]
@@ -42,7 +40,6 @@ WAYS = {
 }
 
 
-@functools.cache
 def make_measure(dtype: DTypeLike, way: str) -> Callable[..., dict[str, Any]]:
     """A function of parameters, a key and a number of sequences: how far sampler and trainer are apart."""
     exact = EXACT if WAYS[way][2] else {}
@@ -74,8 +71,8 @@ def make_measure(dtype: DTypeLike, way: str) -> Callable[..., dict[str, Any]]:
     return measure
 
 
-def run(options: Any, found: Row) -> None:
-    seeds, steps, sequences = (1, 4, 64) if options.quick else (SEEDS, STEPS, SEQUENCES)
+def run(quick: bool) -> Iterator[Row]:
+    seeds, steps, sequences = (1, 4, 64) if quick else (SEEDS, STEPS, SEQUENCES)
     programs = {}
     for name, (dtype, loss_scale) in SETUPS.items():
         ways = WAYS if name in ("bfloat16", "float16") else [USUAL]
@@ -90,21 +87,19 @@ def run(options: Any, found: Row) -> None:
             params, opt_state, history = start, init(start), []
             for key in jax.random.split(jax.random.key(seed + 1000), steps):
                 params, opt_state, (reward, sampled, trained) = step(params, opt_state, key)
-                gap, finite = jnp.abs(trained - sampled), jamp.get_grads_finite(opt_state)
-                history.append(jax.device_get((reward, gap.mean(), gap.max(), finite)))
-            rewards, means, largest, finite = (np.array(x) for x in zip(*history, strict=True))
-            row = {"setup": name, "seed": seed, "rewards": rewards.tolist(), "means": means.tolist()}
-            row |= {"largest": float(largest.max()), "skipped": np.flatnonzero(~finite).tolist()}
-            row |= {"final_scale": float(jamp.get_loss_scale(opt_state)), "start": before}
-            row["end"] = {way: measure(params, fresh, sequences) for way, measure in measures.items()}
-            found["rows"].append(row)
-            write(options.json, found)
-            gaps = [row[when][USUAL]["mean"] for when in ("start", "end")]
-            got = [row[when][USUAL]["reward"] for when in ("start", "end")]
-            print(name, seed, f"gap {gaps[0]:.2e} to {gaps[1]:.2e}, reward {got[0]:.3f} to {got[1]:.3f}", flush=True)
+                gap = jnp.abs(trained - sampled).mean()
+                history.append(jax.device_get((reward, gap, jamp.get_grads_finite(opt_state))))
+            rewards, means, finite = (np.array(x) for x in zip(*history, strict=True))
+            after = {way: measure(params, fresh, sequences) for way, measure in measures.items()}
+            row = {"setup": name, "seed": seed, "final_scale": float(jamp.get_loss_scale(opt_state))}
+            show(row | {"gap": after[USUAL]["mean"], "reward": after[USUAL]["reward"]})
+            row |= {"rewards": rewards.tolist(), "means": means.tolist(), "skipped": np.flatnonzero(~finite).tolist()}
+            yield row | {"start": before, "end": after}
 
 
 if __name__ == "__main__":
     options = parser("benchmarks.accuracy.reinforce", __doc__).parse_args()
-    about = record("benchmarks.accuracy.reinforce", options.quick, jax.devices()[0].device_kind)
-    run(options, about | {"rows": []})
+    found = record("benchmarks.accuracy.reinforce", options.quick, jax.devices()[0].device_kind) | {"rows": []}
+    for row in run(options.quick):
+        found["rows"].append(row)
+        write(options.json, found)

@@ -3,11 +3,10 @@
     python -m benchmarks.accuracy.rounding --json docs/benchmarks/rounding.json   half an hour on one core
     python -m benchmarks.accuracy.rounding --optimizers --json docs/benchmarks/rounding_optimizers.json   15 minutes
 
-Three tasks, five seeds, the same initial parameters and batches for each way to keep the parameters: the language model
-and the digits of `benchmarks.accuracy`, and the language model fine-tuned on other text with a learning rate so low
-that most updates are below half the spacing of bfloat16. All ways but float32 compute in bfloat16 under autocast, and
-have bfloat16 gradients. The loss is that of data that are never trained on. With --optimizers: the language model with
-six optimizers, two seeds.
+Three tasks, five seeds: the language model and the digits of `benchmarks.accuracy`, and that model fine-tuned on
+other text with a learning rate so low that most updates are below half the spacing of bfloat16. All ways but float32
+compute in bfloat16 under autocast, and have bfloat16 gradients. The loss is that of data that are never trained on.
+With --optimizers: the language model with six optimizers, two seeds.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ import optax
 
 import jamp
 from benchmarks.accuracy import tasks
-from benchmarks.accuracy.setups import FLOAT32
+from benchmarks.accuracy.study import FLOAT32
 from benchmarks.accuracy.tasks import Task, digits, halves, language_model, spread
 from benchmarks.record import Rows, parser, record, show, write
 
@@ -32,29 +31,23 @@ SEEDS = 5
 LOW = 3e-5  # the learning rate of fine-tuning
 
 
-class KahanState(NamedTuple):
-    inner_state: Any
-    lost: Any  # what the roundings so far have cut off, bfloat16
-
-
 def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Rounding to nearest, with what is cut off added to the next update (Zamirai et al., arXiv:2010.06192)."""
 
-    def init(params: Any) -> KahanState:
-        return KahanState(inner.init(wide(params)), jax.tree.map(jnp.zeros_like, params))
+    def init(params: Any) -> Any:  # the inner state, and what the roundings so far have cut off, bfloat16
+        return inner.init(wide(params)), jax.tree.map(jnp.zeros_like, params)
 
-    def update(grads: Any, state: KahanState, params: Any = None) -> tuple[Any, KahanState]:
-        updates, inner_state = inner.update(wide(grads), state.inner_state, wide(params))
-        wanted = jax.tree.map(lambda u, lost: u + lost.astype(jnp.float32), updates, state.lost)
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        updates, inner_state = inner.update(wide(grads), state[0], wide(params))
+        wanted = jax.tree.map(lambda u, lost: u + lost.astype(jnp.float32), updates, state[1])
         moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype).astype(jnp.float32) - p, params, wanted)
-        return moved, KahanState(inner_state, jax.tree.map(lambda u, m: (u - m).astype(jnp.bfloat16), wanted, moved))
+        return moved, (inner_state, jax.tree.map(lambda u, m: (u - m).astype(jnp.bfloat16), wanted, moved))
 
     return optax.GradientTransformation(init, update)
 
 
 wide = partial(jamp.cast_floating, dtype=jnp.float32)
-Wrap = Callable[[optax.GradientTransformation], optax.GradientTransformation]
-WAYS: dict[str, tuple[Any, Wrap]] = {
+WAYS: dict[str, tuple[Any, Callable[[optax.GradientTransformation], optax.GradientTransformation]]] = {
     "float32": (jnp.float32, lambda tx: tx),
     "masters": (jnp.bfloat16, jamp.master_params),
     "rounded to nearest": (jnp.bfloat16, lambda tx: jamp.loss_scaled(tx, jamp.NoOpLossScale())),
@@ -111,14 +104,12 @@ def optimizers(quick: bool) -> Rows:
 
 
 def accuracy(quick: bool) -> Rows:
-    seeds, (tuned, start) = 1 if quick else SEEDS, fine_tuning(quick)
-    rows = [
-        row
-        for task in (language_model(quick), digits(quick))
-        for way in WAYS
-        for row in measure(task, way, task.optimizer(), seeds)
-    ]
-    return rows + [row for way in WAYS for row in measure(tuned, way, optax.adamw(LOW), seeds, start)]
+    seeds, (tuned, start), rows = 1 if quick else SEEDS, fine_tuning(quick), []
+    for task in (language_model(quick), digits(quick), tuned):
+        tx, first = (optax.adamw(LOW), start) if task is tuned else (task.optimizer(), None)
+        for way in WAYS:
+            rows += measure(task, way, tx, seeds, first)
+    return rows
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 import functools
 import os
+import sysconfig
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import numpy as np
 import optax
 
 import jamp
+from benchmarks import models
+from benchmarks.models import attend_written_out, rms_norm, train_step
 from benchmarks.record import Rows, show
 
 Loss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
-CONTEXT, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
+CONTEXT, HEADS = 64, 4
 
 
 @dataclass(frozen=True)
@@ -68,47 +71,40 @@ def language_model(quick: bool) -> Task:
     def get_batch(text: jax.Array, key: jax.Array) -> jax.Array:
         return windows(text, jax.random.randint(key, (2 if quick else 16,), 0, len(text) - CONTEXT))
 
-    held_out = spread(test, 4 if quick else 128)
-    steps, every = (4, 2) if quick else (600, 30)
-    return Task(
-        "language model", _init_lm, _lm_loss, train, get_batch, None, held_out, 3e-3, steps, every, micro_batches=512
-    )
+    data, steps = (train, get_batch, None, spread(test, 4 if quick else 128)), (4, 2) if quick else (600, 30)
+    return Task("language model", init_lm, lm_loss, *data, 3e-3, *steps, micro_batches=512)
 
 
-def _init_lm(key: jax.Array) -> Any:
-    keys = iter(jax.random.split(key, 4 * LAYERS + 2))
+def init_lm(key: jax.Array, layers: int = 2, width: int = 64, vocabulary: int = 256) -> Any:
+    """float32 parameters: 12 * layers * width**2 + (vocabulary + CONTEXT) * width, plus norms."""
+    keys = iter(jax.random.split(key, 4 * layers + 2))
     normal = lambda *shape, std=0.02: std * jax.random.normal(next(keys), shape)
-    into_stream = functools.partial(normal, std=0.02 / (2 * LAYERS) ** 0.5)
+    into_stream = functools.partial(normal, std=0.02 / (2 * layers) ** 0.5)
 
     def block() -> dict[str, jax.Array]:
-        attention = {"qkv": normal(WIDTH, 3 * WIDTH), "out": into_stream(WIDTH, WIDTH), "norm1": jnp.ones(WIDTH)}
-        mlp = {"up": normal(WIDTH, 4 * WIDTH), "down": into_stream(4 * WIDTH, WIDTH), "norm2": jnp.ones(WIDTH)}
+        attention = {"qkv": normal(width, 3 * width), "out": into_stream(width, width), "norm1": jnp.ones(width)}
+        mlp = {"up": normal(width, 4 * width), "down": into_stream(4 * width, width), "norm2": jnp.ones(width)}
         return attention | mlp
 
-    blocks = [block() for _ in range(LAYERS)]
-    return {"embed": normal(256, WIDTH), "position": normal(CONTEXT, WIDTH), "blocks": blocks, "norm": jnp.ones(WIDTH)}
+    blocks = [block() for _ in range(layers)]
+    embeddings = {"embed": normal(vocabulary, width), "position": normal(CONTEXT, width)}
+    return embeddings | {"blocks": blocks, "norm": jnp.ones(width)}
 
 
-def _lm_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
+def lm_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
     def loss_fn(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         low = body.cast_to_compute(params)
         x = low["embed"][inputs] + low["position"]
         for block in low["blocks"]:
-            q, k, v = jnp.split((_norm(x, block["norm1"]) @ block["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
-            scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
-            weights = jax.nn.softmax(jnp.where(jnp.tri(CONTEXT, dtype=bool), scores, -jnp.inf)).astype(x.dtype)
-            x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ block["out"]
-            x = x + jax.nn.gelu(_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+            qkv = (rms_norm(x, block["norm1"]) @ block["qkv"]).reshape(*x.shape[:2], HEADS, -1)
+            attended = attend_written_out(*jnp.split(qkv, 3, axis=-1), causal=True)
+            x = x + attended.reshape(x.shape) @ block["out"]
+            x = x + jax.nn.gelu(rms_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
         x, last = head.cast_to_compute((x, {"norm": params["norm"], "embed": params["embed"]}))
-        return cross_entropy(_norm(x, last["norm"]) @ last["embed"].T, labels)
+        return cross_entropy(rms_norm(x, last["norm"]) @ last["embed"].T, labels)
 
     return loss_fn
-
-
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -129,20 +125,51 @@ def digits(quick: bool, batch: int | None = None) -> Task:
     def get_batch(data: Any, key: jax.Array) -> Any:
         return jax.tree.map(lambda a: a[jax.random.permutation(key, len(y))[:batch]], data) if batch else data
 
-    steps, every = (4, 2) if quick else (2000, 50)
-    return Task(
-        "digits in batches" if batch else "digits",
-        init_digits,
-        _digits_loss,
-        (x, y),
-        get_batch,
-        (x, y),
-        (test_x, test_y),
-        1e-2,
-        steps,
-        every,
-        decay=False,
-    )
+    name = "digits in batches" if batch else "digits"
+    data, steps = ((x, y), get_batch, (x, y), (test_x, test_y)), (4, 2) if quick else (2000, 50)
+    return Task(name, init_digits, mlp_loss, *data, 1e-2, *steps, decay=False)
+
+
+def overflowing(quick: bool) -> tuple[Task, Task]:
+    """The digits with a batch in a hundred times 64, and with a network of 16 hidden layers."""
+    task, sizes = digits(quick, batch=128), (64, *[128] * (2 if quick else 16), 10)
+
+    def get_batch(data: Any, key: jax.Array) -> Any:
+        x, y = task.get_batch(data, key)
+        return x * jnp.where(jax.random.randint(jax.random.fold_in(key, 1), (), 0, 100) == 0, 64.0, 1.0), y
+
+    deep = replace(task, name="16 hidden layers", init=lambda key: init_digits(key, sizes), learning_rate=1e-3)
+    return replace(task, name="digits with spikes", get_batch=get_batch), deep
+
+
+class TextModel(Task):
+    def optimizer(self) -> optax.GradientTransformation:
+        schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.steps // 20, self.steps)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+
+
+def text_model(quick: bool) -> Task:
+    """Next byte of Python's standard library, without its tests: GPT-2's architecture, 5 M parameters."""
+    library, left_out = Path(sysconfig.get_path("stdlib")), {"site-packages", "test", "tests", "idle_test"}
+    train, test = halves(file for file in library.rglob("*.py") if not left_out & set(file.parts))
+    sizes, steps = ((1, 32, 2, 256, 16), (20, 10)) if quick else ((6, 256, 4, 256, 256), (600, 25))
+    shape = models.Shape(*sizes, scanned=True)
+
+    def init(key: jax.Array) -> Any:
+        """GPT-2's: what is added to the residual stream starts smaller, the more layers add to it."""
+        params = models.init(key, shape)
+        for name in ("out", "down"):
+            params["blocks"][name]["w"] *= (2 * shape.layers) ** -0.5
+        return params
+
+    def make_loss(*_: Any) -> Loss:  # without accuracy
+        return lambda params, x: (models.loss_fn(params, (x[:, :-1], x[:, 1:]), shape=shape), jnp.nan)
+
+    def get_batch(text: jax.Array, key: jax.Array) -> jax.Array:
+        return windows(text, jax.random.randint(key, (8,), 0, len(text) - shape.tokens), shape.tokens)
+
+    data = train, get_batch, None, spread(test, 64, shape.tokens)
+    return TextModel("text model", init, make_loss, *data, 2e-3, *steps)
 
 
 def init_digits(key: jax.Array, sizes: tuple[int, ...] = (64, 128, 128, 128, 10)) -> Any:
@@ -151,7 +178,7 @@ def init_digits(key: jax.Array, sizes: tuple[int, ...] = (64, 128, 128, 128, 10)
     return [{"w": he(k, (n, m)), "b": jnp.zeros(m)} for k, n, m in layers]
 
 
-def _digits_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
+def mlp_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         x, hidden = body.cast_to_compute((batch[0], params[:-1]))
         for layer in hidden:
@@ -166,10 +193,7 @@ def trained(task: Task, loss: Loss, tx: optax.GradientTransformation, params: An
     """The parameters at the end of a run without loss scaling."""
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
-        params, state = carry
-        grads = jax.grad(lambda p: loss(p, task.get_batch(task.data, key))[0])(params)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
+        return train_step(lambda *args: loss(*args)[0], tx, False, carry, task.get_batch(task.data, key)), None
 
     keys = jax.random.split(jax.random.fold_in(key, 2), task.steps)
     return jax.lax.scan(step, (params, tx.init(params)), keys)[0][0]

@@ -2,17 +2,15 @@
 
     python -m benchmarks.float8 accuracy --json docs/benchmarks/float8_accuracy.json     about an hour on one core
     python -m benchmarks.float8 gradients --json docs/benchmarks/float8_gradients.json   about five minutes
-    python -m benchmarks.float8 h200 --json docs/benchmarks/float8_h200.json
-                                                         needs `pip install "jax[cuda13]" equinox flax dm-haiku qwix`
-    python -m benchmarks.float8 micro-batches            needs `pip install "jax[cuda13]"`
+    python -m benchmarks.float8 h200 --json docs/benchmarks/float8_h200.json   with equinox, flax, dm-haiku and qwix
+    python -m benchmarks.float8 micro-batches
 
-accuracy: the language model and the digits of `benchmarks.accuracy`, five seeds, the same weights and batches for each
-way to compute. The loss is that of data that are never trained on.
+accuracy: the tasks of `benchmarks.accuracy`, five seeds, and the loss on data that are never trained on.
 gradients: the cosine between the first gradient and float32's by layer, on the same tasks, and the memory that a block
 of a transformer keeps for the backward pass.
-h200: the gradients of `benchmarks.float8.models`, compiled ahead of time, and those of other float8 libraries: how many
-matrix products are float8, kernels, and memory, all read from the compiled program.
+h200: the gradients of `benchmarks.float8.models`, and those of other float8 libraries, compiled ahead of time.
 micro-batches: the kernels of gradient accumulation with and without `jamp.precompute`, in the loop and before it.
+The last two need `pip install "jax[cuda13]"`.
 """
 
 import os
@@ -27,24 +25,25 @@ from benchmarks.ahead_of_time import TARGETS
 from benchmarks.float8 import compiled, training
 from benchmarks.record import parser, record, write
 
+TRAINED = {"accuracy": training.accuracy, "gradients": training.gradients}
+COMPILED = {"h200": compiled.h200, "micro-batches": compiled.micro_batches}
+
 
 def main() -> None:
     arguments = parser("benchmarks.float8", __doc__)
-    arguments.add_argument("what", choices=["accuracy", "gradients", "h200", "micro-batches"])
+    arguments.add_argument("what", choices=[*TRAINED, *COMPILED])
     arguments.add_argument("--only", nargs="+", default=[], help="parts of the names of models for h200, or peers")
     options = arguments.parse_args()
-    if options.what in ("accuracy", "gradients"):
-        measured = {"accuracy": training.accuracy, "gradients": training.gradients}[options.what](options.quick)
-        return write(options.json, record("benchmarks.float8", options.quick, "cpu") | measured)
+    if options.what in TRAINED:
+        about = record("benchmarks.float8", options.quick, "cpu")
+        return write(options.json, about | TRAINED[options.what](options.quick))
     jax.config.update("jax_platforms", "cpu")
     try:
         topologies.get_topology_desc(**TARGETS["h200"])
     except NotImplementedError:
         return print('The compiler for the H200 is not installed: pip install "jax[cuda13]"')
     about = record("benchmarks.float8", options.quick, "h200, which was not there", compiled.PACKAGES)
-    if options.what == "h200":
-        return write(options.json, about | compiled.h200(options.quick, options.only))
-    return write(options.json, about | {"rows": compiled.micro_batches()})
+    return write(options.json, about | COMPILED[options.what](options.quick, options.only))
 
 
 if __name__ == "__main__":

@@ -15,18 +15,11 @@ import jax
 import jax.numpy as jnp
 
 import jamp
-from benchmarks.ahead_of_time import kept, on_device
-from benchmarks.float8.models import CLASSES, MODELS, PEERS, Model
-from benchmarks.float8.training import ALL, TENSOR
+from benchmarks.ahead_of_time import compiled, facts, kept
+from benchmarks.float8.models import CLASSES, GRADIENTS, MODELS, PEERS, Model, wrapped
 from benchmarks.hlo import Instruction, computations, running
 from benchmarks.record import Rows, show
 
-GRADIENTS: dict[str, Callable[[Any], Any]] = {
-    "bfloat16": partial(jamp.autocast, compute_dtype=jnp.bfloat16),
-    "float8": partial(jamp.autocast, compute_dtype=jamp.Float8()),
-    "float8, per row": partial(jamp.autocast, compute_dtype=jamp.Float8(granularity="row")),
-    "float8, all products": partial(jamp.autocast, compute_dtype=TENSOR, rules=ALL),
-}
 PACKAGES = ("equinox", "dm-haiku", "qwix", "jax-cuda13-plugin")
 RATIOS = {"temporary_megabytes": "temporary", "kernels": "kernel_ratio", "kept_megabytes": "kept"}
 
@@ -36,9 +29,7 @@ class Product(NamedTuple):
 
     flops: int  # in all iterations of the loops around it
     is_float8: bool
-    kind: str  # layer, head or attention
-    is_backward: bool
-    name: str  # its shapes, and what it was traced from
+    is_layer: bool  # not the head, and not attention
 
 
 def shape(text: str) -> tuple[str, list[int]]:
@@ -63,12 +54,9 @@ def products(programs: dict[str, list[Instruction]]) -> list[Product]:
             (left, sizes), (right, others) = (shape(types[x]) for x in (operands * 2)[:2])
             _, out = shape(type_)
             flops = 2 * times * math.prod(out) * math.prod(sizes[i] for i in numbers(rest, "lhs_contracting"))
-            what = "head" if CLASSES in sizes + others else "layer"
-            what = "attention" if numbers(rest, "lhs_batch") else what
-            trace = (re.findall(r'op_name="([^"]*)"', rest) or [""])[0]
             is_float8 = "matmul$f8" in rest and left.startswith("f8") and right.startswith("f8")
-            source = f"{left}{sizes} {right}{others} -> {out} {trace}"
-            found.append(Product(flops, is_float8, what, "transpose(" in trace, source))
+            is_layer = CLASSES not in sizes + others and not numbers(rest, "lhs_batch")
+            found.append(Product(flops, is_float8, is_layer))
     return found
 
 
@@ -79,22 +67,18 @@ def share(found: list[Product]) -> float:
 
 def gradient(fun: Any, params: Any, batch: Any) -> dict[str, Any]:
     """What the compiler for an H200 makes of a gradient."""
-    compiled = jax.jit(jax.grad(fun)).lower(*on_device("h200", (params, batch))).compile()
-    programs = computations(compiled.as_text() or "")
+    program = compiled("h200", jax.grad(fun), params, batch)
+    programs = computations(program.as_text())
     found = products(programs)
-    layers = [p for p in found if p.kind == "layer"]
     return {
         "float8_gemms": sum(p.is_float8 for p in found),
         "gemms": len(found),
-        "layer_share": share(layers),
-        "forward_share": share([p for p in layers if not p.is_backward]),
-        "backward_share": share([p for p in layers if p.is_backward]),
+        "layer_share": share([p for p in found if p.is_layer]),
         "share": share(found),
-        "temporary_megabytes": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+        "temporary_megabytes": facts(program)["temporary_megabytes"],
         "kernels": sum(kernels(programs).values()),
         "arguments": sum(x.kind == "parameter" for x in programs["ENTRY"]),
         "kept_megabytes": kept(fun, params, batch),
-        "layers_in_16_bit": Counter(p.name for p in layers if not p.is_float8 and share(layers)),
     }
 
 
@@ -125,13 +109,9 @@ def compare(model: str, ways: dict[str, Callable[[], Model]]) -> Rows:
 
 
 def h200(quick: bool, only: list[str]) -> dict[str, Rows]:
-    def way(of: Callable[[Any], Any], make: Callable[[], Model]) -> Model:
-        loss, params, batch = make()
-        return of(loss), params, batch
-
     rows: Rows = []
     for model in [name for name in MODELS if any(part in name for part in only or [""])][: 1 if quick else None]:
-        rows += compare(model, {name: partial(way, of, MODELS[model]) for name, of in GRADIENTS.items()})
+        rows += compare(model, {name: partial(wrapped, MODELS[model], **how) for name, how in GRADIENTS.items()})
     if quick:
         wrong = [row for row in rows if row["way"] != "bfloat16" and (row["layer_share"] < 0.95 or row["state_leaves"])]
         assert not wrong, f"Expected float8 in 95 % of the layers' products, and no state. Got {wrong}"
@@ -141,7 +121,7 @@ def h200(quick: bool, only: list[str]) -> dict[str, Rows]:
     return {"rows": rows, "peers": [{"lines": PEERS[row["way"]][0]} | row for row in peers]}
 
 
-def micro_batches() -> Rows:
+def micro_batches(*_: Any) -> dict[str, Rows]:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for w in params[:-1]:
             x = x + jax.nn.gelu(x @ w)
@@ -150,14 +130,13 @@ def micro_batches() -> Rows:
     grad, rows = jax.grad(jamp.autocast(loss, jamp.Float8())), []
     shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4, jax.ShapeDtypeStruct((8, 1024, 512), jnp.float32)
 
-    def accumulate(params: Any, xs: Any, is_precomputed: bool) -> Any:
+    def accumulate(is_precomputed: bool, params: Any, xs: Any) -> Any:
         of_batch = jamp.precompute(grad, params, xs[0]) if is_precomputed else partial(grad, params)
         add = lambda total, x: (jax.tree.map(jnp.add, total, of_batch(x)), None)
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)[0]
 
     for is_precomputed in (False, True):
-        lowered = jax.jit(accumulate, static_argnums=2).lower(*on_device("h200", shapes), is_precomputed)
-        found = kernels(computations(lowered.compile().as_text() or ""))
+        found = kernels(computations(compiled("h200", partial(accumulate, is_precomputed), *shapes).as_text()))
         rows.append({"precompute": is_precomputed, "kernels_once": found[1], "kernels_each": found[8]})
         show(rows[-1])
-    return rows
+    return {"rows": rows}

@@ -5,6 +5,7 @@ Each function returns a loss of `(params, batch)`, and the shapes of both. All s
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,10 +20,6 @@ Model = tuple[Callable[..., Array], Any, Any]
 
 LAYERS, WIDTH, HEADS, TOKENS, BATCH = 3, 512, 4, 512, 8
 CLASSES = 1152  # no other axis has this size, so that a product of the head is known by it
-
-
-def key() -> Array:
-    return jax.random.key(0)
 
 
 def tokens() -> Any:
@@ -56,7 +53,7 @@ def mixer() -> Model:
         return cross_entropy(dense(params["head"], x, None), targets)
 
     shapes = jax.ShapeDtypeStruct((128, 256, 256, 3), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.int32)
-    return loss, jax.eval_shape(init, key()), shapes
+    return loss, jax.eval_shape(init, jax.random.key(0)), shapes
 
 
 def linen_model(dtype: Any = None, dot_general_cls: Any = None) -> Any:
@@ -89,8 +86,12 @@ def linen_model(dtype: Any = None, dot_general_cls: Any = None) -> Any:
 
 def linen_loss(model: Any) -> Model:
     """The loss of a Linen model as a function of all its variables: fp8_ops keeps a state beside the parameters."""
-    variables = jax.eval_shape(model.init, key(), tokens()[0])
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens()[0])
     return lambda variables, batch: cross_entropy(model.apply(variables, batch[0]), batch[1]), variables, tokens()
+
+
+def linen() -> Model:
+    return linen_loss(linen_model())
 
 
 def nnx() -> Model:
@@ -133,49 +134,30 @@ def equinox() -> Model:
     """One sentence at a time, and `jax.vmap`."""
     import equinox as eqx
 
-    class Block(eqx.Module):
-        attention: Any
-        up: Any
-        down: Any
-        norm1: Any
-        norm2: Any
+    def init(key: Array) -> Any:
+        keys = iter(jax.random.split(key, 3 * LAYERS + 2))
+        linear = lambda n, m: eqx.nn.Linear(n, m, key=next(keys))
+        norm = lambda: eqx.nn.LayerNorm(WIDTH)
+        attention = lambda: eqx.nn.MultiheadAttention(HEADS, WIDTH, key=next(keys))
+        mlp = lambda: {"up": linear(WIDTH, 4 * WIDTH), "down": linear(4 * WIDTH, WIDTH)}
+        blocks = [{"attention": attention(), "norm1": norm(), "norm2": norm()} | mlp() for _ in range(LAYERS)]
+        embed = {"embed": eqx.nn.Embedding(CLASSES, WIDTH, key=next(keys)), "positions": jnp.zeros((TOKENS, WIDTH))}
+        return embed | {"blocks": blocks, "norm": norm(), "head": linear(WIDTH, CLASSES)}
 
-        def __init__(self, key: Array) -> None:
-            keys = jax.random.split(key, 3)
-            self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=keys[0])
-            self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=keys[1])
-            self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=keys[2])
-            self.norm1, self.norm2 = eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)
+    def apply(model: Any, words: Array) -> Array:
+        x = jax.vmap(model["embed"])(words) + model["positions"]
+        for p in model["blocks"]:
+            y = jax.vmap(p["norm1"])(x)
+            x = x + p["attention"](y, y, y, mask=jnp.tril(jnp.ones((TOKENS, TOKENS), bool)))
+            x = x + jax.vmap(lambda y, p=p: p["down"](jax.nn.gelu(p["up"](p["norm2"](y)))))(x)
+        return jax.vmap(lambda y: model["head"](model["norm"](y)))(x)
 
-        def __call__(self, x: Array) -> Array:
-            y = jax.vmap(self.norm1)(x)
-            x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((TOKENS, TOKENS), bool)))
-            return x + jax.vmap(lambda y: self.down(jax.nn.gelu(self.up(self.norm2(y)))))(x)
-
-    class Transformer(eqx.Module):
-        embed: Any
-        positions: Array
-        blocks: list[Block]
-        norm: Any
-        head: Any
-
-        def __init__(self, key: Array) -> None:
-            keys = jax.random.split(key, LAYERS + 2)
-            self.embed, self.positions = eqx.nn.Embedding(CLASSES, WIDTH, key=keys[0]), jnp.zeros((TOKENS, WIDTH))
-            self.blocks = [Block(k) for k in keys[2:]]
-            self.norm, self.head = eqx.nn.LayerNorm(WIDTH), eqx.nn.Linear(WIDTH, CLASSES, key=keys[1])
-
-        def __call__(self, words: Array) -> Array:
-            x = jax.vmap(self.embed)(words) + self.positions
-            for block in self.blocks:
-                x = block(x)
-            return jax.vmap(lambda y: self.head(self.norm(y)))(x)
-
-    model = eqx.filter_eval_shape(Transformer, key())
+    model = eqx.filter_eval_shape(init, jax.random.key(0))
     params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
     def loss(params: Any, batch: Any) -> Array:
-        return cross_entropy(jax.vmap(eqx.combine(params, static))(batch[0]), batch[1])
+        model = eqx.combine(params, static)
+        return cross_entropy(jax.vmap(partial(apply, model))(batch[0]), batch[1])
 
     return loss, params, tokens()
 
@@ -183,8 +165,7 @@ def equinox() -> Model:
 def haiku() -> Model:
     import haiku as hk
 
-    def norm(x: Array) -> Array:
-        return hk.LayerNorm(-1, True, True)(x)
+    norm = lambda x: hk.LayerNorm(-1, True, True)(x)
 
     def net(words: Array) -> Array:
         positions = hk.get_parameter("positions", (TOKENS, WIDTH), init=jnp.zeros)
@@ -197,7 +178,7 @@ def haiku() -> Model:
         return hk.Linear(CLASSES)(norm(x))
 
     model = hk.without_apply_rng(hk.transform(net))
-    params = jax.eval_shape(model.init, key(), tokens()[0])
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens()[0])
     return lambda params, batch: cross_entropy(model.apply(params, batch[0]), batch[1]), params, tokens()
 
 
@@ -206,44 +187,46 @@ MODELS: dict[str, Callable[[], Model]] = {
     "GPT, scanned": lambda: problem(models, Shape(LAYERS, WIDTH, 8, CLASSES, TOKENS), BATCH, True),
     "ViT": lambda: problem(models, Shape(LAYERS, WIDTH, 8, CLASSES, 196, 16), 16, False),
     "MLP-Mixer": mixer,
-    "Linen transformer": lambda: linen_loss(linen_model()),
+    "Linen transformer": linen,
     "NNX transformer": nnx,
     "Equinox transformer": equinox,
     "Haiku transformer": haiku,
 }
 
 
-def autocast_linen(**options: Any) -> Model:
-    loss, params, batch = linen_loss(linen_model())
+def wrapped(make: Callable[[], Model], **options: Any) -> Model:
+    """A model under autocast."""
+    loss, params, batch = make()
     return jamp.autocast(loss, **options), params, batch
 
 
 def linen_fp8_ops() -> Model:
-    from flax import linen as nn
+    from flax.linen import Fp8DirectDotGeneralOp
 
-    return linen_loss(linen_model(jnp.bfloat16, nn.Fp8DirectDotGeneralOp))
+    return linen_loss(linen_model(jnp.bfloat16, Fp8DirectDotGeneralOp))
 
 
 def linen_qwix(**options: Any) -> Model:
     import qwix
 
-    rule = qwix.QtRule(
-        module_path=".*",
-        weight_qtype=jnp.float8_e4m3fn,
-        act_qtype=jnp.float8_e4m3fn,
-        bwd_qtype=jnp.float8_e5m2,
-        **options,
-    )
+    dtypes = {"weight_qtype": jnp.float8_e4m3fn, "act_qtype": jnp.float8_e4m3fn, "bwd_qtype": jnp.float8_e5m2}
+    rule = qwix.QtRule(module_path=".*", **dtypes, **options)
     return linen_loss(qwix.quantize_model(linen_model(jnp.bfloat16), qwix.QtProvider([rule])))
 
 
+# The options of autocast.
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"compute_dtype": jnp.bfloat16},
+    "float8": {"compute_dtype": jamp.Float8()},
+    "float8, per row": {"compute_dtype": jamp.Float8(granularity="row")},
+    "float8, all products": {"compute_dtype": jamp.Float8(min_size=16), "rules": {"dot_general": "compute"}},
+}
 # The ways to train the Linen transformer in float8, and the lines that each changes in the model and the train step,
 # without `dtype=` in the modules.
-ALL = {"compute_dtype": jamp.Float8(min_size=16), "rules": {"dot_general": "compute"}}
 PEERS: dict[str, tuple[int, Callable[[], Model]]] = {
     "dtype=bfloat16": (0, lambda: linen_loss(linen_model(jnp.bfloat16))),
-    "jamp": (1, lambda: autocast_linen(compute_dtype=jamp.Float8())),
-    "jamp, all products": (1, lambda: autocast_linen(**ALL)),
+    "jamp": (1, lambda: wrapped(linen, **GRADIENTS["float8"])),
+    "jamp, all products": (1, lambda: wrapped(linen, **GRADIENTS["float8, all products"])),
     "flax.linen.fp8_ops": (6, linen_fp8_ops),
     "qwix, one scale for each tensor": (2, lambda: linen_qwix(disable_channelwise_axes=True)),
     "qwix, a scale for each channel": (2, linen_qwix),

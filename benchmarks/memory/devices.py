@@ -6,15 +6,12 @@ optimizer state are sharded over all devices (FSDP), the batch is one sequence f
 rematerialised. One device holds a quarter of the layers: more do not fit.
 """
 
-import math
 import os
 import re
 from collections import Counter
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # before jax loads libtpu: there is no TPU to ask about
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -25,6 +22,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jamp
+from benchmarks import hlo
+from benchmarks.models import rms_norm, updated
 from benchmarks.record import parser, record, show, write
 
 SLICES = {1: "v5p:2x2x1", 8: "v5p:2x2x2", 64: "v5p:4x4x4", 512: "v5p:8x8x8", 4096: "v5p:16x16x16"}
@@ -41,7 +40,6 @@ SHAPES = {
         **{name: ((WIDTH,), P(None, "data")) for name in ("norm1", "norm2")},
     },
 }
-is_shape = lambda x: isinstance(x, tuple)
 
 
 def loss_fn(params: Any, tokens: jax.Array, kind: AxisType) -> jax.Array:
@@ -53,10 +51,10 @@ def loss_fn(params: Any, tokens: jax.Array, kind: AxisType) -> jax.Array:
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def block(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         w = jax.tree.map(gather, w)
-        h = norm(x, w["norm1"])
+        h = rms_norm(x, w["norm1"])
         q, k, v = (on_batch((h @ w[name]).reshape(*h.shape[:2], HEADS, -1)) for name in "qkv")
         x = on_batch(x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["o"])
-        h = norm(x, w["norm2"])
+        h = rms_norm(x, w["norm2"])
         return on_batch(x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]), None
 
     x = on_batch(jax.nn.one_hot(tokens, VOCABULARY, dtype=jnp.bfloat16) @ gather(params["embed"]))
@@ -65,21 +63,14 @@ def loss_fn(params: Any, tokens: jax.Array, kind: AxisType) -> jax.Array:
     return -jnp.mean(jax.nn.log_softmax(logits[:, :-1]) * jax.nn.one_hot(tokens[:, 1:], VOCABULARY)) * VOCABULARY
 
 
-def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
-
-
-def train_step(kind: AxisType, scaled: bool, params: Any, state: Any, tokens: jax.Array) -> Any:
-    tx = jamp.loss_scaled(TX) if scaled else TX
-    transformed = jamp.value_and_grad(loss_fn, state) if scaled else jax.value_and_grad(loss_fn)
-    loss, grads = transformed(params, tokens, kind)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
-
-
 def compile_step(scaled: bool, devices: int, kind: AxisType) -> Any:
     tx = jamp.loss_scaled(TX) if scaled else TX
+
+    def train_step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        transformed = jamp.value_and_grad(loss_fn, state) if scaled else jax.value_and_grad(loss_fn)
+        loss, grads = transformed(params, tokens, kind)
+        return *updated(tx, grads, params, state), loss
+
     topology = topologies.get_topology_desc(platform="tpu", topology_name=SLICES[devices])
     mesh = Mesh(np.array(topology.devices[:devices]), "data", axis_types=(kind,))
     on_mesh = lambda spec: NamedSharding(mesh, spec)
@@ -90,48 +81,40 @@ def compile_step(scaled: bool, devices: int, kind: AxisType) -> Any:
         stacked = (layers,) if path[0].key == "blocks" else ()
         return jax.ShapeDtypeStruct((*stacked, *shape[0]), jnp.float32, sharding=on_mesh(shape[1]))
 
-    params = jax.tree.map_with_path(parameter, SHAPES, is_leaf=is_shape)
+    params = jax.tree.map_with_path(parameter, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+    tokens = jax.ShapeDtypeStruct((devices, LENGTH), jnp.int32, sharding=on_mesh(P("data")))
+    replicated = {"transform_non_params": lambda _: on_mesh(P())}
     with jax.set_mesh(mesh):
         state = jax.eval_shape(tx.init, params)
-    shardings = optax.tree.map_params(
-        tx, lambda _, p: p.sharding, state, params, transform_non_params=lambda _: on_mesh(P())
-    )
-    tokens = jax.ShapeDtypeStruct((devices, LENGTH), jnp.int32, sharding=on_mesh(P("data")))
+    shardings = optax.tree.map_params(tx, lambda _, p: p.sharding, state, params, **replicated)
+    sharded = jax.tree.map(like, state, shardings)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(partial(train_step, kind, scaled), donate_argnums=(0, 1)).lower(
-            params, jax.tree.map(like, state, shardings), tokens
-        )
-    return lowered.compile()
+        return jax.jit(train_step, donate_argnums=(0, 1)).lower(params, sharded, tokens).compile()
 
 
-def collectives(text: str) -> Counter[tuple[str, int]]:
+def collectives(text: str) -> Counter[tuple[str, float]]:
     """(opcode, bytes of the result) of each operand of each collective; what a loop repeats counts once."""
     opcodes = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-    sizes = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1}
-    found: Counter[tuple[str, int]] = Counter()
-    for types, opcode in re.findall(rf"= (.*?) ({opcodes})(?:-start)?\(", text):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", types):
-            found[opcode, sizes[dtype] * math.prod(map(int, filter(None, shape.split(","))))] += 1
-    return found
+    found = re.findall(rf"= (.*?) ({opcodes})(?:-start)?\(", text)
+    return Counter((opcode, hlo.size(array)) for types, opcode in found for array in hlo.ARRAY.findall(types))
 
 
 def compare(devices: int, kind: AxisType) -> dict[str, Any]:
     plain, ours = (compile_step(scaled, devices, kind) for scaled in (False, True))
     texts = [collectives(compiled.as_text()) for compiled in (plain, ours)]
-    memory = [compiled.memory_analysis().temp_size_in_bytes for compiled in (plain, ours)]
+    memory = [compiled.memory_analysis().temp_size_in_bytes / 1e6 for compiled in (plain, ours)]
     return {
         "devices": devices,
         "axes": kind.name,
         "collectives": texts[0].total(),
         "megabytes_of_collectives": sum(size * n for (_, size), n in texts[0].items()) / 1e6,
         "added_collectives": [[*key, n] for key, n in (texts[1] - texts[0]).items()],
-        "removed_collectives": [[*key, n] for key, n in (texts[0] - texts[1]).items()],
-        "temporary_megabytes": memory[0] / 1e6,
-        "added_temporary_megabytes": (memory[1] - memory[0]) / 1e6,
+        "temporary_megabytes": memory[0],
+        "added_temporary_megabytes": memory[1] - memory[0],
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     arguments = parser("benchmarks.memory.devices", __doc__)
     arguments.add_argument("--devices", type=int, nargs="+", choices=SLICES, default=list(SLICES))
     arguments.add_argument("--axes", nargs="+", choices=["Auto", "Explicit"], default=["Auto", "Explicit"])
@@ -142,7 +125,3 @@ def main() -> None:
             rows.append(compare(devices, AxisType[kind]))
             show(rows[-1])
     write(options.json, record("benchmarks.memory.devices", options.quick, "compiled for TPU v5p") | {"rows": rows})
-
-
-if __name__ == "__main__":
-    main()

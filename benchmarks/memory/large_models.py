@@ -12,9 +12,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 
+import jamp
 from benchmarks import hlo, models
-from benchmarks.ahead_of_time import on_device
+from benchmarks.ahead_of_time import compiled, facts
+from benchmarks.models import Attend, cast
 from benchmarks.record import Rows, parser, record, show, write
 
 # Float32 has to fit into the 16 GB of a TPU v5e too. Without a GPU, XLA:GPU finds no tiles for ViT's 197 tokens, and
@@ -23,13 +27,33 @@ AHEAD: dict[str, tuple[str, dict[str, int], dict[str, bool]]] = {
     "tpu": ("compiled for one core of a TPU v5e", {"ViT-B/16": 32, "GPT-2 124 M": 2}, {}),
     "h200": ("compiled for an H200", {"ViT-B/16": 64, "GPT-2 124 M": 8}, {"xla_gpu_enable_triton_gemm": False}),
 }
-NAMES = (
-    models.DEFAULT,
-    "jamp.autocast float16, loss_scaled",
-    "jamp.autocast bfloat16",
-    "dtype=float16, loss_scaled",
-    "dtype=bfloat16",
-)
+# The dtype of autocast, that of a model written by hand, and whether the loss is scaled. JAX's default precision is
+# TF32 on GPUs that have it, and one pass in bfloat16 on a TPU.
+STEPS: dict[str, tuple[Any, Any, bool]] = {
+    "float32, JAX's default precision": (None, None, False),
+    "jamp.autocast float16, loss_scaled": (jnp.float16, None, True),
+    "jamp.autocast bfloat16": (jnp.bfloat16, None, False),
+    "dtype=float16, loss_scaled": (None, jnp.float16, True),
+    "dtype=bfloat16": (None, jnp.bfloat16, False),
+}
+ADAMW = optax.adamw(1e-4)
+
+
+def fused_attention(dtype: Any) -> Attend:
+    """The kernel of cuDNN, which computes in 16 bit alone. Float32 takes XLA's fusions."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+        q, k, v = (cast(y, dtype) for y in (q, k, v))
+        if not dtype:
+            return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
+        # For training, cuDNN takes an even number of tokens. Of the one that is added, nothing is read.
+        tokens = q.shape[1]
+        q, k, v = (jnp.pad(y, ((0, 0), (0, tokens % 2), (0, 0), (0, 0))) for y in (q, k, v))
+        lengths = jnp.full(len(q), tokens, jnp.int32) if tokens % 2 else None
+        options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "is_causal": causal}
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)[:, :tokens]
+
+    return attend
 
 
 def ahead(target: str, quick: bool) -> Rows:
@@ -39,24 +63,17 @@ def ahead(target: str, quick: bool) -> Rows:
     for model, batch in batches.items():
         shape = replace((models.SMALL if quick else models.SHAPES)[model], scanned=True)
         params, args = jax.eval_shape(partial(models.made, shape, batch))
-        labels = {"model": model, "millions": sum(x.size for x in jax.tree.leaves(params)) / 1e6, "batch": batch}
-        for name in NAMES:
-            step, tx = models.steps(shape, fused=target == "h200")[name]
-            carry, batch_on_device = on_device(target, ((params, jax.eval_shape(tx.init, params)), args))
-            lowered = jax.jit(step, donate_argnums=0).lower(carry, batch_on_device)
-            rows.append(labels | {"name": name} | facts(lowered.compile(compiler_options=options)))
+        for name, (half, dtype, is_scaled) in STEPS.items():
+            attend = fused_attention(half or dtype) if target == "h200" else models.attend_written_out
+            loss = partial(models.loss_fn, shape=shape, dtype=dtype, attend=attend)
+            tx = jamp.loss_scaled(ADAMW) if is_scaled else ADAMW
+            step = partial(models.train_step, jamp.autocast(loss, half) if half else loss, tx, is_scaled)
+            carry = params, jax.eval_shape(tx.init, params)
+            program = compiled(target, step, carry, args, donate=True, options=options)
+            row = {"model": model, "batch": batch, "name": name, "products": hlo.products(program.as_text())}
+            rows.append(row | facts(program))
             show(rows[-1])
     return rows
-
-
-def facts(compiled: Any) -> dict[str, Any]:
-    text, cost = compiled.as_text(), compiled.cost_analysis() or {}  # XLA:GPU has no analysis without a GPU
-    return {
-        "temporary_megabytes": compiled.memory_analysis().temp_size_in_bytes / 1e6,
-        "gigabytes_accessed": cost["bytes accessed"] / 1e9 if "bytes accessed" in cost else None,
-        "conditionals": text.count(" conditional("),
-        "products": hlo.products(text),
-    }
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import Shape, cast, cross_entropy, stacked
+from benchmarks.models import Shape, cast, cross_entropy, of_layers, stacked
 
 
 def init(key: jax.Array, shape: Shape) -> Any:
@@ -18,8 +18,7 @@ def init(key: jax.Array, shape: Shape) -> Any:
     weight = lambda *size: 0.02 * jax.random.normal(next(keys), size)
     norms = {"norm1": jnp.ones(width), "norm2": jnp.ones(width)}
     blocks = [{name: weight(*size) for name, size in sizes.items()} | norms for _ in range(shape.layers)]
-    blocks = jax.tree.map(lambda *x: jnp.stack(x), *blocks) if shape.scanned else blocks
-    return {"blocks": blocks, "norm": jnp.ones(width), "embed": weight(shape.classes, width)}
+    return {"blocks": of_layers(blocks, shape), "norm": jnp.ones(width), "embed": weight(shape.classes, width)}
 
 
 def rms_norm(scale: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
@@ -50,9 +49,7 @@ def block(x: jax.Array, p: Any, shape: Shape, dtype: Any) -> tuple[jax.Array, No
 def loss_fn(params: Any, batch: Any, shape: Shape, dtype: Any = None, policy: Any = None) -> jax.Array:
     """Mean cross entropy. With a policy, each block is in a `jax.checkpoint`."""
     tokens, targets = batch
-    one = partial(block, shape=shape, dtype=dtype)
-    one = jax.checkpoint(one, policy=policy) if policy else one
     x = cast(params["embed"], dtype)[tokens]
-    x = stacked(one, x, params["blocks"], shape)
+    x = stacked(partial(block, shape=shape, dtype=dtype), x, params["blocks"], shape, policy)
     logits = rms_norm(params["norm"], x, dtype) @ cast(params["embed"], dtype).T
     return cross_entropy(logits, targets)

@@ -8,21 +8,21 @@ stays as it is. Results of `--quick` are refused.
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import accuracy, curves, gpu, pictures, reinforce, rounding, step
+from benchmarks.report import accuracy, pictures, reinforce, step
 from benchmarks.report.markdown import fill, origin
 
 Results = dict[str, Any]
 PAGE, README, COMPARISON = "docs/benchmarks/index.md", "README.md", "docs/comparison.md"
-ACCURACY, DTYPES, PARAMETERS = (
-    f"docs/{name}.md" for name in ("benchmarks/accuracy", "float16-or-bfloat16", "bfloat16-parameters")
-)
+ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
+PARAMETERS = "docs/bfloat16-parameters.md"
 PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS)
-# The mark: its page, the keys of the results that the table needs, and what makes it of their rows.
+# The tables that are made of the rows under some keys of the results: their page, these keys, and what makes them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "counted": (PAGE, ("tpu", "h200"), step.counted),
     "predicted": (PAGE, ("tpu", "h200"), step.predicted),
@@ -37,34 +37,37 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "imports": (PAGE, ("imports",), step.imports),
     "ahead_tpu": (PAGE, ("ahead_tpu",), step.large),
     "ahead_h200": (PAGE, ("ahead_h200",), step.large),
-    "gpu_steps": (PAGE, ("gpu",), gpu.steps),
-    "gpu_products": (PAGE, ("gpu",), gpu.products),
-    "gpu_models": (PAGE, ("gpu",), gpu.models),
+    "gpu_steps": (PAGE, ("gpu_steps",), step.step),
+    "gpu_half": (PAGE, ("gpu_steps",), step.half),
+    "gpu_models": (PAGE, ("gpu_models",), step.models),
     "cost": (README, ("tpu", "h200"), step.cost),
     "speed": (COMPARISON, ("tpu", "h200", "step"), step.speed),
 }
-# The tables of other pages, by the file of results: what makes them, by their marks.
-FILES: dict[str, tuple[str, Callable[[Results], dict[str, str]]]] = {
-    "accuracy": (ACCURACY, accuracy.sections),
-    "accuracy_overflow": (ACCURACY, lambda found: {"overflow": accuracy.overflow(found)}),
-    "text_model": (ACCURACY, lambda found: {"text-model": accuracy.text_model(found)}),
-    "reinforce": (DTYPES, lambda found: {name: make(found) for name, make in reinforce.TABLES.items()}),
-    "rounding": (PARAMETERS, lambda found: {"training": rounding.training(found["rows"])}),
-    "rounding_optimizers": (PARAMETERS, lambda found: {"optimizers": rounding.optimizers(found["rows"])}),
-    "rounding_step": (PARAMETERS, lambda found: {"step": rounding.step(found["rows"])}),
+# The tables of a whole file of results, by the file's name: their page, and what makes each.
+FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
+    "accuracy": (ACCURACY, accuracy.TABLES),
+    "accuracy_overflow": (ACCURACY, {"overflow": accuracy.overflow}),
+    "text_model": (ACCURACY, {"text-model": accuracy.text_model}),
+    "reinforce": (DTYPES, reinforce.TABLES),
+    "rounding": (PARAMETERS, {"training": accuracy.rounding}),
+    "rounding_optimizers": (PARAMETERS, {"optimizers": accuracy.rounding_optimizers}),
+    "rounding_step": (PARAMETERS, {"step": step.rounding}),
 }
 # What stands above a table, drawn from the same results.
 PICTURES = {
-    "step": ("benchmark_step.png", "Time of the step beside plain Optax on a CPU, by library and optimizer"),
-    "train": ("benchmark_train.png", "Time of whole training steps beside plain Optax on a CPU, by batch size"),
+    "step": "Time of the step beside plain Optax on a CPU, by library and optimizer",
+    "train": "Time of whole training steps beside plain Optax on a CPU, by batch size",
 }
-
-
-def picture(name: str) -> str:
-    if name not in PICTURES:
-        return ""
-    file, alt = PICTURES[name]
-    return f"![{alt}](../images/{file})\n\n"
+# Each picture by its name: the key of the results, and what draws it of their rows.
+DRAWN: dict[str, tuple[str, Callable[[Any], Figure]]] = {
+    "benchmark_step": ("step", pictures.steps),
+    "benchmark_train": ("train", pictures.train),
+    "accuracy_digits": ("accuracy.json", partial(pictures.losses, task="digits")),
+    "accuracy_language_model": ("accuracy.json", partial(pictures.losses, task="language model")),
+    "accuracy_starts": ("accuracy.json", pictures.starts),
+    "text_model": ("text_model.json", pictures.text_model),
+    "float16_or_bfloat16": ("reinforce.json", pictures.reinforce),
+}
 
 
 def read(files: list[Path]) -> dict[str, Results]:
@@ -73,7 +76,7 @@ def read(files: list[Path]) -> dict[str, Results]:
     keys = {key for _, needed, _ in TABLES.values() for key in needed}
     for file in files:
         results = json.loads(file.read_text())
-        used = keys & results.keys() | {f"{file.stem}.json"} if file.stem in FILES else keys & results.keys()
+        used = keys & results.keys() | ({file.name} if file.stem in FILES else set())
         if used and results["quick"]:
             raise SystemExit(f"{file} is of --quick: its numbers mean nothing. Measure without it.")
         found |= dict.fromkeys(used, results)
@@ -91,10 +94,11 @@ def tables(found: dict[str, Results]) -> Iterator[tuple[str, str, str]]:
             if page == PAGE and len(keys) == 1 and source not in told:
                 told.add(source)
                 text = f"{text}\n\n{source}"
-            yield page, name, picture(name) + text
-    for name, (page, make_all) in FILES.items():
+            drawn = f"![{PICTURES[name]}](../images/benchmark_{name}.png)\n\n" if name in PICTURES else ""
+            yield page, name, drawn + text
+    for name, (page, makes) in FILES.items():
         if f"{name}.json" in found:
-            yield from ((page, mark, text) for mark, text in make_all(found[f"{name}.json"]).items())
+            yield from ((page, mark, make(found[f"{name}.json"])) for mark, make in makes.items())
 
 
 def write(root: Path, found: dict[str, Results]) -> None:
@@ -103,20 +107,7 @@ def write(root: Path, found: dict[str, Results]) -> None:
         (root / page).write_text(fill((root / page).read_text(), mark, text))
 
 
-# Each picture by its name, made of results by their key.
-DRAWN: dict[str, tuple[str, Callable[[Results], Figure]]] = {
-    "benchmark_step": ("step", lambda found: pictures.steps(found["step"])),
-    "benchmark_train": ("train", lambda found: pictures.train(found["train"])),
-    "accuracy_digits": ("accuracy.json", lambda found: curves.losses(found["rows"], "digits")),
-    "accuracy_digits_in_batches": ("accuracy.json", lambda found: curves.losses(found["rows"], "digits in batches")),
-    "accuracy_language_model": ("accuracy.json", lambda found: curves.losses(found["rows"], "language model")),
-    "accuracy_starts": ("accuracy.json", lambda found: curves.starts(found["rows"])),
-    "text_model": ("text_model.json", lambda found: curves.text_model(found["rows"])),
-    "float16_or_bfloat16": ("reinforce.json", lambda found: curves.reinforce(found["rows"])),
-}
-
-
-def main() -> None:
+if __name__ == "__main__":
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__, formatter_class=form)
     parser.add_argument("files", nargs="+", type=Path, help="results; those of other programs are passed over")
@@ -126,9 +117,6 @@ def main() -> None:
     write(options.root, found)
     for name, (key, draw) in DRAWN.items():
         if key in found:  # opaque, because they stand on light and on dark pages
-            file = options.root / "docs" / "images" / f"{name}.png"
-            draw(found[key]).savefig(file, dpi=100, facecolor="white")
-
-
-if __name__ == "__main__":
-    main()
+            file = options.root / "docs/images" / f"{name}.png"
+            rows = found[key]["rows" if key.endswith(".json") else key]
+            draw(rows).savefig(file, dpi=100, facecolor="white")

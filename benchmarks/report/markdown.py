@@ -1,7 +1,7 @@
 """Tables in Markdown, and their place in a page."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.record import Rows
@@ -10,12 +10,19 @@ TITLES = {"adamw": "AdamW", "sgd momentum": "SGD with momentum", "clip + adamw":
 TITLES |= {"adafactor": "Adafactor", "muon": "Muon"}
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(header: Iterable[str], rows: Iterable[Iterable[str]], rule: str = "---") -> str:
     """A table without the columns that are empty in every row."""
     header, body = list(header), [list(row) for row in rows]
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in body)]
-    lines = [header, ["---"] * len(header), *body]
+    lines = [header, ["---", *[rule] * (len(header) - 1)], *body]
     return "\n".join(f"| {' | '.join(line[i] for i in kept)} |" for line in lines)
+
+
+def pivot(rows: Rows, down: str, across: str, cell: Callable[[Rows], str], title: Callable[[Any], str] = str) -> str:
+    """A row for each value of one label and a column for each of another; `cell` takes the rows that have both."""
+    columns = names(rows, across)
+    at = lambda name, column: cell(select(rows, **{down: name, across: column}))
+    return table(["", *map(title, columns)], [[x, *(at(x, column) for column in columns)] for x in names(rows, down)])
 
 
 def number(x: float | None, digits: int = 3) -> str:
@@ -50,5 +57,4 @@ def origin(found: dict[str, Any]) -> str:
     machine, versions = found["machine"], found["versions"]
     processor = f", {machine['processor']}, {machine['cores']} cores" if machine["device"] == "cpu" else ""
     installed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    about = f" {found['about']}" if "about" in found else ""
-    return f"*{found['date']}; {machine['device']}{processor}; {installed}.*{about} `{found['command']}`"
+    return f"*{found['date']}; {machine['device']}{processor}; {installed}.* `{found['command']}`"

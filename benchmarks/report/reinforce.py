@@ -1,13 +1,16 @@
 """Tables of REINFORCE in float16 and in bfloat16."""
 
 import math
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from benchmarks.accuracy.reinforce import LEVELS, USUAL
 from benchmarks.record import Rows
-from benchmarks.report.markdown import origin, select, table
+from benchmarks.report.accuracy import scales
+from benchmarks.report.markdown import names, origin, select, table
 
 AIM = 6
 FIRST = 100  # steps in which a loss scale may still be looking for its value
@@ -40,36 +43,27 @@ def skipped(found: Found, setup: str) -> tuple[int, int]:
 
 def aims(found: Found) -> str:
     """They were set before the runs."""
-    means = {
-        setup: np.array([np.mean(row["means"]) for row in rows(found, setup)]) for setup in ("bfloat16", "float16")
-    }
-    training, lost = means["bfloat16"] / means["float16"], skipped(found, "float16")[1]
+    large, small = ([np.mean(row["means"]) for row in rows(found, setup)] for setup in ("bfloat16", "float16"))
+    training, lost = np.divide(large, small), skipped(found, "float16")[1]
     ratios = {"before training": times(found, "start"), "in training": training, "after it": times(found, "end")}
-    lowest = min(x.min() for x in ratios.values())
     measured = ", ".join(f"{when} {spread(x)}" for when, x in ratios.items())
     verdict = lambda met: "met" if met else "**missed**"
-    body = [
-        [f"the mismatch in float16 is at least {AIM} times smaller than in bfloat16", measured, verdict(lowest >= AIM)],
-        [
-            f"float16 loses no step after the first {FIRST}",
-            f"{lost} lost, of all seeds, default scale",
-            verdict(lost == 0),
-        ],
-    ]
+    first = f"the mismatch in float16 is at least {AIM} times smaller than in bfloat16", measured
+    second = f"float16 loses no step after the first {FIRST}", f"{lost} lost, of all seeds, default scale"
+    body = [[*first, verdict(min(x.min() for x in ratios.values()) >= AIM)], [*second, verdict(lost == 0)]]
     return table(["aim", "measured: mean (lowest to highest seed)", ""], body)
 
 
 def mismatch(found: Found) -> str:
     body = []
-    for setup in ("float32", "bfloat16", "float16"):
-        for when in ("start", "end"):
-            quantiles = of(found, setup, when, "quantiles")
-            middle, high = (quantiles[:, LEVELS.index(level)].mean() for level in (0.5, 0.99))
-            cells = [of(found, setup, when, "mean").mean(), middle, high, quantiles[:, -1].max()]
-            ratio, answer = of(found, setup, when, "ratio"), of(found, setup, when, "sequence_ratio").mean()
-            spreads = [f"{ratio[:, 0].min():.3f} to {ratio[:, 2].max():.3f}", f"{answer:.1e}"]
-            kl = f"{of(found, setup, when, 'kl').mean():.0e}"
-            body.append([f"{setup}, {when}", *(f"{x:.1e}" if x else "0" for x in cells), kl, *spreads])
+    for setup, when in product(("float32", "bfloat16", "float16"), ("start", "end")):
+        measure = partial(of, found, setup, when)
+        quantiles, ratio = measure("quantiles"), measure("ratio")
+        middle, high = (quantiles[:, LEVELS.index(level)].mean() for level in (0.5, 0.99))
+        cells = [measure("mean").mean(), middle, high, quantiles[:, -1].max()]
+        spreads = f"{ratio[:, 0].min():.3f} to {ratio[:, 2].max():.3f}", f"{measure('sequence_ratio').mean():.1e}"
+        kl = f"{measure('kl').mean():.0e}"
+        body.append([f"{setup}, {when}", *(f"{x:.1e}" if x else "0" for x in cells), kl, *spreads])
     return table(["", "mean", "median", "99 %", "largest", "KL", "ratios", "ratio of an answer, std"], body)
 
 
@@ -88,20 +82,17 @@ def factors(found: Found) -> str:
 
 
 def training(found: Found) -> str:
+    head = ["", "reward, start", "end", "minus float32's", "skipped, steps 0 to 99", "skipped, later", "final scale"]
     body = []
     base = of(found, "float32", "end", "reward")
-    for setup in dict.fromkeys(row["setup"] for row in found["rows"]):
+    for setup in names(found["rows"], "setup"):
         start, end = (of(found, setup, when, "reward") for when in ("start", "end"))
         compared = "" if setup == "float32" else f"{(end - base).mean():+.3f} ± {(end - base).std(ddof=1):.3f}"
-        exponents = [math.log2(row["final_scale"]) for row in rows(found, setup)]
-        scale = " to ".join(f"2^{x:g}" for x in sorted({min(exponents), max(exponents)}))
-        scale = scale if setup.startswith("float16") else "none"
-        body.append(
-            [setup, spread(start, ".2f"), spread(end, ".2f"), compared, *map(str, skipped(found, setup)), scale]
-        )
-    return table(
-        ["", "reward, start", "end", "minus float32's", "skipped, steps 0 to 99", "skipped, later", "final scale"], body
-    )
+        exponents = [{"final_log2_scale": math.log2(row["final_scale"])} for row in rows(found, setup)]
+        scale = scales(exponents) if setup.startswith("float16") else "none"
+        lost = map(str, skipped(found, setup))
+        body.append([setup, spread(start, ".2f"), spread(end, ".2f"), compared, *lost, scale])
+    return table(head, body)
 
 
 TABLES = {"aims": aims, "mismatch": mismatch, "factors": factors, "training": training, "about": origin}

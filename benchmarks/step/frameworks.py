@@ -3,8 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,37 +11,26 @@ from benchmarks.record import Rows
 from benchmarks.timing import Case, compare, paired
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before keras is imported
-SCALE = 2.0**15  # Keras's initial scale
 
 
 def keras_on_jax(optimizer: str, params: dict[str, jax.Array], rounds: int) -> Rows:
-    names = {"keras": False, "keras, again": False, "keras LossScaleOptimizer": True}
-    cases = [keras_case(name, optimizer, params, scaled) for name, scaled in names.items()]
-    return compare(cases, rounds)
-
-
-def keras_case(name: str, optimizer: str, params: dict[str, jax.Array], scaled: bool) -> Case:
     """A step as Keras's trainer jits it: `stateless_apply`, everything donated."""
     import keras
 
-    optimizers = {
-        "adamw": lambda: keras.optimizers.AdamW(1e-3),
-        "sgd momentum": lambda: keras.optimizers.SGD(1e-3, momentum=0.9),
-        "clip + adamw": lambda: keras.optimizers.AdamW(1e-3, global_clipnorm=1.0),
-    }
-    tx = optimizers[optimizer]()
-    if scaled:
-        tx = keras.mixed_precision.LossScaleOptimizer(tx, initial_scale=SCALE)
-    variables = [keras.Variable(p.copy()) for p in params.values()]
-    tx.build(variables)
+    def case(name: str, scale: float) -> Case:
+        momentum, clip = {"momentum": 0.9}, {"global_clipnorm": 1.0} if optimizer == "clip + adamw" else {}
+        adamw, sgd = keras.optimizers.AdamW, keras.optimizers.SGD
+        tx = sgd(1e-3, **momentum) if optimizer == "sgd momentum" else adamw(1e-3, **clip)
+        if scale != 1.0:
+            tx = keras.mixed_precision.LossScaleOptimizer(tx, initial_scale=scale)
+        variables = [keras.Variable(p.copy()) for p in params.values()]
+        tx.build(variables)
+        grads = [jax.numpy.full(p.shape, 1e-3 * scale) for p in params.values()]
+        carry = [v.value for v in variables], [v.value for v in tx.variables]
+        return Case(name, lambda carry, grads: tx.stateless_apply(carry[1], grads, carry[0]), carry, (grads,))
 
-    def step(carry: Any, grads: Any) -> Any:
-        params, state = carry
-        return tx.stateless_apply(state, grads, params)
-
-    grads = [jax.numpy.full(p.shape, 1e-3 * (SCALE if scaled else 1.0)) for p in params.values()]
-    carry = [v.value for v in variables], [v.value for v in tx.variables]
-    return Case(name, step, carry, (grads,))
+    scales = {"keras": 1.0, "keras, again": 1.0, "keras LossScaleOptimizer": 2.0**15}  # Keras's initial scale
+    return compare([case(name, scale) for name, scale in scales.items()], rounds)
 
 
 def torch_on_cpu(optimizer: str, params: dict[str, jax.Array], rounds: int) -> Rows:
@@ -51,12 +38,10 @@ def torch_on_cpu(optimizer: str, params: dict[str, jax.Array], rounds: int) -> R
 
     torch.set_num_threads(os.cpu_count() or 1)  # as XLA:CPU
     names = {"torch": False, "torch, again": False, "torch.amp.GradScaler": True}
-    calls = {name: torch_step(optimizer, params, scaled) for name, scaled in names.items()}
-    times = paired(calls, rounds)
-    return [
-        {"name": name, "milliseconds": float(np.median(t) * 1e3), "ratio": float(np.median(t / times["torch"]))}
-        for name, t in times.items()
-    ]
+    times = paired({name: torch_step(optimizer, params, scaled) for name, scaled in names.items()}, rounds)
+    median = lambda x: float(np.median(x))
+    ratios = {name: (1e3 * median(t), median(t / times["torch"])) for name, t in times.items()}
+    return [{"name": name, "milliseconds": t, "ratio": ratio} for name, (t, ratio) in ratios.items()]
 
 
 def torch_step(optimizer: str, params: dict[str, jax.Array], scaled: bool) -> Callable[[], float]:
@@ -87,8 +72,3 @@ def torch_step(optimizer: str, params: dict[str, jax.Array], scaled: bool) -> Ca
 
 
 FRAMEWORKS: dict[str, Callable[[str, dict[str, jax.Array], int], Rows]] = {"keras": keras_on_jax, "torch": torch_on_cpu}
-
-
-def installed() -> list[str]:
-    """Those of `FRAMEWORKS` that are there."""
-    return [name for name in FRAMEWORKS if find_spec(name)]

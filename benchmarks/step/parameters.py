@@ -6,12 +6,13 @@
 `--on` compiles for a TPU v5e (needs libtpu) or an H200 (needs jax[cuda13]) in place of running.
 masters: `jamp.mixed_precision` beside the same masters written by hand with optax. By hand nothing is checked. A check
 has to read the gradients once more, so that read is a case of its own.
-rounding: gradients have the dtype of the parameters. Bytes a parameter are those of the arguments (parameters, state,
-gradients) and of the temporaries, and those that a step reads and writes.
+rounding: gradients have the dtype of the parameters.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -20,9 +21,10 @@ import optax
 
 import jamp
 from benchmarks.ahead_of_time import compile_for
-from benchmarks.processes import PROCESSES, across, line
 from benchmarks.record import Rows, parser, record, write
-from benchmarks.timing import Case, compare
+from benchmarks.step.peers import plain
+from benchmarks.step.update import like
+from benchmarks.timing import Case, across, compare
 
 Tx = optax.GradientTransformation
 ADAMW = optax.adamw(1e-3)
@@ -87,18 +89,17 @@ def shapes(what: str, leaves: int, width: int) -> list[tuple[int, ...]]:
     return [(width, width)] * (leaves // 2) + [(width,)] * (leaves // 2)
 
 
+def millions(*sizes: Any) -> float:
+    return sum(map(math.prod, shapes(*sizes))) / 1e6
+
+
 def cases(what: str, optimizer: str, leaves: int, width: int) -> list[Case]:
-    def case(name: str, dtype: Any, tx: Tx) -> Case:
-        full = lambda value: {f"p{i}": jnp.full(x, value, dtype) for i, x in enumerate(shapes(what, leaves, width))}
-
-        def step(carry: Any, grads: Any) -> Any:
-            params, state = carry
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        return Case(name, step, (full(0.01), tx.init(full(0.01))), (full(1e-3),))
-
-    return [case(name, dtype, wrap(OPTIMIZERS[what][optimizer])) for name, (dtype, wrap) in WAYS[what].items()]
+    found = []
+    for name, (dtype, wrap) in WAYS[what].items():
+        params = {f"p{i}": jnp.full(x, 0.01, dtype) for i, x in enumerate(shapes(what, leaves, width))}
+        recipe = plain(wrap(OPTIMIZERS[what][optimizer]), params)
+        found.append(Case(name, recipe.step, recipe.carry, (like(params, 1e-3),)))
+    return found
 
 
 def measure(what: str, optimizer: str, leaves: int, width: int, rounds: int) -> Rows:
@@ -107,20 +108,15 @@ def measure(what: str, optimizer: str, leaves: int, width: int, rounds: int) -> 
 
 def on_this_machine(what: str, quick: bool) -> Rows:
     rows = []
-    sizes = [(4, 64)] if quick else [(40, 1024)] if what == "masters" else [(40, 1024), (48, 4096)]
-    rounds, processes = (1, 1) if quick else (9 if what == "masters" else 7, PROCESSES)
-    for optimizer in OPTIMIZERS[what] if what == "masters" else ("adamw",):
-        for leaves, width in sizes:
-            labels = {"optimizer": optimizer, "millions": millions(what, leaves, width)}
-            print("\n{optimizer}, {millions:.2g} M parameters".format(**labels))
-            for row in across(measure, what, optimizer, leaves, width, rounds, processes=processes):
-                print(line(row), flush=True)
-                rows.append(labels | row)
+    optimizers, sizes, rounds = list(OPTIMIZERS[what]), [(40, 1024)], 9
+    if what == "rounding":
+        optimizers, sizes, rounds = ["adamw"], [(40, 1024), (48, 4096)], 7
+    if quick:
+        sizes, rounds = [(4, 64)], 1
+    for optimizer, size in product(optimizers, sizes):
+        labels = {"optimizer": optimizer, "millions": millions(what, *size)}
+        rows += across(labels, measure, what, optimizer, *size, rounds, quick=quick)
     return rows
-
-
-def millions(what: str, leaves: int, width: int) -> float:
-    return leaves * width * (512 if what == "rounding" else (width + 1) / 2) / 1e6
 
 
 def ahead(what: str, target: str, quick: bool) -> Rows:

@@ -6,6 +6,7 @@ that is not installed is an ImportError.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import jamp
+from benchmarks.models import updated
 
 Step = Callable[[Any, Any], Any]
 SCALE = 2.0**16
@@ -37,12 +39,7 @@ def jamp_grads(at: int) -> Callable[..., Any]:
 
 
 def plain(tx: optax.GradientTransformation, params: Any) -> Recipe:
-    def step(carry: Any, grads: Any) -> Any:
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Recipe(step, (params, tx.init(params)))
+    return Recipe(lambda carry, grads: updated(tx, grads, *carry), (params, tx.init(params)))
 
 
 def loss_scaled(tx: optax.GradientTransformation, params: Any) -> Recipe:
@@ -52,43 +49,31 @@ def loss_scaled(tx: optax.GradientTransformation, params: Any) -> Recipe:
 def grad_scaler(tx: optax.GradientTransformation, params: Any) -> Recipe:
     """Unscales too: the gradients that it takes are those of a scaled loss."""
 
-    def step(carry: Any, scaled_grads: Any) -> Any:
+    def step(carry: Any, grads: Any) -> Any:
         params, state, scaler = carry
-        return scaler.step(tx, state, params, scaled_grads=scaled_grads)[:3]
+        return scaler.step(tx, state, params, scaled_grads=grads)[:3]
 
     return Recipe(step, (params, tx.init(params), jamp.GradScaler(init_scale=SCALE)), scale=SCALE)
 
 
-def cond(tx: optax.GradientTransformation, params: Any) -> Recipe:
-    """By hand, as an expert would: `lax.cond` around the whole step, and jamp's exact check."""
+def by_hand(choose: Callable[..., Any], tx: optax.GradientTransformation, params: Any) -> Recipe:
+    """As an expert would: jamp's exact check, and a choice over parameters and optimizer state."""
     loss_scale = jamp.DynamicLossScale()
 
     def step(carry: Any, grads: Any) -> Any:
-        params, state, scale = carry
+        *old, scale = carry
         finite = jamp.all_finite(grads)
-
-        def apply(params: Any, state: Any) -> tuple[Any, Any]:
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        params, state = jax.lax.cond(finite, apply, lambda *kept: kept, params, state)
-        return params, state, loss_scale.update(scale, finite)
+        return *choose(finite, partial(updated, tx, grads), *old), loss_scale.update(scale, finite)
 
     return Recipe(step, (params, tx.init(params), loss_scale.init()), grads=jamp_grads(2))
 
 
-def where(tx: optax.GradientTransformation, params: Any) -> Recipe:
-    """By hand: jamp's exact check, and `where` over parameters and optimizer state."""
-    loss_scale = jamp.DynamicLossScale()
+def cond(finite: jax.Array, step: Callable[..., Any], *old: Any) -> Any:
+    return jax.lax.cond(finite, step, lambda *kept: kept, *old)
 
-    def step(carry: Any, grads: Any) -> Any:
-        old, scale = carry[:2], carry[2]
-        finite = jamp.all_finite(grads)
-        updates, state = tx.update(grads, old[1], old[0])
-        new = optax.apply_updates(old[0], updates), state
-        return *jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old), loss_scale.update(scale, finite)
 
-    return Recipe(step, (params, tx.init(params), loss_scale.init()))
+def where(finite: jax.Array, step: Callable[..., Any], *old: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(finite, x, y), step(*old), old)
 
 
 def linen(tx: optax.GradientTransformation, params: Any) -> Recipe:
@@ -133,11 +118,7 @@ def flax_dynamic_scale(tx: optax.GradientTransformation, params: Any) -> Recipe:
         grown = jnp.where(grow & finite, jnp.minimum(scale * 2.0, jnp.finfo(jnp.float32).max), scale)
         new_scale = jnp.where(finite, grown, jnp.maximum(scale * 0.5, jnp.finfo(jnp.float32).tiny))
         new_fin_steps = jnp.where(grow | ~finite, 0, fin_steps + 1)
-        updates, new_state = tx.update(grads, state, params)
-        new_params = optax.apply_updates(params, updates)
-        select = lambda new, old: jnp.where(finite, new, old)
-        params, state = jax.tree.map(select, (new_params, new_state), (params, state))
-        return params, state, new_scale, new_fin_steps
+        return *where(finite, partial(updated, tx, grads), params, state), new_scale, new_fin_steps
 
     def grads(loss: Any, carry: Any, *batch: Any) -> Any:
         return DynamicScale(scale=carry[2], fin_steps=carry[3]).value_and_grad(loss)(carry[0], *batch)[3]
@@ -155,9 +136,7 @@ def jmp_recipe(tx: optax.GradientTransformation, params: Any) -> Recipe:
         params, state, scale, counter = carry  # not the DynamicLossScale itself, which `jit.lower` refuses
         finite = jmp.all_finite(grads)
         loss_scale = jmp.DynamicLossScale(scale, counter).adjust(finite)
-        updates, new_state = tx.update(grads, state, params)
-        new_params = optax.apply_updates(params, updates)
-        params, state = jmp.select_tree(finite, (new_params, new_state), (params, state))
+        params, state = jmp.select_tree(finite, updated(tx, grads, params, state), (params, state))
         return params, state, loss_scale.loss_scale, loss_scale.counter
 
     def grads(loss: Any, carry: Any, *batch: Any) -> Any:
@@ -197,8 +176,8 @@ JAX: dict[str, Callable[[optax.GradientTransformation, Any], Recipe]] = {
     "jamp.GradScaler, unscales too": grad_scaler,
     "jamp.linen": linen,
     "jamp.nnx": nnx,
-    "lax.cond by hand": cond,
-    "where by hand": where,
+    "lax.cond by hand": partial(by_hand, cond),
+    "where by hand": partial(by_hand, where),
     "optax.apply_if_finite": lambda tx, params: plain(optax.apply_if_finite(tx, 10), params),
     "flax DynamicScale recipe": flax_dynamic_scale,
     "jmp recipe": jmp_recipe,

@@ -1,6 +1,7 @@
 """The optimizer step, `tx.update` and `apply_updates`, on true gradients: plain Optax, jamp and its peers."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +11,9 @@ import optax
 
 import jamp
 from benchmarks.ahead_of_time import compile_for
-from benchmarks.processes import PROCESSES, across, line
 from benchmarks.record import Rows
 from benchmarks.step import frameworks, peers
-from benchmarks.timing import Case, compare
+from benchmarks.timing import Case, across, compare
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-3),
@@ -37,6 +37,7 @@ class Table(NamedTuple):
     rounds: int = 9
     grads: str = "float32"
     framework: str = ""  # whose optimizers, and not Optax's
+    steps: int = 1  # that a round waits for together
 
 
 ALL = (*peers.JAX, SKIPPED)
@@ -62,21 +63,17 @@ QUICK = [
 ]
 
 
-def step(quick: bool) -> Rows:
+def step(quick: bool, tables: list[Table] | None = None) -> Rows:
     """Every table, each in several processes."""
-    there = [*peers.installed(peers.JAX), *frameworks.installed(), SKIPPED, HALF[-1]]
-    rows = []
-    for table in QUICK if quick else TABLES:
-        if table.framework and table.framework not in there:
-            continue
-        table = table._replace(names=tuple(name for name in table.names if name in there))
-        labels = {"optimizer": table.optimizer, **size(table.leaves, table.width), "grads": table.grads}
-        print("\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves, {grads} gradients".format(**labels))
-        for row in across(measure, table, processes=1 if quick else PROCESSES):
-            print(line(row), flush=True)
-            labels["limit_ratio"] = limit_ratio(table.optimizer, row["name"])
-            rows.append(labels | row | ({"framework": table.framework} if table.framework else {}))
-    return rows
+    there = [*peers.installed(peers.JAX), *filter(find_spec, frameworks.FRAMEWORKS), SKIPPED, HALF[-1]]
+    rows: Rows = []
+    for table in tables or (QUICK if quick else TABLES):
+        if not table.framework or table.framework in there:
+            table = table._replace(names=tuple(name for name in table.names if name in there))
+            labels = {"optimizer": table.optimizer, **size(table.leaves, table.width), "grads": table.grads}
+            labels |= {"framework": table.framework} if table.framework else {}
+            rows += across(labels, measure, table, quick=quick)
+    return [row | {"limit_ratio": limit_ratio(row["optimizer"], row["name"])} for row in rows]
 
 
 def measure(table: Table) -> Rows:
@@ -85,7 +82,7 @@ def measure(table: Table) -> Rows:
         compared = frameworks.FRAMEWORKS[table.framework]
         return compared(table.optimizer, parameters(table.leaves, table.width), table.rounds)
     make = cases if table.grads == "float32" else half_cases
-    return compare(make(table), table.rounds)
+    return compare(make(table), table.rounds, table.steps)
 
 
 def ahead(target: str, quick: bool) -> Rows:
@@ -95,7 +92,7 @@ def ahead(target: str, quick: bool) -> Rows:
     rows = []
     for optimizer in SCALED[:1] if quick else OPTIMIZERS:
         labels = {"optimizer": optimizer, **size(leaves, width)}
-        print("\n{optimizer}, {millions:.3g} M parameters in {leaves} leaves".format(**labels), target)
+        print(f"\n{optimizer}")
         for row in compile_for(target, (shapes(name, optimizer, leaves, width) for name in names)):
             rows.append(labels | row | {"limit_ratio": limit_ratio(optimizer, row["name"])})
     return rows
@@ -137,11 +134,10 @@ def half_cases(table: Table) -> list[Case]:
     """Gradients of 16 bits, which the baseline makes float32 by hand as jamp does by itself."""
     params, half = (parameters(table.leaves, table.width, dtype) for dtype in ("float32", table.grads))
     grads, tx = like(half, 1e-3), OPTIMIZERS[table.optimizer]()
-    base, ours = peers.plain(tx, params), peers.loss_scaled(tx, params)
-    widened = lambda carry, grads: base.step(carry, jamp.cast_floating(grads, jnp.float32))
-    masters = peers.plain(jamp.mixed_precision(tx), half)
-    found = [(widened, base.carry), (widened, base.carry), (ours.step, ours.carry), (masters.step, masters.carry)]
-    return [Case(name, step, carry, (grads,)) for name, (step, carry) in zip(HALF, found, strict=True)]
+    plain = peers.plain(tx, params)
+    base = plain._replace(step=lambda carry, grads: plain.step(carry, jamp.cast_floating(grads, jnp.float32)))
+    recipes = base, base, peers.loss_scaled(tx, params), peers.plain(jamp.mixed_precision(tx), half)
+    return [Case(name, recipe.step, recipe.carry, (grads,)) for name, recipe in zip(HALF, recipes, strict=True)]
 
 
 def like(params: Any, value: float) -> Any:
