@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, bodies, core, inlinable, is_literal
+from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, core, inlinable, is_literal
 
 
 def closed_jaxpr(
@@ -137,11 +137,20 @@ def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
     return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
 
 
+def with_result(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
+    """A product with a result of another dtype."""
+    (result,) = avals(eqn.outvars)
+    params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
+    return eqn.replace(params=params, outvars=[core().Var(result.update(dtype=np.dtype(dtype), weak_type=False))])
+
+
 def checkpoint(body: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
     """Evaluate a jaxpr under `jax.checkpoint`: only `args` are kept, and the backward pass evaluates it again."""
     template = _checkpoint()
     params = {**template.params, "jaxpr": body.jaxpr, "prevent_cse": prevent_cse}
-    return bind(template.replace(params=params), args, body.out_avals)
+    # The mesh, and what else JAX keeps with an equation, are those of the body.
+    ctx = next(iter(body.jaxpr.eqns), template).ctx
+    return bind(template.replace(params=params, ctx=ctx), args, body.out_avals)
 
 
 @functools.cache

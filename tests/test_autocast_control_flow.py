@@ -10,13 +10,16 @@ import pytest
 from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.experimental import pallas as pl
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxprs import dtypes, equations, normal, operand_dtypes, products
 from norms import distance, total, under_autocast
+from programs import by_operation, reference
 
 import jamp
 from jamp import _jaxpr
-from jamp._autocast.cast import Caster, Input, Place
+from jamp._autocast.cast import Caster
+from jamp._autocast.context import Input, Place
 from jamp._autocast.rules import RULES
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -330,3 +333,57 @@ def test_full_precision_is_a_decorator_of_functions_and_methods_also_around_loop
     assert products(jamp.autocast(lambda x: Head()(x)), SQUARE) == {F32}
     # Autocast inside autocast keeps the inner dtype.
     assert products(jamp.autocast(lambda x: jamp.autocast(lambda y: y @ y, BF16)(x)), SQUARE) == {BF16}
+
+
+def test_a_product_that_a_loop_without_a_carry_reads_has_a_float32_cotangent():
+    def loss(dot, x, w):
+        h = dot(x, w)
+        return lax.map(lambda y: jnp.sum(jnp.tanh(h * y)), jnp.linspace(0.5, 1.5, 500)).sum()
+
+    x, w = normal(8, 16), normal(16, 8, seed=1, scale=0.25)
+    ways = (jamp.autocast(lambda x, w: loss(jnp.matmul, x, w), BF16), functools.partial(loss, reference(BF16)))
+    mine, hand, truth = (np.float64(jax.jit(jax.grad(f))(x, w)) for f in (*ways, functools.partial(loss, jnp.matmul)))
+    assert np.linalg.norm(mine - truth) < 2 * np.linalg.norm(hand - truth)
+
+
+def test_what_a_vmap_around_autocast_copies_has_a_float32_cotangent():
+    prompt, tokens, w = normal(4, 16), normal(500, 4, 16, seed=1), normal(16, 16, seed=2, scale=0.25)
+    goal = normal(500, 8, 16, seed=3)
+    goal = goal - goal.mean(0) * (1 - 3e-2)
+
+    def loss(dot, wrap, prompt):
+        one = wrap(lambda prompt, w, y, g: jnp.sum(jnp.concatenate([dot(prompt, w), dot(y, w)]) * g))
+        return jnp.sum(jax.vmap(one, (None, None, 0, 0))(prompt, w, tokens, goal))
+
+    ways = (jnp.matmul, lambda f: jamp.autocast(f, BF16)), (reference(BF16), lambda f: f), (jnp.matmul, lambda f: f)
+    mine, hand, truth = (np.float64(by_operation(jax.grad(functools.partial(loss, *way)), prompt)[0]) for way in ways)
+    assert np.linalg.norm(mine - truth) < 2 * np.linalg.norm(hand - truth)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda x: lax.cond(x[0, 0] < 1e6, lambda x: jnp.sin(x) * x, lambda x: x, x),
+        lambda x: lax.scan(lambda c, _: (jnp.sin(c) + c / 2, None), x, None, length=3)[0],
+        jax.checkpoint(lambda x: jnp.sin(x) * x),
+    ],
+    ids=["cond", "scan", "checkpoint"],
+)
+def test_a_custom_rule_may_compute_value_and_tangent_in_one_construct(inner):
+    fun = jax.custom_jvp(inner)
+    fun.defjvp(lambda p, t: jax.jvp(inner, p, t))
+    loss = lambda x, w: jnp.sum(jnp.tanh(fun(x @ w) @ w))
+    args = normal(64, 64), normal(64, 64, seed=1, scale=0.125)
+    mine, same, truth = (
+        jax.grad(f)(*args) for f in (jamp.autocast(loss, BF16), jamp.autocast(loss, BF16, recompute=False), loss)
+    )
+    np.testing.assert_allclose(mine, same, rtol=0.02, atol=0.02)
+    assert np.linalg.norm(mine - truth) < 0.05 * np.linalg.norm(truth)
+
+
+def test_no_program_has_the_metadata_of_an_earlier_one():
+    loss = lambda x, w: jnp.sum(jax.nn.gelu(x @ w) @ w)
+    text = lambda: jax.jit(jax.grad(jamp.autocast(loss, BF16), 1)).lower(*[jnp.ones((64, 64))] * 2).as_text()
+    with set_xla_metadata(who="first"):
+        assert 'who = "first"' in text()
+    assert 'who = "first"' not in text()

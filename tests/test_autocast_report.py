@@ -62,7 +62,7 @@ def test_the_body_of_a_scan_counts_for_every_step_and_a_call_for_each_call():
     fun = lambda x: lax.scan(lambda c, _: (call(call(c)), None), x, None, length=5)[0]
     assert rows(fun, SQUARE)["dot_general"].count == 10
     grad = jax.grad(lambda w, b, x: layer(w, b, x).max())
-    assert sum(r.count for r in jamp.autocast_report(grad)(*ARGS).rows if r.operation == "dot_general") == 2
+    assert sum(r.count for r in jamp.autocast_report(grad)(*ARGS).rows if "dot_general" in r.operation) == 2
 
 
 def test_the_share_in_16_bit_is_that_of_the_flops():
@@ -209,6 +209,6 @@ def test_the_report_of_a_gradient_is_of_what_runs_or_says_that_it_differs():
         assert (runs.share_16_bit, runs.backward) == (0, False)
     mixed = jamp.autocast(lambda w: loss(w @ w), rules=rules)
     runs = jamp.autocast_report(lambda w: jax.grad(mixed)(w))(SQUARE)
-    products = [(row.category, row.after.split()[-1], row.count) for row in runs.rows if row.operation == "dot_general"]
-    assert sorted(products) == [("compute", "float16", 3), ("float32", "float32", 2)]
+    products = [(row.category, row.after.split()[-1], row.count) for row in runs.rows if "dot_general" in row.operation]
+    assert sorted(products) == [("accumulate", "float32", 2), ("compute", "float16", 1), ("float32", "float32", 2)]
     assert {row.after for row in runs.rows} == {row.before for row in runs.rows}

@@ -14,8 +14,10 @@ from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.tree_util import Partial
 
 from jamp import _evaluate, _jaxpr
+from jamp._autocast.context import Input
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+from jamp._shard_map import trace
 
 
 class Rewritten(Protocol):
@@ -27,17 +29,22 @@ class Rewritten(Protocol):
         """The jaxpr to evaluate. `low` says which outputs are to be 16 bit."""
 
 
-Rewrite = Callable[[ClosedJaxpr, Sequence[bool]], Rewritten]  # of a jaxpr and which of its inputs are 16 bit
+class Rewrite(Protocol):
+    """Rewrites a jaxpr. `backward` says that it is the backward rule of a custom_vjp."""
+
+    def __call__(self, closed: ClosedJaxpr, inputs: Sequence[Input], backward: bool = False) -> Rewritten: ...
+
+
 # The results of these keep their traced dtypes, because the author's derivative rule computes them too.
 KEEPS_RESULTS = ("custom_jvp_call", "custom_vjp_call", "linear_call", "remat_opt")
 
 
 class _Call(NamedTuple):
-    """A call with a custom rule: the equation, its rewritten body, which operands are 16 bit, and the callback."""
+    """A call with a custom rule: the equation, its rewritten body, its operands, and the callback."""
 
     eqn: JaxprEqn
     body: ClosedJaxpr
-    low: Sequence[bool]
+    known: Sequence[Input]
     rewrite: Rewrite
 
     def run(self, args: Sequence[Any]) -> list[Any]:
@@ -49,28 +56,32 @@ class _Call(NamedTuple):
         avals: Sequence[Any],
         args: Sequence[Any],
         low: Callable[[list[bool]], Sequence[bool]],
+        weights: Sequence[bool] = (),
+        backward: bool = False,
     ) -> list[Any]:
         """Trace `fun` at `avals`, rewrite it, and evaluate it on `args`. `low` says which results are 16 bit."""
         closed = jax.make_jaxpr(fun)(*avals)
-        types = [jax.typeof(x).dtype != aval.dtype for x, aval in zip(args, avals, strict=True)]
-        rewritten = self.rewrite(closed, types)
+        types = zip(args, avals, weights or [False] * len(args), strict=True)
+        inputs = [Input(jax.typeof(x).dtype != aval.dtype, weight=is_weight) for x, aval, is_weight in types]
+        rewritten = self.rewrite(closed, inputs, backward)
         return _evaluate.call(rewritten.closed(low(rewritten.stored)), args)
 
 
 def enter(
     eqn: JaxprEqn,
     bodies: Sequence[Rewritten],
-    known: Sequence[bool],
+    known: Sequence[Input],
     low: Sequence[bool],
     reads: Sequence[Any],
     writes: Sequence[Var],
     rewrite: Rewrite,
+    inside: JaxprEqn | None,
 ) -> list[JaxprEqn]:
-    """The equations of a construct with rewritten bodies. `known` operands and `low` results are 16 bit."""
+    """The equations of a construct with rewritten bodies. `low` results are 16 bit. It may be `inside` a shard_map."""
     name = eqn.primitive.name
     if name in _RETRACED:
         call = _Call(eqn, bodies[0].closed(), known, rewrite)
-        closed = jax.make_jaxpr(lambda *args: _RETRACED[name](call, args))(*_jaxpr.avals(reads))
+        closed = trace(inside, lambda *args: _RETRACED[name](call, args), _jaxpr.avals(reads))
         return _evaluate.inline(closed, reads, writes)
     wanted = [[False], low] if name == "while" else [low] * len(bodies)
     closed_bodies = [body.closed(x) for body, x in zip(bodies, wanted, strict=True)]
@@ -102,7 +113,8 @@ def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
             return [*results, *(derivatives[i] for i in floating)]
 
         types, values = [*inputs, *(inputs[i] for i in moving)], [*primals, *(tangents[i] for i in moving)]
-        results = call.replay(original, types, values, lambda stored: [False] * len(stored))
+        weights = [x.weight for x in (*call.known, *(call.known[i] for i in moving))]
+        results = call.replay(original, types, values, lambda stored: [False] * len(stored), weights)
         derivatives = dict(zip(floating, results[len(outputs) :], strict=True))
         return results[: len(outputs)], [derivatives.get(i, _no_tangent(x)) for i, x in enumerate(outputs)]
 
@@ -163,7 +175,11 @@ def _pull_back(
     dense = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
     values = [*residuals, *(dense(cotangents[i]) for i in floating)]
     found = call.replay(
-        original, [*types, *(outputs[i] for i in floating)], values, lambda _: [call.low[i] for i in moving]
+        original,
+        [*types, *(outputs[i] for i in floating)],
+        values,
+        lambda _: [call.known[i].low for i in moving],
+        backward=True,
     )
     by_position = dict(zip(moving, found, strict=True))
     return tuple(by_position.get(i) for i in range(len(inputs)))
@@ -183,7 +199,7 @@ def _linear_call(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
             return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
 
         types = [*inputs[:n], *_jaxpr.avals(call.eqn.outvars)]
-        return call.replay(original, types, [*residuals, *cotangents], lambda _: call.low[n:])
+        return call.replay(original, types, [*residuals, *cotangents], lambda _: [x.low for x in call.known[n:]])
 
     fun = lambda residuals, operands: call.run([*residuals, *operands])
     values: Sequence[Any] = linear_call(fun, transposed, list(args[:n]), list(args[n:]))

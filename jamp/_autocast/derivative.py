@@ -10,7 +10,7 @@ The results of products and other expensive operations are kept. For cheap opera
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,17 +39,26 @@ class Split(NamedTuple):
     inputs: list[int]
 
 
-def split_derivative(closed: ClosedJaxpr, live: Sequence[bool], moving: Sequence[int]) -> Split:
-    """Split the derivative of a jaxpr with respect to its `moving` inputs. `live` inputs depend on a product."""
-    avals, n = closed.in_avals, len(closed.in_avals)
+def derivative(closed: ClosedJaxpr, moving: Sequence[int]) -> Callable[..., list[Array]]:
+    """The results of a jaxpr and their tangents, as a function of its inputs and of the tangents of `moving` ones."""
+    n = len(closed.in_avals)
 
-    def derivative(*args: Array) -> list[Array]:
+    def fun(*args: Array) -> list[Array]:
         given = lambda some: dict(zip(moving, some, strict=True))
-        fun = lambda *some: _evaluate.call(closed, [given(some).get(i, x) for i, x in enumerate(args[:n])])
-        results, tangents = jax.jvp(fun, [args[i] for i in moving], list(args[n:]))
+        of_moving = lambda *some: _evaluate.call(closed, [given(some).get(i, x) for i, x in enumerate(args[:n])])
+        results, tangents = jax.jvp(of_moving, [args[i] for i in moving], list(args[n:]))
         return [*results, *(t for x, t in zip(results, tangents, strict=True) if is_inexact(x))]
 
-    both = jax.make_jaxpr(derivative)(*avals, *(avals[i].to_tangent_aval() for i in moving))
+    return fun
+
+
+def split_derivative(closed: ClosedJaxpr, live: Sequence[bool], moving: Sequence[int]) -> Split | None:
+    """Split the derivative of a jaxpr with respect to its `moving` inputs. `live` inputs depend on a product.
+
+    Return None if an equation, such as a loop in a custom derivative, computes values and tangents together.
+    """
+    avals, n = closed.in_avals, len(closed.in_avals)
+    both = jax.make_jaxpr(derivative(closed, moving))(*avals, *(avals[i].to_tangent_aval() for i in moving))
     eqns, outputs = _evaluate.flattened(both)
     results, derivatives = outputs[: len(closed.out_avals)], outputs[len(closed.out_avals) :]
     inputs, tangents = both.jaxpr.invars[:n], both.jaxpr.invars[n:]
@@ -57,6 +66,8 @@ def split_derivative(closed: ClosedJaxpr, live: Sequence[bool], moving: Sequence
     for eqn in eqns:
         is_linear.append(any(v in linear for v in _variables(eqn)))
         linear.update(eqn.outvars if is_linear[-1] else ())
+    if any(not _jaxpr.is_literal(v) and v in linear for v in results):
+        return None
     first = [eqn for eqn, x in zip(eqns, is_linear, strict=True) if not x]
     second = [eqn for eqn, x in zip(eqns, is_linear, strict=True) if x]
     kept = _kept(first, inputs, live)
@@ -91,7 +102,7 @@ def _rounded(eqns: Sequence[JaxprEqn], saved: set[Var]) -> list[JaxprEqn]:
         found.append(eqn.replace(outvars=outvars))
         for made, v in zip(outvars, eqn.outvars, strict=True):
             if made is not v:
-                found.append(_reduce_precision(_dtype(v)).replace(invars=[made], outvars=[v]))
+                found.append(_reduce_precision(_dtype(v)).replace(invars=[made], outvars=[v], ctx=eqn.ctx))
     return found
 
 

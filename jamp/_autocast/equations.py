@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jamp import _jaxpr
-from jamp._autocast.cast import AUTOCAST, ENTERED, NO_RULE, NOT_ENTERED, Cast, Decision
+from jamp._autocast.cast import Cast, Decision
+from jamp._autocast.context import AUTOCAST, ENTERED, NO_RULE, NOT_ENTERED
 from jamp._autocast.rules import RULES
 from jamp._cast import is_float32, is_floating
 from jamp._jaxpr import Jaxpr, JaxprEqn
@@ -105,12 +106,14 @@ def warnings_of(body: Cast, quantized: "Quantized | None") -> list[str]:
     """Warnings for the user: about large parts that are not entered, or that no product is changed."""
     decisions = list(_all_decisions(body))
     products = [x for x in decisions if _is_product(x)]
-    is_used = quantized.is_used if quantized else any(map(_is_changed, products))
+    is_used = quantized.is_used if quantized else any(x.is_low for x in products)
     if is_used and not any(map(_is_left_out, decisions)):
         return []
     found = list(flat_decisions(body, {}))
     total = sum(x.times * flops(x.decision.eqn) for x in found) or 1
-    messages = [] if is_used else _unchanged([x for x in found if _is_product(x.decision)], quantized)
+    has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in all_equations(body.traced.jaxpr))
+    unchanged = [x for x in found if _is_product(x.decision)]
+    messages = [] if is_used or has_autocast else _unchanged(unchanged, quantized)
     for x in found:
         eqn, share = x.decision.eqn, x.times * flops(x.decision.eqn) / total
         if _is_left_out(x.decision) and share >= 0.01:
@@ -122,9 +125,7 @@ def warnings_of(body: Cast, quantized: "Quantized | None") -> list[str]:
 
 def _unchanged(products: list[Found], quantized: "Quantized | None") -> list[str]:
     """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
-    if any(in_scope(x.decision.eqn, AUTOCAST) for x in products):
-        return []
-    cast = [x for x in products if _is_changed(x.decision)]
+    cast = [x for x in products if x.decision.is_low and is_float32(x.decision.eqn.outvars[0].aval)]
     largest = max(cast or products, key=lambda x: x.times * flops(x.decision.eqn), default=None)
     if largest is None:
         return []
@@ -134,17 +135,13 @@ def _unchanged(products: list[Found], quantized: "Quantized | None") -> list[str
         why = quantized.why_not(id(decision.run), largest.path) if is_dot else "convolutions run in the carrier"
     elif any(is_floating(aval) and aval.dtype.itemsize == 2 for aval in _jaxpr.avals(decision.eqn.invars)):
         why = "its operands are 16 bit already. Pass float32 parameters and inputs, and modules without dtype=..."
-    else:  # The code asked for float32.
+    else:  # The code asked for float32, or for a 16-bit result.
         return []
     return [f"{name} changes no product of this function. The largest is at {largest.source or largest.scope}: {why}."]
 
 
 def _is_product(decision: Decision) -> bool:
     return decision.eqn.primitive.name in PRODUCTS
-
-
-def _is_changed(decision: Decision) -> bool:
-    return decision.run.outvars != decision.eqn.outvars
 
 
 def _all_decisions(body: Cast) -> Iterator[Decision]:

@@ -8,16 +8,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.cast import Cast, Decision
 from jamp._autocast.constructs import KEEPS_RESULTS
 from jamp._autocast.float8 import Float8
 from jamp._autocast.quantized import packed, quantized_product
 from jamp._autocast.rules import COMPUTE, YOURS
+from jamp._cast import is_float32
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jamp._primitives import holds_product
+from jamp._shard_map import trace
 from jamp._source_line import is_transposed
 
 _NOT_REACHED = "it is in a custom derivative or a linear solve"
@@ -57,15 +57,15 @@ def quantize(body: Cast, config: Float8) -> Quantized:
     products = {id(decision.run): decision for decision in _products(body)}
     closed = body.closed()
     unknown = (False,) * len(closed.in_avals)
-    return _Pass(config, body, products).run(closed, unknown, (False,) * len(closed.out_avals))
+    return _Pass(config, body, products).run(closed, unknown, (False,) * len(closed.out_avals), None)
 
 
 def _products(body: Cast) -> list[Decision]:
     found: list[Decision] = []
     for decision in body.decisions:
         found.extend(x for inner in decision.bodies for x in _products(inner))
-        is_low = decision.category == COMPUTE and decision.run.outvars != decision.eqn.outvars
-        if is_low and decision.eqn.primitive.name == "dot_general":
+        is_product = decision.is_low and decision.eqn.primitive.name == "dot_general"
+        if is_product and decision.category == COMPUTE and is_float32(decision.eqn.outvars[0].aval):
             found.append(decision)
     return found
 
@@ -77,14 +77,18 @@ class _Pass:
         self._done: dict[Any, Quantized] = {}
         self._traced: dict[Any, ClosedJaxpr] = {}
 
-    def run(self, closed: ClosedJaxpr, computed: tuple[bool, ...], read_on: tuple[bool, ...]) -> Quantized:
+    def run(
+        self, closed: ClosedJaxpr, computed: tuple[bool, ...], read_on: tuple[bool, ...], inside: JaxprEqn | None
+    ) -> Quantized:
         """Quantize a jaxpr. `computed` inputs depend on a product, and later products read the `read_on` outputs."""
-        key = id(closed.jaxpr), computed, read_on
+        key = id(closed.jaxpr), computed, read_on, inside
         if key not in self._done:
-            self._done[key] = self._run(closed, computed, read_on)
+            self._done[key] = self._run(closed, computed, read_on, inside)
         return self._done[key]
 
-    def _run(self, closed: ClosedJaxpr, computed: tuple[bool, ...], read_on: tuple[bool, ...]) -> Quantized:
+    def _run(
+        self, closed: ClosedJaxpr, computed: tuple[bool, ...], read_on: tuple[bool, ...], inside: JaxprEqn | None
+    ) -> Quantized:
         jaxpr = closed.jaxpr
         made = {v for v, x in zip(jaxpr.invars, computed, strict=True) if x}
         is_made = lambda v: not _jaxpr.is_literal(v) and v in made
@@ -100,20 +104,21 @@ class _Pass:
             if decision:
                 found.why[id(eqn)] = self._why_not(decision, all(map(is_made, eqn.invars)), eqn.outvars[0] in feeding)
             if decision and not found.why[id(eqn)]:
-                axes = _jaxpr.contracted(eqn) if self._config.granularity == "row" else (None, None)
+                axes = _jaxpr.contracted(decision.eqn) if self._config.granularity == "row" else (None, None)
                 pairs = []
                 for v, x in zip(eqn.invars, axes, strict=True):
                     key = _source(sources, v), x
                     if key not in values:
-                        values[key], items = self._pack(v, x)
+                        values[key], items = self._pack(v, x, inside)
                         eqns.extend(items)
                     pairs.extend(values[key])
-                eqns.extend(self._product(eqn, [*eqn.invars, *pairs]))
+                eqns.extend(self._product(decision.eqn, [*eqn.invars, *pairs], eqn.outvars, inside))
             elif (inner := _jaxpr.bodies(eqn)) and eqn.primitive.name not in KEEPS_RESULTS:
                 later = _read_on(eqn, inner, [v in feeding for v in eqn.outvars])
                 known = [is_made(v) for v in eqn.invars]
+                around = eqn if eqn.primitive.name == "shard_map" else inside
                 found.bodies[id(eqn)] = [
-                    self.run(body, tuple(known[i] for i in operands), later[-len(body.out_avals) :])
+                    self.run(body, tuple(known[i] for i in operands), later[-len(body.out_avals) :], around)
                     for body, operands in zip(inner, _jaxpr.body_operands(eqn), strict=True)
                 ]
                 bodies = [body.closed for body in found.bodies[id(eqn)]]
@@ -144,21 +149,24 @@ class _Pass:
             return f"no product follows, so it is the head; {force}"
         return ""
 
-    def _pack(self, v: Var, axes: tuple[int, ...] | None) -> tuple[list[Var], list[JaxprEqn]]:
+    def _pack(self, v: Var, axes: tuple[int, ...] | None, inside: JaxprEqn | None) -> tuple[list[Var], list[JaxprEqn]]:
         """The variables of the 8-bit values and the scales of an operand, and the equations that compute them."""
         (aval,) = _jaxpr.avals([v])
-        if (aval, axes) not in self._traced:
-            self._traced[aval, axes] = jax.make_jaxpr(lambda x: packed(x, self._config.forward, axes))(aval)
-        closed = self._traced[aval, axes]
+        key = aval, axes, inside
+        if key not in self._traced:
+            self._traced[key] = trace(inside, lambda x: packed(x, self._config.forward, axes), [aval])
+        closed = self._traced[key]
         outputs = [_jaxpr.core().Var(aval) for aval in closed.out_avals]
         return outputs, _evaluate.inline(closed, [v], outputs)
 
-    def _product(self, eqn: JaxprEqn, operands: list[Any]) -> list[JaxprEqn]:
+    def _product(
+        self, eqn: JaxprEqn, operands: list[Any], results: list[Var], inside: JaxprEqn | None
+    ) -> list[JaxprEqn]:
         avals = _jaxpr.avals(operands)
-        key = *_jaxpr.parameters(eqn), *avals
+        key = *_jaxpr.parameters(eqn), *avals, inside
         if key not in self._traced:
-            self._traced[key] = jax.make_jaxpr(quantized_product(eqn, self._config))(*avals)
-        items = _evaluate.inline(self._traced[key], operands, eqn.outvars)
+            self._traced[key] = trace(inside, quantized_product(eqn, self._config), avals)
+        items = _evaluate.inline(self._traced[key], operands, results)
         return [item.replace(source_info=eqn.source_info) for item in items]
 
 

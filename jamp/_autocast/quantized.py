@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.float8 import Float8
+from jamp._autocast.product import cotangent, value
 from jamp._jaxpr import JaxprEqn
 
 Pair = tuple[Array, Array]  # float8 values, and the scales that bring them back
@@ -56,27 +57,29 @@ _derived.defjvp(_derived_rule, symbolic_zeros=True)
 
 
 def quantized_product(eqn: JaxprEqn, config: Float8) -> Callable[..., Array]:
-    """A product as a function of its operands in the carrier, and of the packed float8 values and scales of each.
+    """A product as a function of its operands, and of the packed float8 values and scales of each.
 
-    Its value depends on the latter, and its derivative is with respect to the former.
+    Its value depends on the latter, and its derivative is with respect to the former: in the carrier, and for a weight
+    in float32.
     """
-    options = _jaxpr.dot_options(eqn)
+    carrier = np.dtype(config.carrier)
+    eqn = _evaluate.with_result(eqn, carrier)
     unpack = lambda q, scale: (lax.bitcast_convert_type(q, config.forward), scale)
 
     @jax.custom_jvp
     def product(x: Array, y: Array, *quantized: Array) -> Array:
-        return _dot(unpack(*quantized[:2]), unpack(*quantized[2:]), options, config)
+        return _dot(eqn, unpack(*quantized[:2]), unpack(*quantized[2:]), config, carrier)
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
         _, _, qx, sx, qy, sy = primals
-        out = _dot(unpack(qx, sx), unpack(qy, sy), options, config)
+        out = _dot(eqn, unpack(qx, sx), unpack(qy, sy), config, carrier)
         moving = [i for i in range(2) if not isinstance(tangents[i], SymbolicZero)]
         # The cotangent of an operand needs the other operand. A scale cannot vary along an axis that is summed, and the
         # backward products sum other axes, so with scales by row that operand is quantized again.
         whole, pairs = [[x] for x in primals[:2]], [primals[2:4], primals[4:]]
         others = [(pairs if config.granularity == "tensor" else whole)[1 - i] for i in moving]
         avals = [jax.typeof(x) for x in primals[:2]]
-        pull_back = functools.partial(_pull_back, options, config, avals, moving)
+        pull_back = functools.partial(_pull_back, eqn, config, avals, moving)
         return out, _tangent_of(out, tangents[:2], pull_back, [x for other in others for x in other])
 
     product.defjvp(rule, symbolic_zeros=True)
@@ -84,21 +87,25 @@ def quantized_product(eqn: JaxprEqn, config: Float8) -> Callable[..., Array]:
 
 
 def _pull_back(
-    options: dict[str, Any], config: Float8, avals: Sequence[Any], moving: Sequence[int], g: Array, *kept: Array
+    eqn: JaxprEqn, config: Float8, avals: Sequence[Any], moving: Sequence[int], g: Array, *kept: Array
 ) -> list[Array]:
     """The cotangents of some operands: products of a quantized cotangent and the other operand, which was kept."""
+    low = [aval.update(dtype=np.dtype(config.carrier)) for aval in avals]
 
     @jax.custom_jvp
     def cotangents(g: Array, *kept: Array) -> list[Array]:
         values = iter(kept)
-        quantized_g: Any = quantize(g, config.backward) if config.granularity == "tensor" else g
+        # Of each operand: its 8-bit values and scales, or with scales by row, the operand and its 8-bit dtype.
+        of_g = quantize(g, config.backward) if config.granularity == "tensor" else (g, config.backward)
         found = []
         for i in moving:
             other: Any = next(values)
             if config.granularity == "tensor":
                 other = lax.bitcast_convert_type(other, config.forward), next(values)
-            closed = jax.make_jaxpr(functools.partial(_transposed, options, avals[i], i))(g, avals[1 - i])
-            found.append(_evaluate_quantized(closed, quantized_g, other, config))
+            else:
+                other = other, config.forward
+            run = functools.partial(_run, config=config, dtype=avals[i].dtype)
+            found.append(cotangent(eqn, i, low[i], [jax.typeof(g), low[1 - i]], [of_g, other], run))
         return found
 
     cotangents.defjvp(_no_derivative)
@@ -106,34 +113,16 @@ def _pull_back(
     return found
 
 
-def _transposed(options: dict[str, Any], aval: Any, i: int, g: Array, other: Array) -> Array:
-    """The cotangent of the i-th operand of a product."""
-    product = lambda x: lax.dot_general(*((x, other) if i == 0 else (other, x)), **options)
-    found: Array = jax.linear_transpose(product, aval)(g)[0]
-    return found
+def _run(eqn: JaxprEqn, operands: Sequence[Any], config: Float8, dtype: Any) -> Array:
+    """A product of the backward pass."""
+    if config.granularity == "row":
+        operands = [quantize(x, low, axes) for (x, low), axes in zip(operands, _jaxpr.contracted(eqn), strict=True)]
+    x, y = operands
+    return _dot(eqn, x, y, config, dtype)
 
 
-def _evaluate_quantized(closed: Any, g: Any, other: Any, config: Float8) -> Array:
-    """Evaluate the transpose of a product, which is a product and a transposition, with quantized operands."""
-    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, (g, other), strict=True))
-    dtypes = dict(zip(closed.jaxpr.invars, (config.backward, config.forward), strict=True))
-    for eqn in closed.jaxpr.eqns:
-        args = [env[v] for v in eqn.invars]
-        if eqn.primitive.name != "dot_general":
-            found = _evaluate.bind(eqn, args, _jaxpr.avals(eqn.outvars))[0]
-        else:
-            if config.granularity == "row":
-                axes, atoms = _jaxpr.contracted(eqn), list[Any](eqn.invars)
-                args = [quantize(x, dtypes[v], a) for x, v, a in zip(args, atoms, axes, strict=True)]
-            x, y = args
-            found = _dot(x, y, _jaxpr.dot_options(eqn), config)
-        env[eqn.outvars[0]] = found
-    result: Array = env[closed.jaxpr.outvars[0]]
-    return result
-
-
-def _dot(x: Pair, y: Pair, options: dict[str, Any], config: Float8) -> Array:
-    """A product of quantized operands, in the carrier.
+def _dot(eqn: JaxprEqn, x: Pair, y: Pair, config: Float8, dtype: Any) -> Array:
+    """A product of quantized operands.
 
     With one scale for each operand, it is a product of the dequantized operands, which are exact in bfloat16. XLA:GPU
     compiles this form to a float8 product. Otherwise the scales are applied to the result.
@@ -143,11 +132,11 @@ def _dot(x: Pair, y: Pair, options: dict[str, Any], config: Float8) -> Array:
         # XLA:GPU would merge products that share an operand (q, k and v) into one 16-bit product, because their scales
         # differ. One barrier around both scales of each product prevents the merge.
         scales = lax.optimization_barrier((x[1], y[1]))
-        a, b = (q.astype(carrier) * scale.astype(carrier) for q, scale in zip((x[0], y[0]), scales, strict=True))
-        return lax.dot_general(a, b, **options | {"preferred_element_type": carrier})
-    options = options | {"preferred_element_type": jnp.float32}
+        low = [q.astype(carrier) * scale.astype(carrier) for q, scale in zip((x[0], y[0]), scales, strict=True)]
+        return value(_evaluate.with_result(eqn, dtype), low)
+    options = _jaxpr.dot_options(eqn) | {"preferred_element_type": jnp.float32}
     scales = x[1] * y[1] if x[1].ndim == 0 else lax.dot_general(x[1], y[1], **options, precision="highest")
-    return (lax.dot_general(x[0], y[0], **options) * scales).astype(carrier)
+    return (lax.dot_general(x[0], y[0], **options) * scales).astype(dtype)
 
 
 # The tangent of a product: a linear function of its last inputs, the tangents of operands. Only its transpose

@@ -9,20 +9,21 @@ collective is computed twice.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.cast import SEGMENT
-from jamp._autocast.derivative import is_live, is_recomputed, nbytes, split_derivative
+from jamp._autocast import barrier
+from jamp._autocast.context import SEGMENT
+from jamp._autocast.derivative import derivative, is_live, is_recomputed, nbytes, split_derivative
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
+from jamp._shard_map import trace
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 _PRODUCTS = 6  # of a segment, more or less: those of a layer
@@ -35,7 +36,14 @@ def recompute(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     eqns = closed.jaxpr.eqns
     last = max((i for i, eqn in enumerate(eqns) if holds_product(eqn)), default=-1)
-    return _Pass().run(closed, [False] * len(closed.in_avals), in_loop=False, end=last + 1)
+    return _Pass().run(closed, [False] * len(closed.in_avals), _Around(), last + 1)
+
+
+class _Around(NamedTuple):
+    """What stands around a jaxpr: a loop, and a shard_map."""
+
+    loop: bool = False
+    inside: JaxprEqn | None = None
 
 
 class _Pass:
@@ -43,10 +51,10 @@ class _Pass:
         self._bodies: dict[Any, ClosedJaxpr] = {}
         self._segments: dict[Any, JaxprEqn] = {}
 
-    def run(self, closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool, end: int | None = None) -> ClosedJaxpr:
+    def run(self, closed: ClosedJaxpr, live: Sequence[bool], around: "_Around", end: int | None = None) -> ClosedJaxpr:
         """Rewrite a jaxpr. `live` says which of its inputs depend on a product, or change with each step of a loop."""
         jaxpr = closed.jaxpr
-        key = id(jaxpr), tuple(live), in_loop, end
+        key = id(jaxpr), tuple(live), around, end
         if key in self._bodies:
             return self._bodies[key]
         alive = {v for v, x in zip(jaxpr.invars, live, strict=True) if x}
@@ -56,11 +64,11 @@ class _Pass:
 
         def close(stop: int) -> None:
             start = stop - len(segment)
-            is_whole = in_loop or _convolves(segment)
+            is_whole = around.loop or _convolves(segment)
             for piece in [range(start, stop)] if is_whole else _cut(jaxpr.eqns, range(start, stop), last_uses):
                 members = [jaxpr.eqns[i] for i in piece]
                 outputs = [v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop]
-                eqns.extend(self._segment(members, outputs, alive, in_loop))
+                eqns.extend(self._segment(members, outputs, alive, around))
             segment.clear()
 
         for i, eqn in enumerate(jaxpr.eqns):
@@ -70,7 +78,7 @@ class _Pass:
             else:
                 close(i)
                 flags = [_in(alive, v) for v in eqn.invars]
-                eqns.append(self._construct(eqn, flags, in_loop) if is_before_end else eqn)
+                eqns.append(self._construct(eqn, flags, around) if is_before_end else eqn)
             if is_live(eqn, alive):
                 alive.update(eqn.outvars)
         close(len(jaxpr.eqns))
@@ -78,20 +86,23 @@ class _Pass:
         self._bodies[key] = _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
         return self._bodies[key]
 
-    def _construct(self, eqn: JaxprEqn, live: Sequence[bool], in_loop: bool) -> JaxprEqn:
+    def _construct(self, eqn: JaxprEqn, live: Sequence[bool], around: "_Around") -> JaxprEqn:
         """An equation that is in no segment, with segments in its bodies if they are part of the same function."""
         bodies = _jaxpr.bodies(eqn)
         if eqn.primitive.name not in ("jit", "scan", "cond", "shard_map") or bodies is None:
             return eqn
         carry = _jaxpr.carry(eqn)
         live = [x or i in carry for i, x in enumerate(live)]
+        around = _Around(
+            around.loop or eqn.primitive.name == "scan", eqn if eqn.primitive.name == "shard_map" else around.inside
+        )
         new = [
-            self.run(body, [live[i] for i in operands], in_loop or bool(carry))
+            self.run(body, [live[i] for i in operands], around)
             for body, operands in zip(bodies, _jaxpr.body_operands(eqn), strict=True)
         ]
         return _evaluate.with_bodies(eqn, new, eqn.invars, eqn.outvars)
 
-    def _segment(self, eqns: list[JaxprEqn], outputs: list[Var], live: set[Var], in_loop: bool) -> list[JaxprEqn]:
+    def _segment(self, eqns: list[JaxprEqn], outputs: list[Var], live: set[Var], around: "_Around") -> list[JaxprEqn]:
         """The equations of a segment, as they are or in one call."""
         if not any(map(_is_worth_it, eqns)):
             return list(eqns)
@@ -99,12 +110,12 @@ class _Pass:
         reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
         inputs = list(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
         flags = tuple(v in live for v in inputs)
-        key = _evaluate.fingerprint(inputs, outputs, eqns), flags, in_loop
+        key = _evaluate.fingerprint(inputs, outputs, eqns), flags, around
         if key[0] is None or key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             body = _evaluate.closed_jaxpr({}, inputs, outputs, eqns)
-            call = _recomputing(body, flags, in_loop)
+            call = _recomputing(body, flags, around.loop)
             named = jax.named_scope(SEGMENT)
-            self._segments[key] = jax.make_jaxpr(named(jax.jit(named(call))))(*body.in_avals).eqns[0]
+            self._segments[key] = trace(around.inside, named(jax.jit(named(call))), body.in_avals).eqns[0]
         return [self._segments[key].replace(invars=inputs, outvars=outputs)]
 
 
@@ -177,27 +188,20 @@ def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Ca
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
         moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i]))
-        parts = split(moving)
-        values = _evaluate.call(parts.forward, primals)
-        results, kept = values[: len(closed.out_avals)], values[len(closed.out_avals) :]
-        # A barrier keeps XLA from merging the recomputation with the forward pass (CSE). A loop is a barrier, too.
-        args = [*kept, *(primals[i] for i in parts.inputs)]
-        args = _hold.bind(*args) if convolves and not in_loop else args
-        args = [*args, *(tangents[i] for i in moving)]
-        derivatives = iter(_evaluate.checkpoint(parts.backward, args, prevent_cse=not in_loop and not convolves))
+        parts, moved = split(moving), [tangents[i] for i in moving]
+        if parts is None:
+            found = derivative(closed, moving)(*primals, *moved)
+            results, derivatives = found[: len(closed.out_avals)], iter(found[len(closed.out_avals) :])
+        else:
+            values = _evaluate.call(parts.forward, primals)
+            results, kept = values[: len(closed.out_avals)], values[len(closed.out_avals) :]
+            # A barrier keeps XLA from merging the recomputation with the forward pass (CSE). A loop is a barrier, too.
+            args = [*kept, *(primals[i] for i in parts.inputs)]
+            # For convolutions XLA:TPU needs half as much memory again with one (docs/design.md has the figures).
+            args = barrier.unless_tpu(args) if convolves and not in_loop else args
+            needs_barrier = not in_loop and not convolves
+            derivatives = iter(_evaluate.checkpoint(parts.backward, [*args, *moved], prevent_cse=needs_barrier))
         return results, [next(derivatives) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in results]
 
     segment.defjvp(rule, symbolic_zeros=True)
     return segment
-
-
-# The barrier of segments with convolutions. On XLA:TPU it costs half as much memory again, so there it is lowered to
-# nothing (docs/design.md has the figures). A primitive, because a program may be traced on another platform.
-_hold = _jaxpr.core().Primitive("hold")
-_hold.multiple_results = True
-_hold.def_impl(lambda *xs: list(xs))
-_hold.def_abstract_eval(lambda *avals: list(avals))
-ad.primitive_jvps[_hold] = lambda xs, tangents: (_hold.bind(*xs), list(tangents))
-batching.primitive_batchers[_hold] = lambda xs, dims: (_hold.bind(*xs), list(dims))
-mlir.register_lowering(_hold, mlir.lower_fun(lambda *xs: lax.optimization_barrier(list(xs)), multiple_results=True))
-mlir.register_lowering(_hold, lambda ctx, *xs: list(xs), platform="tpu")

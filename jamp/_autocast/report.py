@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp._autocast.arguments import paths
-from jamp._autocast.cast import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Cast, Caster, Input, Place
+from jamp._autocast.cast import Cast, Caster
+from jamp._autocast.context import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Input, Place
 from jamp._autocast.equations import Found, all_equations, cause, flat_decisions, flops
 from jamp._autocast.float8 import Float8
-from jamp._autocast.rules import COMPUTE, FLOAT32, RULES, WIDEST
+from jamp._autocast.rules import ACCUMULATE, COMPUTE, FLOAT32, RULES, WIDEST
 from jamp._autocast.transform import passes
 from jamp._primitives import CHEAP, PRODUCTS
 from jamp._source_line import in_scope, is_transposed, pattern
@@ -97,7 +98,7 @@ class AutocastReport:
         return (*stays, *[_BACKWARD] * self.backward)
 
     def _is_low(self, row: AutocastRow) -> bool:
-        return self.compute_dtype in row.after and "float32" not in row.after
+        return self.compute_dtype in row.after and "float32" not in row.after.partition(" -> ")[0]
 
     def __str__(self) -> str:
         share = self.share_16_bit
@@ -188,12 +189,15 @@ def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) 
     if "float" not in before[0] or eqn.primitive.name == "convert_element_type":
         return None
     after = _dtypes(run.invars), _dtypes(run.outvars)
-    is_low = category == COMPUTE and after != before
-    why = quantized.why_not(id(run), found.path) if quantized and is_low and eqn.primitive.name in PRODUCTS else None
+    is_product = eqn.primitive.name in PRODUCTS
+    if decision.is_low and is_product:  # A weight is cast inside.
+        after = after[0].replace("float32", str(body.caster.compute_dtype)), after[1]
+    is_quantizable = quantized and decision.is_low and category == COMPUTE and is_product
+    why = quantized.why_not(id(run), found.path) if quantized and is_quantizable else None
     if why == "" and quantized:
         after = ", ".join([str(quantized.config.forward)] * 2), after[1]
-    if as_run and eqn.primitive.name in PRODUCTS and after[1] == str(body.caster.compute_dtype):
-        category = COMPUTE
+    if as_run and is_product and str(body.caster.compute_dtype) in after[0]:
+        category = ACCUMULATE if "float32" in after[1] else COMPUTE
     if category in (NOT_ENTERED, NO_RULE):
         reason = cause(eqn)
     elif why:
@@ -202,7 +206,7 @@ def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) 
         reason = "it is inside jamp.full_precision"
     elif as_run:
         reason = "the function has autocast inside, and this is how it runs"
-    elif category == COMPUTE and after == before:
+    elif category in (COMPUTE, ACCUMULATE) and after == before:
         reason = "its operands have other dtypes, which autocast leaves alone"
     elif category == WIDEST and after == before:
         reason = "an operand of it is float32, or has other readers, or is a constant that 16 bit cannot hold"

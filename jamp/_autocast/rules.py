@@ -9,12 +9,14 @@ from typing import NamedTuple
 from jamp._primitives import ARITHMETIC, COPIES, EXPENSIVE, GATHERS, MOVES, PRODUCTS, TRANSFERS
 
 COMPUTE = "compute"
+ACCUMULATE = "accumulate"
 FLOAT32 = "float32"
 WIDEST = "widest"
 CATEGORIES = {
     COMPUTE: "float32 operands are cast to the compute dtype, and the result has it",
+    ACCUMULATE: "float32 operands are cast to the compute dtype, and the result is float32, as it was accumulated",
     FLOAT32: "16-bit operands are cast to float32, and the result is float32",
-    WIDEST: "the result is 16 bit if all operands are stored in 16 bit, else float32",
+    WIDEST: "the result is 16 bit if the one array among the operands is stored in 16 bit, else float32",
 }
 
 
@@ -26,7 +28,9 @@ class Rule(NamedTuple):
 
 
 YOURS = "a rule of yours"
+GRADIENT = "gradient"  # of a weight
 _PRODUCT = Rule(COMPUTE, "16-bit hardware is for matrix products and convolutions; it accumulates them in float32")
+_GRADIENT = Rule(ACCUMULATE, "the gradient of a weight is a sum over all examples, and is kept as it was accumulated")
 _PRECISE = Rule(FLOAT32, "its precision (HIGHEST, or an algorithm) was asked for in the code")
 _OUTER = Rule(FLOAT32, "an outer product, which sums over one term, such as positions times frequencies, needs float32")
 _MOVE = Rule(WIDEST, "moves data: a value stored in 16 bit stays in 16 bit")
@@ -37,6 +41,7 @@ _EXPENSIVE = Rule(FLOAT32, "computed in float32, not recomputed: it is expensive
 RULES: dict[str, Rule] = {
     **dict.fromkeys(sorted(PRODUCTS), _PRODUCT),
     **dict.fromkeys((f"{name}[precision]" for name in sorted(PRODUCTS)), _PRECISE),
+    **dict.fromkeys((f"{name}[{GRADIENT}]" for name in sorted(PRODUCTS)), _GRADIENT),
     "dot_general[outer]": _OUTER,
     **dict.fromkeys(sorted(MOVES | TRANSFERS), _MOVE),
     **dict.fromkeys(sorted(COPIES | GATHERS), _COPY),

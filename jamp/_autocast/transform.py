@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.arguments import Call
-from jamp._autocast.cast import AUTOCAST, FULL_PRECISION, Cast, Caster, Input, Place
+from jamp._autocast.cast import Cast, Caster
+from jamp._autocast.context import AUTOCAST, FULL_PRECISION, Input, Place
 from jamp._autocast.equations import warnings_of
 from jamp._autocast.float8 import Float8
 from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES, YOURS, Rule
@@ -152,7 +153,7 @@ def passes(
         call = Call(args, kwargs)
         closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
         manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-        body = Caster(dtype, table).cast(closed, [Input()] * len(call.leaves), Place(manual=manual))
+        body = Caster(dtype, table).cast(closed, [Input(weight=True)] * len(call.leaves), Place(manual=manual))
         if config is None:
             return Passes(call, body, None)
         from jamp._autocast.quantize import quantize

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.cast import SEGMENT
+from jamp._autocast.context import SEGMENT
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import REARRANGES

@@ -1,0 +1,70 @@
+"""What is known around a jaxpr: of its inputs, its outputs and its place."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jamp import _jaxpr
+from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jamp._primitives import MOVING
+
+# Name scopes, which an operation keeps through every transformation: of a function marked by the user, of everything in
+# an autocast function, and of a call that `recompute` made.
+FULL_PRECISION, AUTOCAST, SEGMENT = "jamp.full_precision", "jamp.autocast", "jamp.segment"
+# The categories of equations that no rule decides.
+ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
+_SUMS = frozenset({"add", "add_any", "psum", "psum_invariant", "reduce_scatter", "reduce_sum"})
+
+
+class Input(NamedTuple):
+    """An input of a jaxpr.
+
+    Attributes:
+      low: Whether it is stored in 16 bit.
+      constant: The number that it is filled with, if known.
+      weight: Whether it is an argument of the function, perhaps moved, and not computed.
+    """
+
+    low: bool = False
+    constant: Any = None
+    weight: bool = False
+
+
+class Place(NamedTuple):
+    """The surroundings of a jaxpr.
+
+    Attributes:
+      manual: Whether it is in a shard_map.
+      inside: The shard_map, if it is in the traced function and not around it.
+      scope: Its name stack, if a rule is for part of one.
+      backward: Whether it is part of a backward pass.
+    """
+
+    manual: bool = False
+    inside: JaxprEqn | None = None
+    scope: str = ""
+    backward: bool = False
+
+
+def consumed(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
+    """The values that any operation reads but moves and sums on the way to the returned outputs."""
+    found: set[Any] = {v for v, x in zip(jaxpr.outvars, returned, strict=True) if not x and not _jaxpr.is_literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        reads = list[Any](eqn.invars)
+        if eqn.primitive.name in MOVING | _SUMS and not any(v in found for v in eqn.outvars):
+            continue
+        if body := _jaxpr.inlinable(eqn):
+            inner = consumed(body.jaxpr, [v not in found for v in eqn.outvars])
+            reads = [v for v, x in zip(eqn.invars, body.jaxpr.invars, strict=True) if x in inner]
+        found.update(v for v in reads if not _jaxpr.is_literal(v))
+    return found
+
+
+def returned_by(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], consumed_later: set[Var]) -> list[bool]:
+    """Which results of the bodies of a construct are returned, if its results but those in `consumed_later` are."""
+    found = [v not in consumed_later for v in eqn.outvars]
+    if carry := _jaxpr.carry(eqn):
+        jaxpr, operands = bodies[-1].jaxpr, _jaxpr.body_operands(eqn)[-1]
+        read = consumed(jaxpr, found)
+        inputs = [jaxpr.invars[operands.index(i)] for i in carry]
+        found[: len(carry)] = [x and v not in read for x, v in zip(found, inputs, strict=False)]
+    return found

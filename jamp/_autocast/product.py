@@ -1,0 +1,156 @@
+"""A product of 16-bit operands whose derivative rounds no weight gradient.
+
+The gradient of a weight is a sum over all examples, which a product accumulates in float32. JAX's transpose of a
+product rounds it to the dtype of the operand. Here it is written in float32.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad, batching, mlir
+
+from jamp import _evaluate, _jaxpr
+from jamp._autocast import barrier
+from jamp._jaxpr import JaxprEqn
+from jamp._primitives import PRODUCTS
+
+Run = Callable[[JaxprEqn, list[Any]], Any]  # evaluates a product
+
+
+def product(eqn: JaxprEqn, dtype: Any) -> Callable[..., Array]:
+    """A 16-bit product as a function of its operands, of which some are weights in float32.
+
+    `eqn` has the parameters of the product. Its result is 16 bit, or float32 for the category "accumulate".
+    """
+
+    @jax.custom_jvp
+    def multiply(*operands: Array) -> Array:
+        return value(eqn, [_to(x, dtype) for x in operands])
+
+    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
+        low = [_to(x, dtype) for x in primals]
+        out = value(eqn, low)
+        found = SymbolicZero(jax.typeof(out).to_tangent_aval())
+        for i, t in enumerate(tangents):
+            if not isinstance(t, SymbolicZero):
+                term = _tangent.bind(*low[:i], *low[i + 1 :], t, product=eqn, i=i, dtype=dtype, aval=jax.typeof(out))
+                found = term if isinstance(found, SymbolicZero) else found + term
+        return out, found
+
+    multiply.defjvp(rule, symbolic_zeros=True)
+    return multiply
+
+
+def cotangent(eqn: JaxprEqn, i: int, aval: Any, types: Sequence[Any], values: Sequence[Any], run: Run) -> Any:
+    """The cotangent of the i-th operand of a product: a product, evaluated by `run`, and moves.
+
+    `types` and `values` are of the cotangent of the result, and of the other operands.
+    """
+
+    def transposed(g: Array, *others: Array) -> Array:
+        found: Array = jax.linear_transpose(lambda x: value(eqn, [*others[:i], x, *others[i:]]), aval)(g)[0]
+        return found
+
+    closed = jax.make_jaxpr(transposed)(*types)
+    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, values, strict=True))
+    for e in closed.jaxpr.eqns:
+        args = [_jaxpr.read(env, v) for v in e.invars]
+        is_product = e.primitive.name in PRODUCTS
+        found = [run(e, args)] if is_product else _moved(e, args)
+        env.update(zip(e.outvars, found, strict=True))
+    return env[closed.jaxpr.outvars[0]]
+
+
+def value(eqn: JaxprEqn, operands: Sequence[Array]) -> Array:
+    """The value of a product for other operands than its own."""
+    (result,) = _jaxpr.avals(eqn.outvars)
+    found: Array = _evaluate.bind(eqn, operands, [result])[0]
+    # XLA:CPU cannot compute the transpose of a sum over several axes from bfloat16 to float32.
+    needs_barrier = result.dtype == jnp.float32 and eqn.primitive.name == "dot_general"
+    return barrier.on_cpu(found) if needs_barrier and len(_jaxpr.contracted(eqn)[0]) > 1 else found
+
+
+def _moved(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
+    """The results of an operation that moves data, of another dtype than its own."""
+    types = [aval.update(dtype=args[0].dtype) for aval in _jaxpr.avals(eqn.outvars)]
+    return _evaluate.bind(eqn, args, types)
+
+
+def _to(x: Array, dtype: Any) -> Array:
+    return x.astype(dtype) if x.dtype == jnp.float32 else x
+
+
+# The tangent of a product: a linear function of its last input, the tangent of the i-th operand.
+_tangent = _jaxpr.core().Primitive("product_tangent")
+
+
+def _forward(*inputs: Array, product: JaxprEqn, i: int, dtype: Any, aval: Any) -> Array:
+    *others, t = inputs
+    return value(product, [*others[:i], _to(t, dtype), *others[i:]])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    *others, t = primals
+    out, found = _tangent.bind(*primals, **params), ad.Zero(params["aval"].to_tangent_aval())
+    if not isinstance(tangents[-1], ad.Zero):
+        found = _tangent.bind(*others, tangents[-1], **params)
+    for j, x in enumerate(tangents[:-1]):
+        if not isinstance(x, ad.Zero):
+            fun = lambda y, j=j: _forward(*others[:j], y, *others[j + 1 :], t, **params)
+            found = ad.add_tangents(found, jax.jvp(fun, [others[j]], [x])[1])
+    return out, found
+
+
+def _transpose(g: Any, *inputs: Any, product: JaxprEqn, i: int, dtype: Any, aval: Any) -> list[Any]:
+    *others, t = inputs
+    if isinstance(g, ad.Zero):
+        return [None] * len(inputs)
+    linear = next(j for j, x in enumerate(inputs) if ad.is_undefined_primal(x))
+    if linear < len(others):
+        fun = lambda y: _forward(
+            *others[:linear], y, *others[linear + 1 :], t, product=product, i=i, dtype=dtype, aval=aval
+        )
+        found = jax.linear_transpose(fun, others[linear].aval)(g)[0]
+        return [found if j == linear else None for j in range(len(inputs))]
+    is_weight = t.aval.dtype == jnp.float32
+    run = lambda e, args: value(_evaluate.with_result(e, jnp.float32) if is_weight else e, args)
+    g = _to(g, dtype)
+    types = [jax.typeof(x) for x in (g, *others)]
+    found = cotangent(_evaluate.with_result(product, dtype), i, t.aval.update(dtype=dtype), types, [g, *others], run)
+    return [None] * len(others) + [found]
+
+
+def _batch(
+    inputs: Sequence[Any], dims: Sequence[Any], *, product: JaxprEqn, i: int, dtype: Any, aval: Any
+) -> tuple[Any, int]:
+    """The product of a batch is another product, with moves around it."""
+    *others, t = inputs
+    operands, axes = [*others[:i], _to(t, dtype), *others[i:]], [*dims[:i], dims[-1], *dims[i:-1]]
+    closed = jax.make_jaxpr(jax.vmap(lambda *xs: value(product, xs), axes))(*operands)
+    operands[i] = t
+    tangents = {closed.jaxpr.invars[i]}
+    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
+    for e in closed.jaxpr.eqns:
+        args = [_jaxpr.read(env, v) for v in e.invars]
+        of_tangent = [j for j, v in enumerate(e.invars) if not _jaxpr.is_literal(v) and v in tangents]
+        if e.primitive.name in PRODUCTS:
+            (j,) = of_tangent
+            args = [*args[:j], *args[j + 1 :], args[j]]
+            found = [_tangent.bind(*args, product=e, i=j, dtype=dtype, aval=e.outvars[0].aval)]
+        else:
+            found = _moved(e, args)
+            tangents.update(e.outvars if of_tangent else ())
+        env.update(zip(e.outvars, found, strict=True))
+    return env[closed.jaxpr.outvars[0]], 0
+
+
+_tangent.def_impl(lambda *xs, **params: _forward(*xs, **params))
+_tangent.def_abstract_eval(lambda *_, aval, **__: aval)
+ad.primitive_jvps[_tangent] = _jvp
+ad.primitive_transposes[_tangent] = _transpose
+batching.primitive_batchers[_tangent] = _batch
+mlir.register_lowering(_tangent, mlir.lower_fun(_forward, multiple_results=False))

@@ -1,0 +1,76 @@
+"""The compute dtype and the rules of a transformation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jamp import _evaluate, _jaxpr
+from jamp._autocast.product import product
+from jamp._autocast.rules import GRADIENT, RULES, Rule
+from jamp._jaxpr import JaxprEqn, Var
+from jamp._primitives import PRODUCTS
+from jamp._shard_map import trace
+from jamp._source_line import scope_path
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class Target:
+    """A compute dtype and rules, and the equations that they make of others."""
+
+    def __init__(self, compute_dtype: np.dtype[Any], rules: Mapping[str, Rule]):
+        self.compute_dtype, self.rules = compute_dtype, rules
+        self.parts = [key for key in rules if "[" in key and key not in RULES]  # rules for a part of the name stack
+        self._products: dict[Any, JaxprEqn] = {}
+        to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, compute_dtype))(np.float32(0)).eqns[0]
+        self._converts = {True: to_low, False: _evaluate.replace_dtype(to_low, compute_dtype, _FLOAT32)}
+        self._no_scope = to_low.source_info.name_stack
+        self._default_precision = _jaxpr.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])
+
+    def convert(self, source: Any, target: Var, low: bool, like: JaxprEqn | None) -> JaxprEqn:
+        """The equation that casts one variable to another. It has the line, scopes and mesh of `like`, its reader."""
+        eqn = self._converts[low].replace(invars=[source], outvars=[target])
+        return eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn
+
+    def product(self, eqn: JaxprEqn, operands: Sequence[Any], inside: JaxprEqn | None) -> JaxprEqn:
+        """A product as an equation that reads weights in float32, and whose derivative rounds no weight gradient."""
+        source = eqn.source_info.traceback, eqn.source_info.name_stack
+        key = eqn.primitive, *_jaxpr.parameters(eqn), *_jaxpr.avals(operands), *source, inside
+        if key not in self._products:
+            inner = eqn.replace(source_info=eqn.source_info.replace(name_stack=self._no_scope))
+            closed = trace(inside, product(inner, self.compute_dtype), _jaxpr.avals(operands))
+            self._products[key] = closed.jaxpr.eqns[0].replace(source_info=eqn.source_info)
+        return self._products[key]
+
+    def low_var(self, v: Any) -> Var:
+        """A variable for a value in 16 bit."""
+        found: Var = _jaxpr.core().Var(v.aval.update(dtype=self.compute_dtype, weak_type=False))
+        return found
+
+    def low_literal(self, literal: Any) -> Any:
+        """A literal in 16 bit."""
+        aval = literal.aval.update(dtype=self.compute_dtype, weak_type=False)
+        return _jaxpr.core().Literal(np.asarray(literal.val).astype(self.compute_dtype), aval)
+
+    def holds(self, constant: Any) -> bool:
+        """Whether the compute dtype holds a constant exactly."""
+        with np.errstate(all="ignore"):
+            low = np.asarray(constant).astype(self.compute_dtype).astype(np.float64)
+        return np.array_equal(low, np.float64(constant), equal_nan=True)
+
+    def rule_key(self, eqn: JaxprEqn, scope: str, is_gradient: bool) -> str:
+        """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets."""
+        name, case = eqn.primitive.name, GRADIENT if is_gradient else None
+        for key in self.parts:
+            if key.startswith(f"{name}[") and f"/{key[len(name) + 1 : -1]}/" in scope_path(eqn, scope):
+                return key
+        # Any other precision was asked for in the code, and not by a default for the whole program.
+        usual = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, *self._default_precision)
+        if name in PRODUCTS and any(precision not in usual for precision in _jaxpr.precisions(eqn)):
+            case = "precision"
+        elif name == "dot_general" and _jaxpr.summed_terms(eqn) == 1:
+            case = "outer"
+        return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name

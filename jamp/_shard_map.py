@@ -1,0 +1,58 @@
+"""Trace functions as if they were called inside a shard_map that was traced already."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+
+
+def trace(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
+    """The jaxpr of a function of arrays of these types, with the mesh and the named axes of a shard_map, if any.
+
+    A tracer knows along which axes it varies, and a collective needs its axis, only inside the shard_map.
+    """
+    current = jax.sharding.get_abstract_mesh()
+    manual = {n for n, kind in zip(current.axis_names, current.axis_types, strict=True) if kind is AxisType.Manual}
+    if inside is None or _manual_axes(inside) <= manual:  # a derivative is traced inside
+        return jax.make_jaxpr(fun)(*avals)
+    params, mesh = inside.params, inside.params["mesh"]
+    names = [name for name in mesh.axis_names if name in _manual_axes(inside)]
+    varying = [tuple(name for name in names if name in _varying(aval)) for aval in avals]
+    # Each array gets a first axis, over which a shard_map can split it, so that it varies as it should.
+    outside = [
+        jax.ShapeDtypeStruct(
+            (math.prod(mesh.shape[name] for name in axes), *aval.shape), aval.dtype, weak_type=aval.weak_type
+        )
+        for aval, axes in zip(avals, varying, strict=True)
+    ]
+    inner = jax.jit(fun)
+    body = lambda *xs: [x[None] for x in jax.tree.leaves(inner(*(x[0] for x in xs)))]
+    specs = tuple(PartitionSpec(axes or None) for axes in varying)
+    out_specs = PartitionSpec(tuple(names))
+    call = jax.shard_map(
+        body, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=set(names), check_vma=params["check_vma"]
+    )
+    (eqn,) = (eqn for eqn in jax.make_jaxpr(call)(*outside).eqns if eqn.primitive.name == "shard_map")
+    found: ClosedJaxpr = [eqn for eqn in eqn.params["jaxpr"].eqns if eqn.primitive.name == "jit"][-1].params["jaxpr"]
+    return found
+
+
+def splits(eqn: JaxprEqn) -> list[bool]:
+    """Which operands a shard_map splits over all its axes. The cotangent of another one is a sum over devices."""
+    names = _manual_axes(eqn)
+    axes = lambda entry: set(entry) if isinstance(entry, tuple) else {entry}
+    return [names <= set().union(*map(axes, spec)) for spec in eqn.params["in_specs"]]
+
+
+def _manual_axes(eqn: JaxprEqn) -> frozenset[str]:
+    names: frozenset[str] = eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"]
+    return names  # jax 0.10.0 has the other name
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    names: frozenset[str] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+    return names

@@ -1,0 +1,110 @@
+"""autocast around shard_map and on meshes: what is traced outside has the mesh and the axes of what is inside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jamp
+
+BF16 = jnp.bfloat16
+mesh_of = lambda kind=AxisType.Auto: jax.make_mesh((8,), ("d",), axis_types=(kind,))
+normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+X, W = normal(0, 512, 64), normal(1, 64, 64) / 8
+
+
+def mapped(fun, vma=True):
+    return lambda x, w: jax.shard_map(
+        fun, mesh=mesh_of(), in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}, check_vma=vma
+    )(x, w)
+
+
+@jax.custom_vjp
+def row_parallel(x, w):
+    return lax.psum(x @ w, "d")
+
+
+row_parallel.defvjp(
+    lambda x, w: (row_parallel(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, lax.psum(kept[0].T @ g, "d"))
+)
+
+
+@jax.custom_jvp
+def dense(x, w):
+    return x @ w
+
+
+dense.defjvp(lambda p, t: (dense(*p), t[0] @ p[1] + p[0] @ t[1]))
+
+MODELS = {
+    "replicated parameters": mapped(lambda x, w: jnp.tanh(x @ w) @ w),
+    "mean over devices": mapped(lambda x, w: lax.pmean(jnp.mean(jnp.tanh(x @ w) @ w), "d") + 0 * x),
+    "unchecked": mapped(lambda x, w: jnp.tanh(x @ w) @ w, vma=False),
+    "all_gather": mapped(lambda x, w: jnp.tanh(lax.all_gather(x @ w, "d", tiled=True))[:64]),
+    "custom_vjp with psum": mapped(row_parallel, vma=False),
+    "custom_jvp": mapped(lambda x, w: jnp.tanh(dense(x, w))),
+    "relu in a scan": mapped(lambda x, w: lax.scan(lambda c, _: (jax.nn.relu(c @ w), None), x, None, length=2)[0]),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_shard_map_is_entered_with_its_axes_also_under_a_mesh(model):
+    loss = lambda x, w: jnp.sum(MODELS[model](x, w) ** 2)
+    for dtype in [BF16] + [jamp.Float8(min_size=32)] * ("custom" not in model):  # which it does not reach
+        rules = {"dot_general": "compute"} if dtype is not BF16 else None
+        for way in ({}, {"recompute": False}):
+            auto = jax.jit(jax.value_and_grad(jamp.autocast(loss, dtype, rules=rules, **way), (0, 1)))
+            found, truth = auto(X, W), jax.jit(jax.value_and_grad(loss, (0, 1)))(X, W)
+            with jax.set_mesh(mesh_of()):
+                again = jax.jit(jax.value_and_grad(jamp.autocast(loss, dtype, rules=rules, **way), (0, 1)))(X, W)
+            for mine, same, exact in zip(*map(jax.tree.leaves, (found, again, truth)), strict=True):
+                np.testing.assert_array_equal(mine, same)
+                assert np.linalg.norm(mine - exact) <= (0.05 if dtype is BF16 else 0.3) * np.linalg.norm(exact)
+
+
+def test_a_product_that_all_devices_read_has_float32_cotangents():
+    y = normal(2, 8, 8, 8)
+    y = y - y.mean(0) * (1 - 1e-3)  # The cotangents of the devices cancel.
+
+    def loss(dot, x, w):
+        inner = lambda h, y: jnp.sum(jnp.tanh(h) * y[0], keepdims=True)
+        specs = {"in_specs": (P(), P("d")), "out_specs": P("d"), "check_vma": False}
+        return jax.shard_map(inner, mesh=mesh_of(), **specs)(dot(x, w), y).sum()
+
+    by_hand = lambda x, w: jnp.matmul(x.astype(BF16), w.astype(BF16)).astype(jnp.float32)
+    grads = [
+        jax.jit(jax.grad(fun))(X[:8], W[:, :8])
+        for fun in (
+            jamp.autocast(lambda x, w: loss(jnp.matmul, x, w), BF16),
+            lambda x, w: loss(by_hand, x, w),
+            lambda x, w: loss(jnp.matmul, x, w),
+        )
+    ]
+    mine, hand, truth = map(np.float64, grads)
+    assert np.linalg.norm(mine - truth) < 2 * np.linalg.norm(hand - truth)
+
+
+@pytest.mark.parametrize("order", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)])
+def test_a_mesh_is_not_that_of_an_earlier_call(order):
+    loss = lambda x, w: jnp.sum(jax.nn.gelu(x @ w) @ w)
+    grad = jax.jit(jax.grad(jamp.autocast(loss, BF16), 1))
+    plain = grad(X, W)
+    for kind in order:
+        mesh = mesh_of(kind)
+        with jax.set_mesh(mesh):
+            found = jax.jit(jax.grad(jamp.autocast(loss, BF16), 1))(jax.device_put(X, NamedSharding(mesh, P("d"))), W)
+        assert np.linalg.norm(found - plain) < 0.01 * np.linalg.norm(plain)
+
+
+def test_weight_gradients_are_reduced_over_devices_in_float32():
+    loss = lambda w, x: jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+    x = jax.device_put(X, NamedSharding(mesh_of(), P("d")))
+    text = jax.jit(jax.grad(jamp.autocast(loss, BF16))).lower(W, x).compile().as_text()
+    reduced = [line.split(" all-reduce(")[0] for line in text.splitlines() if " all-reduce(" in line]
+    assert any("f32[64,64]" in types for types in reduced)
+    assert "bf16[64,64]" not in "".join(reduced)
+    # XLA:CPU reduces in float32 whatever it is given, so this is what it is given.
+    low = jax.jit(jax.grad(jamp.autocast(loss, BF16, rules={"dot_general[gradient]": "compute"}))).lower(W, x).as_text()
+    assert "-> tensor<64x64xf32>" not in "".join(line for line in low.splitlines() if "dot_general" in line)

@@ -1,0 +1,150 @@
+"""Weight gradients under autocast: float32 as they are accumulated, whatever stands around the product."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxprs import PRODUCTS, equations, normal
+
+import jamp
+
+BF16, F16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
+N = 32
+W, X = normal(N, N, scale=N**-0.5), normal(4, 8, N, seed=1)
+MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+layer = lambda w, x: jnp.tanh(x @ w)
+
+
+@jax.custom_vjp
+def own(w, x):
+    return layer(w, x)
+
+
+own.defvjp(lambda w, x: jax.vjp(layer, w, x), lambda pull_back, g: pull_back(g))
+
+
+AROUND = {
+    "nothing": layer,
+    "jit": jax.jit(layer),
+    "twice": lambda w, x: layer(w, layer(w, x)),
+    "moved": lambda w, x: layer(w.T.reshape(4, 8, N).reshape(N, N), x),
+    "stacked": lambda w, x: lax.scan(lambda c, v: (layer(v, c), None), x, jnp.stack([w, w]))[0],
+    "constant of a loop": lambda w, x: lax.scan(lambda c, _: (layer(w, c), None), x, None, length=2)[0],
+    "micro-batches": lambda w, x: lax.map(lambda y: layer(w, y), x),
+    "cond": lambda w, x: lax.cond(x[0, 0, 0] < 9, layer, lambda w, x: x, w, x),
+    "checkpoint": jax.checkpoint(layer),
+    "policy": jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable),
+    "vmap": lambda w, x: jax.vmap(functools.partial(layer, w))(x),
+    "shard_map": lambda w, x: jax.shard_map(layer, mesh=MESH, in_specs=(P(), P("i")), out_specs=P("i"))(w, x),
+    "custom_vjp": own,
+    "einsum": lambda w, x: jnp.tanh(jnp.einsum("abi,io->oab", x, w)),
+    "convolution": lambda w, x: lax.conv(x[:, None], w[None, None, :3, :3], (1, 1), "SAME"),
+    "ragged": lambda w, x: jnp.tanh(lax.ragged_dot(x[0], jnp.stack([w, w]), jnp.int32([3, 5]))),
+}
+
+
+def loss_of(fun):
+    return lambda w, x: jnp.sum(fun(w, x) ** 2)
+
+
+def gradient_products(fun, *args):
+    """The result dtypes of the products that compute gradients of weights: no operand is a weight."""
+    found = [eqn for eqn in equations(jax.make_jaxpr(fun)(*args)) if eqn.primitive.name in PRODUCTS]
+    return [eqn.outvars[0].aval.dtype for eqn in found]
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_gradient_of_a_weight_is_float32_and_has_no_rounding_of_its_own(around, recompute):
+    loss = loss_of(AROUND[around])
+    way = functools.partial(jamp.autocast, recompute=recompute)
+    rounded = {f"{name}[gradient]": "compute" for name in PRODUCTS}
+    for grad in (
+        lambda **options: jax.grad(way(loss, BF16, **options)),
+        lambda **options: way(jax.grad(loss), BF16, **options),
+    ):
+        assert F32 in gradient_products(grad(), W, X)
+        assert set(gradient_products(grad(rules=rounded), W, X)) == {BF16}
+        mine, low, truth = (np.float64(jax.jit(f)(W, X)) for f in (grad(), grad(rules=rounded), jax.grad(loss)))
+        assert np.linalg.norm(mine - truth) <= 1.1 * np.linalg.norm(low - truth) + 1e-6
+        assert np.linalg.norm(mine - low) <= 0.01 * np.linalg.norm(truth)
+
+
+def test_no_product_is_computed_twice_and_none_is_cast_after_it():
+    grad = jax.grad(jamp.autocast(loss_of(AROUND["twice"]), BF16))
+    found = equations(jax.make_jaxpr(grad)(W, X))
+    assert sorted(str(d) for d in gradient_products(grad, W, X)) == ["bfloat16"] * 3 + ["float32"] * 2
+    made = {eqn.outvars[0]: eqn for eqn in found}
+    casts = [eqn for eqn in found if eqn.primitive.name == "convert_element_type"]
+    wide = [made[eqn.invars[0]] for eqn in casts if eqn.invars[0] in made]
+    assert not [eqn for eqn in wide if eqn.primitive.name in PRODUCTS and eqn.outvars[0].aval.dtype == F32]
+
+
+def test_float16_gradients_of_many_examples_do_not_overflow():
+    x, g = jnp.full((4096, 8), 8.0), 8.0
+    grad = lambda **options: jax.grad(jamp.autocast(lambda w: g * jnp.sum(x @ w), F16, **options))(jnp.ones((8, 8)))
+    assert jnp.isinf(grad(rules={"dot_general[gradient]": "compute"})).all()
+    assert (grad() == 4096 * 64).all()
+
+
+@pytest.mark.parametrize("around", ["nothing", "stacked", "vmap", "convolution", "checkpoint"])
+def test_forward_mode_and_second_derivatives_are_those_of_rounded_gradients(around):
+    loss = loss_of(AROUND[around])
+    ways = (jamp.autocast(loss, BF16), jamp.autocast(loss, BF16, rules={f"{n}[gradient]": "compute" for n in PRODUCTS}))
+    along = lambda f: jax.jvp(lambda w: f(w, X), [W], [W.T])[1]
+    for derive in (
+        along,
+        lambda f: jax.grad(lambda w: along(lambda v, x: f(v * w, x)))(W),
+        lambda f: jax.jvp(lambda w: jax.grad(f)(w, X), [W], [W.T])[1],
+        lambda f: jax.grad(lambda w: jnp.sum(jnp.sin(jax.grad(f)(w, X))))(W),
+        lambda f: jax.vmap(jax.grad(f), (0, None))(jnp.stack([W, W.T]), X),
+        lambda f: jax.grad(lambda w: jnp.sum(jax.vmap(lambda v, x: f(v, x[None]))(jnp.stack([w] * 4), X)))(W),
+    ):
+        mine, low, truth = (np.float64(derive(f)) for f in (*ways, loss))
+        assert np.linalg.norm(mine - truth) <= 2 * np.linalg.norm(low - truth) + 1e-5
+
+
+def test_accumulate_keeps_a_result_in_float32_with_a_16_bit_backward_pass():
+    def model(w, x):
+        h = layer(w, x)
+        with jax.named_scope("head"):
+            return jnp.sum(jax.nn.log_softmax(h @ w)[..., 0])
+
+    rules = {"dot_general[head]": "accumulate"}
+    grad = jax.grad(jamp.autocast(model, BF16, rules=rules))
+    products = [eqn for eqn in equations(jax.make_jaxpr(grad)(W, X)) if eqn.primitive.name == "dot_general"]
+    assert {v.aval.dtype for eqn in products for v in eqn.invars} == {BF16}
+    assert sorted(str(eqn.outvars[0].aval.dtype) for eqn in products) == ["bfloat16"] * 2 + ["float32"] * 3
+    row = {row.operation: row for row in jamp.autocast_report(model, BF16, rules=rules)(W, X).rows}["dot_general[head]"]
+    assert (row.category, row.after) == ("accumulate", "bfloat16, bfloat16 -> float32")
+    value, low, truth = (
+        float(f(W, X)) for f in (jamp.autocast(model, BF16, rules=rules), jamp.autocast(model, BF16), model)
+    )
+    assert abs(value - truth) < abs(low - truth)
+    whole = jamp.autocast(lambda w, x: x @ w, BF16, rules={"dot_general": "accumulate"})(W, X)
+    exact = jnp.matmul(X.astype(BF16).astype(F32), W.astype(BF16).astype(F32))
+    np.testing.assert_allclose(whole, exact, atol=1e-5)
+
+
+def test_a_table_that_is_looked_up_and_multiplied_gets_the_sum():
+    def model(table, tokens):
+        return jnp.sum(jax.nn.log_softmax(jnp.tanh(table[tokens]) @ table.T)[..., 3])
+
+    tokens = jnp.arange(24).reshape(4, 6) % N
+    mine, truth = (jax.grad(f)(W, tokens) for f in (jamp.autocast(model, BF16), model))
+    assert np.linalg.norm(mine - truth) < 0.01 * np.linalg.norm(truth)
+
+
+def test_float8_writes_weight_gradients_in_float32_too():
+    loss = lambda w, x: jnp.mean((jnp.tanh(x @ w[0]) @ w[1] @ w[0]) ** 2)
+    for granularity in ("tensor", "row"):
+        grad = jax.grad(jamp.autocast(loss, jamp.Float8(granularity=granularity, min_size=8)))
+        found = gradient_products(grad, jnp.stack([W, W]), X)
+        assert found.count(F32) >= 3
+        value = jax.jit(grad)(jnp.stack([W, W]), X)
+        assert value.dtype == F32
+        assert jnp.isfinite(value).all()
