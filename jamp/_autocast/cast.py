@@ -18,7 +18,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast import context
 from jamp._autocast.constructs import KEEPS_RESULTS, enter
 from jamp._autocast.context import Input, Place
-from jamp._autocast.rules import ACCUMULATE, COMPUTE, GRADIENT, WIDEST, Rule
+from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST, Rule
 from jamp._autocast.target import Target
 from jamp._cast import is_float32, is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
@@ -60,7 +60,7 @@ class Caster(Target):
     ) -> "Cast":
         """Cast a jaxpr. `returned` outputs, by default all, are results of the function or summed into them."""
         returned = tuple(returned or [True] * len(closed.out_avals))
-        # Constants are compared by their text, because 0.0 == -0.0 and nan != nan.
+        # By the text of constants, because 0.0 == -0.0 and nan != nan.
         key = id(closed.jaxpr), tuple(x._replace(constant=repr(x.constant)) for x in inputs), place, returned
         if key not in self._casts:  # The cast holds the jaxpr, so no other one gets its id.
             self._casts[key] = Cast(self, closed, inputs, place, returned)
@@ -114,7 +114,7 @@ class Cast:
             return self.traced
         if wanted not in self._closed:
             start, wide, outputs = len(self._eqns), set(self._wide), []
-            last = next(reversed(self.traced.jaxpr.eqns), None)
+            last = self.traced.jaxpr.eqns[-1] if self.traced.jaxpr.eqns else None
             for v, is_low in zip(self.traced.jaxpr.outvars, wanted, strict=True):
                 stored = None if _jaxpr.is_literal(v) else self._low.get(v)
                 outputs.append(stored if is_low and stored is not None else self._read(v, is_low, last))
@@ -165,8 +165,7 @@ class Cast:
 
     def _multiply(self, eqn: JaxprEqn, category: str) -> JaxprEqn:
         """Add a product in 16 bit, whose weights and, with the category "accumulate", whose result are float32."""
-        gradient = self.caster.rules.get(f"{eqn.primitive.name}[{GRADIENT}]")
-        wide = [bool(gradient and gradient.category == ACCUMULATE and self._is_weight(v)) for v in eqn.invars]
+        wide = [self.caster.widens_gradients(eqn) and self._is_weight(v) for v in eqn.invars]
         reads = [v if x else self._read(v, is_float32(v.aval), eqn) for v, x in zip(eqn.invars, wide, strict=True)]
         (result,) = _jaxpr.avals(eqn.outvars)
         is_low = category == COMPUTE and is_float32(result)

@@ -9,7 +9,7 @@ from jax import lax
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.product import product
-from jamp._autocast.rules import GRADIENT, RULES, Rule
+from jamp._autocast.rules import ACCUMULATE, GRADIENT, RULES, Rule
 from jamp._jaxpr import JaxprEqn, Var
 from jamp._primitives import PRODUCTS
 from jamp._shard_map import trace
@@ -60,6 +60,11 @@ class Target:
         with np.errstate(all="ignore"):
             low = np.asarray(constant).astype(self.compute_dtype).astype(np.float64)
         return np.array_equal(low, np.float64(constant), equal_nan=True)
+
+    def widens_gradients(self, eqn: JaxprEqn) -> bool:
+        """Whether the gradients of the weights of a product are float32."""
+        rule = self.rules.get(f"{eqn.primitive.name}[{GRADIENT}]")
+        return rule is not None and rule.category == ACCUMULATE
 
     def rule_key(self, eqn: JaxprEqn, scope: str, is_gradient: bool) -> str:
         """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets."""
