@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxprs import PRODUCTS, equations, normal
+from programs import by_operation, reference
 
 import jamp
 
@@ -148,3 +149,27 @@ def test_float8_writes_weight_gradients_in_float32_too():
         value = jax.jit(grad)(jnp.stack([W, W]), X)
         assert value.dtype == F32
         assert jnp.isfinite(value).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("fill", [float(np.finfo(np.float32).min), -np.inf, -1e9, -1e30])
+def test_masked_logits_are_stored_in_16_bit_and_give_the_probabilities_of_float32(dtype, fill):
+    mask = np.tri(N, dtype=bool)
+    mask[3] = False  # a row that is masked whole
+
+    def model(x, w, dot=jnp.matmul):
+        logits = jnp.where(mask, dot(x, w), fill)
+        return jax.nn.softmax(logits), jnp.where(mask, dot(x, w), jnp.finfo(jnp.float32).min).max()
+
+    x = normal(N, N, seed=4)
+    mine, want = (
+        by_operation(f, x, W) for f in (jamp.autocast(model, dtype), functools.partial(model, dot=reference(dtype)))
+    )
+    assert mine[0].dtype == F32
+    np.testing.assert_allclose(mine[0], want[0], atol=1e-6)
+    selects = [
+        e for e in equations(jax.make_jaxpr(jamp.autocast(model, dtype))(x, W)) if e.primitive.name == "select_n"
+    ]
+    assert {e.outvars[0].aval.dtype for e in selects} == {dtype}
+    grads = [jax.grad(lambda x, w, f=f: jnp.sum(f(x, w)[0][:, 0]))(x, W) for f in (jamp.autocast(model, dtype), model)]
+    assert np.isnan(grads[0]).sum() == np.isnan(grads[1]).sum()

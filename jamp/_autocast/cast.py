@@ -241,9 +241,9 @@ class Cast:
             return self._low[atom]
         if not _jaxpr.is_literal(atom) and atom in self._low and atom not in self._wide:
             self._wide.add(atom)
-            self._eqns.append(self.caster.convert(self._low[atom], atom, False, eqn))
+            self._eqns.extend(self.caster.convert(self._low[atom], atom, False, eqn))
         if low:
             target = self.caster.low_var(atom)
-            self._eqns.append(self.caster.convert(atom, target, True, eqn))
+            self._eqns.extend(self.caster.convert(atom, target, True, eqn, self._constant(atom)))
             return target
         return atom

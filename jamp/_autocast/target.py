@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -27,13 +28,24 @@ class Target:
         self._products: dict[Any, JaxprEqn] = {}
         to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, compute_dtype))(np.float32(0)).eqns[0]
         self._converts = {True: to_low, False: _evaluate.replace_dtype(to_low, compute_dtype, _FLOAT32)}
+        self._largest = np.float32(jnp.finfo(compute_dtype).max)
+        self._clip = jax.make_jaxpr(lambda x: lax.clamp(-self._largest, x, self._largest))(np.float32(0)).eqns[0]
         self._no_scope = to_low.source_info.name_stack
         self._default_precision = _jaxpr.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])
 
-    def convert(self, source: Any, target: Var, low: bool, like: JaxprEqn | None) -> JaxprEqn:
-        """The equation that casts one variable to another. It has the line, scopes and mesh of `like`, its reader."""
-        eqn = self._converts[low].replace(invars=[source], outvars=[target])
-        return eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn
+    def convert(
+        self, source: Any, target: Var, low: bool, like: JaxprEqn | None, constant: Any = None
+    ) -> list[JaxprEqn]:
+        """The equations that cast one variable to another. They have the line, scopes and mesh of `like`, its reader.
+
+        One that is filled with a large `constant`, such as that of a mask, stays finite.
+        """
+        eqns = [self._converts[low].replace(invars=[source], outvars=[target])]
+        if low and constant is not None and _is_large(constant):
+            clipped = _jaxpr.core().Var(source.aval)
+            eqns = [self._clip.replace(invars=[self._clip.invars[0], source, self._clip.invars[2]], outvars=[clipped])]
+            eqns.append(self._converts[low].replace(invars=[clipped], outvars=[target]))
+        return [eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn for eqn in eqns]
 
     def product(self, eqn: JaxprEqn, operands: Sequence[Any], inside: JaxprEqn | None) -> JaxprEqn:
         """A product as an equation that reads weights in float32, and whose derivative rounds no weight gradient."""
@@ -51,15 +63,16 @@ class Target:
         return found
 
     def low_literal(self, literal: Any) -> Any:
-        """A literal in 16 bit."""
-        aval = literal.aval.update(dtype=self.compute_dtype, weak_type=False)
-        return _jaxpr.core().Literal(np.asarray(literal.val).astype(self.compute_dtype), aval)
+        """A literal in 16 bit. A large one stays finite."""
+        aval, value = literal.aval.update(dtype=self.compute_dtype, weak_type=False), np.asarray(literal.val)
+        value = np.clip(value, -self._largest, self._largest) if _is_large(value) else value
+        return _jaxpr.core().Literal(value.astype(self.compute_dtype), aval)
 
     def holds(self, constant: Any) -> bool:
-        """Whether the compute dtype holds a constant exactly."""
+        """Whether a constant may be stored in 16 bit: it is exact, or so large that it can only be that of a mask."""
         with np.errstate(all="ignore"):
             low = np.asarray(constant).astype(self.compute_dtype).astype(np.float64)
-        return np.array_equal(low, np.float64(constant), equal_nan=True)
+        return bool(_is_large(constant)) or np.array_equal(low, np.float64(constant), equal_nan=True)
 
     def widens_gradients(self, eqn: JaxprEqn) -> bool:
         """Whether the gradients of the weights of a product are float32."""
@@ -79,3 +92,8 @@ class Target:
         elif name == "dot_general" and _jaxpr.summed_terms(eqn) == 1:
             case = "outer"
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
+
+
+def _is_large(constant: Any) -> Any:
+    """Whether a finite number is at least as large as the largest of float16."""
+    return np.isfinite(constant) and np.abs(constant) >= 65504
