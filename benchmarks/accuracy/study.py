@@ -33,13 +33,14 @@ class Setup:
     loss_scale: jamp.LossScale = _DYNAMIC
     autocast: bool = False
     full_loss: bool = False  # whether autocast leaves the cross entropy alone
+    rules: tuple[tuple[str, str], ...] = ()  # of autocast
     micro_batches: int | None = None  # None: the task's
     starts: tuple[str, ...] = ("default",)  # of the loss scale, from STARTS
 
     def make_loss(self, task: Task) -> Loss:
         policies = (jamp.Policy(jnp.float32, dtype, dtype) for dtype in (self.body, self.head))
         loss = task.make_loss(*policies, jamp.full_precision(cross_entropy) if self.full_loss else cross_entropy)
-        return jamp.autocast(loss) if self.autocast else loss
+        return jamp.autocast(loss, rules=dict(self.rules)) if self.autocast else loss
 
 
 FLOAT32 = Setup("float32", **FULL, loss_scale=NONE)
@@ -58,6 +59,12 @@ SMALLER_BATCHES = [Setup(f"float16, unscaled, {n} micro-batches", loss_scale=NON
 # On the tasks of `tasks.overflowing`, the loss scale grows until it overflows, again and again: its interval is 50.
 OFTEN = Setup("float16, dynamic", loss_scale=jamp.DynamicLossScale(growth_interval=50, max_scale=math.inf))
 OVERFLOWING = [FLOAT32, *SETUPS[2:4], OFTEN, SETUPS[5]]
+# Weight gradients in float32, as autocast writes them, and rounded to float16 first, as by hand.
+_GROWING = {**FULL, "autocast": True, "loss_scale": OFTEN.loss_scale}
+GRADIENTS = [
+    Setup("weight gradients in float16", **_GROWING, rules=(("dot_general[gradient]", "compute"),)),
+    Setup("weight gradients in float32", **_GROWING),
+]
 # The same model with nothing marked, as a user has it.
 WITH_AUTOCAST = [FLOAT32, Setup("float16", **FULL, autocast=True)]
 STARTS = {"default": None, "too high": 2.0**40, "too low": 1.0}
