@@ -7,41 +7,30 @@
     taskset -c 1 python -m benchmarks.accuracy --text-model --json docs/benchmarks/text_model.json
 
 The first trains a language model and a classifier of digits on one core for about half an hour. With --overflow the
-loss scale has to work during the run. With --gradients weight gradients are float32, or rounded to float16. With --text-model a transformer of GPT-2's architecture trains in float32 and
-under autocast to float16, for two hours. Results are written after each configuration.
+loss scale has to work during the run. With --gradients, weight gradients are float32 or rounded to float16. With
+--text-model a transformer of GPT-2's architecture trains in float32 and under autocast to float16, for two hours.
 """
 
 import os
 
 import jax
 
-from benchmarks.accuracy.study import (
-    BAD_STARTS,
-    GRADIENTS,
-    OVERFLOWING,
-    SEEDS,
-    SETUPS,
-    SMALLER_BATCHES,
-    WITH_AUTOCAST,
-    Setup,
-    run,
-)
+from benchmarks.accuracy import study
 from benchmarks.accuracy.tasks import Task, digits, language_model, overflowing, text_model
 from benchmarks.record import parser, record, write
 
 
-def plan(quick: bool, part: str | None) -> list[tuple[Task, list[Setup], int]]:
-    if part == "overflow":
-        return [(task, OVERFLOWING, 2 if quick else SEEDS) for task in overflowing(quick)]
-    if part == "gradients":
-        return [(task, GRADIENTS, 2 if quick else SEEDS) for task in overflowing(quick)]
+def plan(quick: bool, part: str | None) -> list[tuple[Task, list[study.Setup], int]]:
+    if part in (growing := {"overflow": study.OVERFLOWING, "gradients": study.GRADIENTS}):
+        return [(task, growing[part], 2 if quick else study.SEEDS) for task in overflowing(quick)]
     if part == "text_model":
-        return [(text_model(quick), WITH_AUTOCAST, 2 if quick else 4)]
+        return [(text_model(quick), study.WITH_AUTOCAST, 2 if quick else 4)]
     large, small, batches = language_model(quick), digits(quick), digits(quick, batch=128)
     if quick:
-        return [(small, [SETUPS[0], SETUPS[-1], BAD_STARTS[-1]], 1), (large, SETUPS[-3:-2], 1)]
-    both = [(task, SETUPS, SEEDS) for task in (small, large)]
-    return [*both, (batches, [*SETUPS, *BAD_STARTS], SEEDS), (large, [*SMALLER_BATCHES, *BAD_STARTS], 2)]
+        return [(small, [study.SETUPS[0], study.SETUPS[-1], study.BAD_STARTS[-1]], 1), (large, study.SETUPS[-3:-2], 1)]
+    both = [(task, study.SETUPS, study.SEEDS) for task in (small, large)]
+    smaller = large, [*study.SMALLER_BATCHES, *study.BAD_STARTS], 2
+    return [*both, (batches, [*study.SETUPS, *study.BAD_STARTS], study.SEEDS), smaller]
 
 
 if __name__ == "__main__":
@@ -53,5 +42,5 @@ if __name__ == "__main__":
     found |= {"xla_flags": os.environ.get("XLA_FLAGS", ""), "rows": []}
     for task, setups, seeds in plan(options.quick, options.part):
         for setup in setups:
-            found["rows"] += [{"name": setup.name} | row for row in run(task, setup, range(seeds))]
+            found["rows"] += [{"name": setup.name} | row for row in study.run(task, setup, range(seeds))]
             write(options.json, found)
