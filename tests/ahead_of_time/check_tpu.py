@@ -13,7 +13,7 @@ import pytest
 from distributed import test_sharding
 from distributed.hlo import SCALAR, collectives
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import jamp
 
@@ -77,3 +77,17 @@ def test_the_compiler_keeps_the_recomputation_of_autocast(monkeypatch):
         flops[recompute] = compiled.cost_analysis()["flops"]
     assert 0 < memory[True] < 0.6 * memory[False]
     assert flops[True] < 1.1 * flops[False]
+
+
+def test_a_weight_gradient_is_written_in_float32_and_reduced_in_float32():
+    def loss(w, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ w) @ w.T))
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    shape = lambda spec, *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, spec))
+    args = shape(P(), 512, 1024), shape(P("data"), 64, 512, 512)
+    for rules, wide in ((None, True), ({"dot_general[gradient]": "compute"}, False)):
+        text = jax.jit(jax.grad(jamp.autocast(loss, jnp.bfloat16, rules=rules))).lower(*args).compile().as_text()
+        reduced = [line.partition(" all-reduce(")[0] for line in text.splitlines() if " all-reduce(" in line]
+        assert any(("f32[512,1024]" if wide else "bf16[") in types for types in reduced), reduced
+        assert any("bf16[512,1024]" in types or "bf16[1024,512]" in types for types in reduced) != wide
