@@ -41,7 +41,8 @@ _EXPENSIVE = Rule(FLOAT32, "computed in float32, not recomputed: it is expensive
 RULES: dict[str, Rule] = {
     **dict.fromkeys(sorted(PRODUCTS), _PRODUCT),
     **dict.fromkeys((f"{name}[precision]" for name in sorted(PRODUCTS)), _PRECISE),
-    **dict.fromkeys((f"{name}[{GRADIENT}]" for name in sorted(PRODUCTS)), _GRADIENT),
+    # Not of convolutions: a GPU has none from 16 bit to float32, so XLA would cast the operands to float32.
+    **dict.fromkeys((f"{name}[{GRADIENT}]" for name in ("dot_general", "ragged_dot_general")), _GRADIENT),
     "dot_general[outer]": _OUTER,
     **dict.fromkeys(sorted(MOVES | TRANSFERS), _MOVE),
     **dict.fromkeys(sorted(COPIES | GATHERS), _COPY),
