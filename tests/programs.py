@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax, nn
 
 import jamp
+from jamp import _jaxpr
 
 N = 32
 KEY, ROWS = jax.random.key(7), np.arange(N) * 5 % N // 2  # rows of which some are the same
@@ -193,7 +194,7 @@ def operation(eqn, args):
     params, name = eqn.params, eqn.primitive.name
     inner = lambda body, *args: evaluate(getattr(body, "jaxpr", body), getattr(body, "consts", ()), args)
     if name == "scan":
-        n, m = params["num_consts"], params["num_consts"] + params["num_carry"]
+        n, m = _jaxpr.carry(eqn).start, _jaxpr.carry(eqn).stop
         carry, steps = args[n:m], []
         for i in range(params["length"])[:: -1 if params["reverse"] else 1]:
             found = inner(params["jaxpr"], *args[:n], *carry, *(x[i] for x in args[m:]))

@@ -51,6 +51,7 @@ ORDER = {
         "float8",
         "context",
         "barrier",
+        "wide_dot",
         "product",
         "target",
         "constructs",

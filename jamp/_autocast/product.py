@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast import barrier
+from jamp._autocast.wide_dot import wide_dot
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import PRODUCTS
 
@@ -67,11 +67,10 @@ def cotangent(eqn: JaxprEqn, i: int, aval: Any, types: Sequence[Any], values: Se
 
 def value(eqn: JaxprEqn, operands: Sequence[Array]) -> Array:
     """The value of a product for other operands than its own."""
-    (result,) = _jaxpr.avals(eqn.outvars)
-    found: Array = _evaluate.bind(eqn, operands, [result])[0]
-    # XLA:CPU cannot compute the transpose of a sum over several axes from bfloat16 to float32.
-    needs_barrier = result.dtype == jnp.float32 and eqn.primitive.name == "dot_general"
-    return barrier.on_cpu(found) if needs_barrier and len(_jaxpr.contracted(eqn)[0]) > 1 else found
+    types = [x.update(dtype=y.dtype) for x, y in zip(_jaxpr.avals(eqn.invars), operands, strict=True)]
+    eqn = eqn.replace(invars=[_jaxpr.core().Var(aval) for aval in types])
+    found: Array = _evaluate.bind(wide_dot(eqn), operands, _jaxpr.avals(eqn.outvars))[0]
+    return found
 
 
 def _moved(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:

@@ -94,7 +94,12 @@ def test_a_mesh_is_not_that_of_an_earlier_call(order):
     for kind in order:
         mesh = mesh_of(kind)
         with jax.set_mesh(mesh):
-            found = jax.jit(jax.grad(jamp.autocast(loss, BF16), 1))(jax.device_put(X, NamedSharding(mesh, P("d"))), W)
+            x = jax.device_put(X, NamedSharding(mesh, P("d")))
+            try:
+                jax.make_jaxpr(jax.grad(loss, 1))(x, W)
+            except TypeError as error:
+                pytest.skip(f"This JAX cannot differentiate it itself: {error}")
+            found = jax.jit(jax.grad(jamp.autocast(loss, BF16), 1))(x, W)
         assert np.linalg.norm(found - plain) < 0.01 * np.linalg.norm(plain)
 
 

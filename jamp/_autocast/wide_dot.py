@@ -1,0 +1,81 @@
+"""A dot_general from bfloat16 to float32 that XLA:CPU can compute.
+
+It has the name and the parameters of JAX's own. For some layouts of the result, XLA:CPU has no such product
+("Unsupported element type for DotThunk"), so there its operands are cast to float32, which gives the same sums. The
+platform of the lowered program decides.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.interpreters import ad, batching, mlir
+
+from jamp import _evaluate, _jaxpr
+from jamp._jaxpr import JaxprEqn
+
+_wide_dot = _jaxpr.core().Primitive("dot_general")
+
+
+def wide_dot(eqn: JaxprEqn) -> JaxprEqn:
+    """The same product, if it is one from bfloat16 to float32, as XLA:CPU can compute it."""
+    (*_, result) = _jaxpr.avals(eqn.outvars)
+    types = [aval.dtype for aval in _jaxpr.avals(eqn.invars)]
+    is_wide = eqn.primitive.name == "dot_general" and result.dtype == jnp.float32 and jnp.bfloat16 in types
+    return eqn.replace(primitive=_wide_dot) if is_wide else eqn
+
+
+def _plain(x: Array, y: Array, **params: Any) -> Array:
+    found: Array = _jaxpr.core().primitives.dot_general_p.bind(x, y, **params)
+    return found
+
+
+def _on_cpu(x: Array, y: Array, **params: Any) -> Array:
+    return _plain(x.astype(jnp.float32), y.astype(jnp.float32), **params)
+
+
+@functools.cache
+def _compiled(**params: Any) -> Any:
+    return jax.jit(functools.partial(_wide_dot.bind, **params))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    (x, y), (dx, dy) = primals, tangents
+    out = _wide_dot.bind(x, y, **params)
+    found = ad.Zero(jax.typeof(out).to_tangent_aval())
+    for operands, t in (((dx, y), dx), ((x, dy), dy)):
+        if not isinstance(t, ad.Zero):
+            found = ad.add_tangents(found, _wide_dot.bind(*operands, **params))
+    return out, found
+
+
+def _transpose(g: Any, x: Any, y: Any, **params: Any) -> list[Any]:
+    if isinstance(g, ad.Zero):
+        return [None, None]
+    low = params | {"preferred_element_type": jnp.dtype(jnp.bfloat16)}
+    linear = ad.is_undefined_primal(x)
+    fun = (lambda x: _plain(x, y, **low)) if linear else (lambda y: _plain(x, y, **low))
+    (found,) = jax.linear_transpose(fun, (x if linear else y).aval)(g.astype(jnp.bfloat16))
+    return [found, None] if linear else [None, found]
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    """The product of a batch is another product, with moves around it."""
+    closed = jax.make_jaxpr(jax.vmap(functools.partial(_plain, **params), dims))(*args)
+    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, args, strict=True))
+    _evaluate.evaluate([wide_dot(eqn) for eqn in closed.jaxpr.eqns], env, lambda v: True)
+    return env[closed.jaxpr.outvars[0]], 0
+
+
+_wide_dot.def_impl(lambda x, y, **params: _compiled(**params)(x, y))
+_wide_dot.def_abstract_eval(
+    lambda *avals, **params: _jaxpr.core().primitives.dot_general_p.abstract_eval(*avals, **params)[0]
+)
+ad.primitive_jvps[_wide_dot] = _jvp
+ad.primitive_transposes[_wide_dot] = _transpose
+batching.primitive_batchers[_wide_dot] = _batch
+mlir.register_lowering(_wide_dot, mlir.lower_fun(_plain, multiple_results=False))
+mlir.register_lowering(_wide_dot, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
