@@ -9,7 +9,7 @@ step is that of the README, without sharding annotations. The shardings come fro
     python examples/fsdp_transformer.py --devices 8    # on eight simulated CPU devices
     python examples/fsdp_transformer.py --devices 4 --processes 2    # in two processes, connected over loopback
 
-Here the loss scale may grow every 10 steps and has no ceiling. It rises until a gradient overflows on some device, and
+Here the loss scale may grow every 5 steps and has no ceiling. It rises until a gradient overflows on some device, and
 then all devices skip that step. In a long run, keep the defaults. On a cluster, start the program once on each host,
 call `jax.distributed.initialize()` without arguments, and delete `launch`.
 """
@@ -36,7 +36,7 @@ import jamp
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 2, 128, 4, 64, 16
 TX = jamp.loss_scaled(
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-    jamp.DynamicLossScale(growth_interval=10, max_scale=math.inf),
+    jamp.DynamicLossScale(growth_interval=5, max_scale=math.inf),
 )
 
 
