@@ -97,7 +97,7 @@ def test_a_mesh_is_not_that_of_an_earlier_call(order):
             x = jax.device_put(X, NamedSharding(mesh, P("d")))
             try:
                 jax.make_jaxpr(jax.grad(loss, 1))(x, W)
-            except TypeError as error:
+            except Exception as error:
                 pytest.skip(f"This JAX cannot differentiate it itself: {error}")
             found = jax.jit(jax.grad(jamp.autocast(loss, BF16), 1))(x, W)
         assert np.linalg.norm(found - plain) < 0.01 * np.linalg.norm(plain)
