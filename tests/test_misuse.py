@@ -156,8 +156,8 @@ def test_what_leaves_rounded_updates_as_they_are_passes():
         rounded_step(optax.chain(ROUNDING, after), LOW)
     around = optax.apply_if_finite(ROUNDING, 5), optax.inject_hyperparams(optax.sgd)(0.1)
     for tx in (*around, jamp.stochastic_rounding(optax.contrib.schedule_free(SGD, 0.1)), optax.scale(0.5)):
-        rounded_step(tx, LOW)
-        rounded_step(tx, LOW, jamp.NoOpLossScale())
+        same = rounded_step(tx, LOW), rounded_step(tx, LOW, jamp.NoOpLossScale())
+        assert jax.tree.structure(same[0]) == jax.tree.structure(same[1])
 
 
 def test_a_clip_or_a_decay_before_unscale_in_a_chain_warns_at_the_caller():
@@ -179,7 +179,7 @@ def test_scale_loss_and_value_and_grad_are_silent_in_correct_chains():
     jamp.scale_loss(1.0, state(optax.chain(clip, jamp.loss_scaled(SGD, jamp.NoOpLossScale(), unscale=True))))
     fixed = [jamp.loss_scaled(SGD, x) for x in (jamp.NoOpLossScale(), jamp.StaticLossScale(8.0))]
     for tx in (jamp.loss_scaled(optax.apply_if_finite(SGD, 5)), *(optax.apply_if_finite(x, 5) for x in fixed)):
-        jamp.grad(loss_fn, {"frozen": state(optax.apply_if_finite(SGD, 5)), "opt": state(tx)})
+        assert jamp.grad(loss_fn, {"frozen": state(optax.apply_if_finite(SGD, 5)), "opt": state(tx)})
 
 
 def test_a_policy_that_makes_the_parameters_16_bit_warns():
