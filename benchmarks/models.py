@@ -49,10 +49,14 @@ def layer_norm(p: Any, x: jax.Array, dtype: Any, axes: Any = -1, epsilon: float 
 batch_norm = partial(layer_norm, axes=(0, 1, 2), epsilon=1e-5)
 
 
+def wide(x: jax.Array) -> jax.Array:
+    """In float32, as are norms, softmax and the loss, or in the float64 of a reference."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """In float32, as are softmax and the loss; the rest in the dtype of `x`."""
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+    full = wide(x)
+    return (full * jax.lax.rsqrt(jnp.mean(full**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
 
 
 def conv(w: Any, x: Any, stride: int, dtype: Any = None) -> jax.Array:
@@ -109,7 +113,8 @@ def attend_written_out(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -
 
     On a CPU, `jax.nn.dot_product_attention` does not compile in float16.
     """
-    scores = jnp.einsum("bthd,bshd->bhts", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
+    with jax.named_scope("scores"):
+        scores = wide(jnp.einsum("bthd,bshd->bhts", q * q.shape[-1] ** -0.5, k))
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(v.dtype), v)
@@ -153,7 +158,8 @@ def logits(
         return cast(x + dense(p["down"], y, dtype), stream), None
 
     x = layer_norm(params["norm"], stacked(block, x, params["blocks"], shape, policy), dtype)
-    return dense(params["head"], x[:, 0], dtype) if shape.patch else x @ cast(params["embed"], dtype).T
+    with jax.named_scope("head"):
+        return dense(params["head"], x[:, 0], dtype) if shape.patch else x @ cast(params["embed"], dtype).T
 
 
 def stacked(block: Any, x: jax.Array, blocks: Any, shape: Shape, policy: Any) -> jax.Array:

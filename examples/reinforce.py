@@ -100,11 +100,11 @@ def pretrain(init_key, key, steps=80):
     return jax.jit(jax.lax.scan, static_argnums=0)(step, (params, tx.init(params)), jax.random.split(key, steps))[0][0]
 
 
-def make_step(dtype, loss_scale=None):
+def make_step(dtype, loss_scale=None, rules=None):
     # 1. Wrap the optimizer. float16 gets a dynamic loss scale, and the other dtypes none.
     tx = jamp.loss_scaled(optax.adam(3e-4), loss_scale or jamp.loss_scale_for(dtype))
     # 2. The trainer's matrix products in 16 bit.
-    fn = loss_fn if dtype == jnp.float32 else jamp.autocast(loss_fn, dtype)
+    fn = loss_fn if dtype == jnp.float32 else jamp.autocast(loss_fn, dtype, rules=rules)
 
     def step(params, opt_state, key):
         prompt_key, sample_key = jax.random.split(key)

@@ -3,6 +3,7 @@
 from . import interop as interop, optimizers as optimizers
 from ._autocast import (
     Float8 as Float8,
+    Int8 as Int8,
     autocast as autocast,
     autocast_report as autocast_report,
     full_precision as full_precision,

@@ -190,9 +190,7 @@ def summed_terms(eqn: JaxprEqn) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         operand, axes = 1, params["dimension_numbers"].rhs_spec[1:]
     else:
-        ragged = params.get("ragged_dot_dimension_numbers")
-        numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
-        operand, axes = 0, numbers[0][0]
+        operand, axes = 0, _dimensions(eqn)[0][0]
     shape = avals(eqn.invars)[operand].shape
     return math.prod(shape[i] for i in axes)
 
@@ -204,13 +202,22 @@ def contracted(eqn: JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def product_sizes(eqn: JaxprEqn) -> list[int]:
-    """M, N and K of a dot_general: the free elements of each operand, and the terms of a sum."""
-    (contracting, batch), shapes = eqn.params["dimension_numbers"], [x.shape for x in avals(eqn.invars)]
+    """M, N and K of a matrix product: the free elements of each operand, and the terms of a sum."""
+    (contracting, batch), operands = _dimensions(eqn), avals(eqn.invars[:2])
     free = [
-        math.prod(n for i, n in enumerate(shape) if i not in (*c, *b))
-        for shape, c, b in zip(shapes, contracting, batch, strict=True)
+        math.prod(n for i, n in enumerate(x.shape) if i not in (*c, *b))
+        for x, c, b in zip(operands, contracting, batch, strict=True)
     ]
     return [*free, summed_terms(eqn)]
+
+
+def _dimensions(eqn: JaxprEqn) -> Any:
+    """The contracting and the batch axes of each operand of a matrix product. An axis of groups is a batch axis."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    if ragged is None:
+        return eqn.params["dimension_numbers"]
+    contracting, (left, right) = ragged.dot_dimension_numbers
+    return contracting, (left, (*right, *ragged.rhs_group_dimensions))
 
 
 def parameters(eqn: JaxprEqn) -> tuple[Any, ...]:

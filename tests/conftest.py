@@ -21,6 +21,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `benchmarks`; at the end: an installed jamp comes first
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):

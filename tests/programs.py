@@ -21,10 +21,16 @@ def by_hand(dtype):
     return lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype)).astype(jnp.float32)
 
 
-def reference(dtype):
-    """The same with its derivative: each of its products casts for itself, so that their sums are float32."""
-    dot = jax.custom_jvp(by_hand(dtype))
-    dot.defjvp(lambda p, t: (dot(*p), dot(t[0], p[1]) + dot(p[0], t[1])))
+def reference(dtype, accumulate=False):
+    """The same with its derivative: each of its products casts for itself, so that their sums are float32.
+
+    With `accumulate`, the value is float32 as it was accumulated, and the gradient that of the rounded product.
+    """
+    wide = lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
+    rounded = jax.custom_jvp(by_hand(dtype))
+    dot = jax.custom_jvp(wide) if accumulate else rounded
+    for fun in {dot, rounded}:
+        fun.defjvp(lambda p, t, fun=fun: (fun(*p), rounded(t[0], p[1]) + rounded(p[0], t[1])))
     return dot
 
 

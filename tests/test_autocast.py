@@ -207,11 +207,8 @@ def test_a_function_in_which_there_is_nothing_to_cast_is_left_alone(dtype):
     for fun, x in [(random, jax.random.key(0)), *((f, jnp.ones(4)) for f in ALONE)]:
         assert text(jamp.autocast(fun, dtype), x) == text(fun, x)
     x = jnp.ones((4, 4), BF16)
-    for compute_dtype, name in ((dtype, "autocast"), (jamp.Float8(min_size=1), "Float8")):
-        with pytest.warns(
-            UserWarning, match=rf"{name} changes no product .* \(already_bf16\): its operands are 16 bit"
-        ):
-            assert text(jamp.autocast(already_bf16, compute_dtype), x) == text(already_bf16, x)
+    with pytest.warns(UserWarning, match=r"autocast changes no product .* \(already_bf16\): its operands are 16 bit"):
+        assert text(jamp.autocast(already_bf16, dtype), x) == text(already_bf16, x)
 
 
 def test_casts_of_a_parameter_are_merged_and_their_cotangents_are_added_in_float32():

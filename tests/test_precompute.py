@@ -41,7 +41,9 @@ def size(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(jnp.bfloat16, 0.51), (jamp.Float8(), 0.26), (ROW, 0.27)])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(jnp.bfloat16, 0.51), (jamp.Float8(), 0.26), (ROW, 0.27), (jamp.Int8(), 0.27)]
+)
 @pytest.mark.parametrize("fun", [model, rollout])
 def test_the_results_are_those_of_the_function_and_only_small_weights_are_kept(fun, dtype, share):
     low = jamp.autocast(fun, dtype, rules=ALL)

@@ -3,12 +3,11 @@
     export XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
     taskset -c 1 python -m benchmarks.accuracy --json docs/benchmarks/accuracy.json
     taskset -c 1 python -m benchmarks.accuracy --overflow --json docs/benchmarks/accuracy_overflow.json
-    taskset -c 1 python -m benchmarks.accuracy --gradients --json docs/benchmarks/accuracy_gradients.json
     taskset -c 1 python -m benchmarks.accuracy --text-model --json docs/benchmarks/text_model.json
 
 The first trains a language model and a classifier of digits on one core for about half an hour. With --overflow the
-loss scale has to work during the run. With --gradients, weight gradients are float32 or rounded to float16. With
---text-model a transformer of GPT-2's architecture trains in float32 and under autocast to float16, for two hours.
+loss scale has to work during the run. With --text-model a transformer of GPT-2's architecture trains in float32 and
+under autocast to float16, for two hours.
 """
 
 import os
@@ -21,8 +20,8 @@ from benchmarks.record import parser, record, write
 
 
 def plan(quick: bool, part: str | None) -> list[tuple[Task, list[study.Setup], int]]:
-    if part in (growing := {"overflow": study.OVERFLOWING, "gradients": study.GRADIENTS}):
-        return [(task, growing[part], 2 if quick else study.SEEDS) for task in overflowing(quick)]
+    if part == "overflow":
+        return [(task, study.OVERFLOWING, 2 if quick else study.SEEDS) for task in overflowing(quick)]
     if part == "text_model":
         return [(text_model(quick), study.WITH_AUTOCAST, 2 if quick else 4)]
     large, small, batches = language_model(quick), digits(quick), digits(quick, batch=128)
@@ -35,7 +34,7 @@ def plan(quick: bool, part: str | None) -> list[tuple[Task, list[study.Setup], i
 
 if __name__ == "__main__":
     arguments = parser("benchmarks.accuracy", __doc__)
-    for part in ("overflow", "gradients", "text_model"):
+    for part in ("overflow", "text_model"):
         arguments.add_argument(f"--{part.replace('_', '-')}", dest="part", action="store_const", const=part)
     options = arguments.parse_args()
     found = record("benchmarks.accuracy", options.quick, jax.devices()[0].device_kind)

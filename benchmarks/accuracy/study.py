@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -59,10 +59,6 @@ SMALLER_BATCHES = [Setup(f"float16, unscaled, {n} micro-batches", loss_scale=NON
 # On the tasks of `tasks.overflowing`, the loss scale grows until it overflows, again and again: its interval is 50.
 OFTEN = Setup("float16, dynamic", loss_scale=jamp.DynamicLossScale(growth_interval=50, max_scale=math.inf))
 OVERFLOWING = [FLOAT32, *SETUPS[2:4], OFTEN, SETUPS[5]]
-# Weight gradients in float32, as autocast writes them, and rounded to float16 first, as by hand.
-_GROWING = Setup("weight gradients in float32", **FULL, autocast=True, loss_scale=OFTEN.loss_scale)
-_ROUNDED = (("dot_general[gradient]", "compute"),)
-GRADIENTS = [replace(_GROWING, name="weight gradients in float16", rules=_ROUNDED), _GROWING]
 # The same model with nothing marked, as a user has it.
 WITH_AUTOCAST = [FLOAT32, Setup("float16", **FULL, autocast=True)]
 STARTS = {"default": None, "too high": 2.0**40, "too low": 1.0}

@@ -1,6 +1,7 @@
 """What the accuracy study trains: a classifier of handwritten digits and a small language model, in plain JAX."""
 
 import functools
+import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ import optax
 
 import jamp
 from benchmarks import models
-from benchmarks.models import attend_written_out, rms_norm, train_step
+from benchmarks.models import attend_written_out, conv, rms_norm, train_step, wide
 from benchmarks.record import Rows, show
 
 Loss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
@@ -69,7 +70,7 @@ def language_model(quick: bool) -> Task:
     train, test = halves(Path(os.__file__).parent.glob("*.py"))
 
     def get_batch(text: jax.Array, key: jax.Array) -> jax.Array:
-        return windows(text, jax.random.randint(key, (2 if quick else 16,), 0, len(text) - CONTEXT))
+        return windows(text, jax.random.randint(key, (8 if quick else 16,), 0, len(text) - CONTEXT))
 
     data, steps = (train, get_batch, None, spread(test, 4 if quick else 128)), (4, 2) if quick else (600, 30)
     return Task("language model", init_lm, lm_loss, *data, 3e-3, *steps, micro_batches=512)
@@ -109,7 +110,7 @@ def lm_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     # The loss is float32 in every run: a float16 ends at 65504, where the loss scale begins.
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    losses = optax.softmax_cross_entropy_with_integer_labels(wide(logits), labels)
     return losses.mean(), jnp.mean(logits.argmax(-1) == labels)
 
 
@@ -140,6 +141,28 @@ def overflowing(quick: bool) -> tuple[Task, Task]:
 
     deep = replace(task, name="16 hidden layers", init=lambda key: init_digits(key, sizes), learning_rate=1e-3)
     return replace(task, name="digits with spikes", get_batch=get_batch), deep
+
+
+def convolutional(quick: bool) -> Task:
+    """Three convolutions and a linear layer, on the images of the digits."""
+
+    def init(key: jax.Array) -> Any:
+        he, sizes = jax.nn.initializers.he_normal(), (1, 8, 16, 16)
+        shapes = [(3, 3, n, m) for n, m in itertools.pairwise(sizes)] + [(sizes[-1], 10)]
+        keys = jax.random.split(key, len(shapes))
+        return [{"w": he(k, shape), "b": jnp.zeros(shape[-1])} for k, shape in zip(keys, shapes, strict=True)]
+
+    def make_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
+        def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+            x = batch[0].reshape(-1, 8, 8, 1)
+            for layer in params[:-1]:
+                x = jax.nn.relu(conv(layer["w"], x, 1) + layer["b"])
+            return cross_entropy(x.mean((1, 2)) @ params[-1]["w"] + params[-1]["b"], batch[1])
+
+        return loss_fn
+
+    task = replace(digits(quick, batch=64), name="convolutional net", init=init, make_loss=make_loss)
+    return replace(task, learning_rate=3e-3, steps=4 if quick else 600, every=2 if quick else 30)
 
 
 class TextModel(Task):

@@ -1,4 +1,4 @@
-"""What the compiler for an H200 makes of float8 gradients: products, kernels and memory.
+"""What the compilers for an H200 and a TPU v5e make of 8-bit gradients: products, kernels and memory.
 
 A product of the head has an axis of `CLASSES`, and one of attention has a batch axis. All others are products of the
 layers.
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jamp
+from benchmarks import hlo
 from benchmarks.ahead_of_time import compiled, facts, kept
 from benchmarks.float8.models import CLASSES, GRADIENTS, MODELS, PEERS, Model, wrapped
 from benchmarks.hlo import Instruction, computations, running
@@ -28,7 +29,7 @@ class Product(NamedTuple):
     """A matrix product of a compiled program."""
 
     flops: int  # in all iterations of the loops around it
-    is_float8: bool
+    is_low: bool  # float8 or int8
     is_layer: bool  # not the head, and not attention
 
 
@@ -54,15 +55,16 @@ def products(programs: dict[str, list[Instruction]]) -> list[Product]:
             (left, sizes), (right, others) = (shape(types[x]) for x in (operands * 2)[:2])
             _, out = shape(type_)
             flops = 2 * times * math.prod(out) * math.prod(sizes[i] for i in numbers(rest, "lhs_contracting"))
-            is_float8 = "matmul$f8" in rest and left.startswith("f8") and right.startswith("f8")
+            is_low = "matmul$f8" in rest and left.startswith("f8") and right.startswith("f8")
+            is_low |= left == right == "s8"
             is_layer = CLASSES not in sizes + others and not numbers(rest, "lhs_batch")
-            found.append(Product(flops, is_float8, is_layer))
+            found.append(Product(flops, is_low, is_layer))
     return found
 
 
 def share(found: list[Product]) -> float:
-    """The part of the floating operations that is float8."""
-    return sum(p.flops for p in found if p.is_float8) / max(sum(p.flops for p in found), 1)
+    """The part of the operations that is in 8 bit."""
+    return sum(p.flops for p in found if p.is_low) / max(sum(p.flops for p in found), 1)
 
 
 def gradient(fun: Any, params: Any, batch: Any) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def gradient(fun: Any, params: Any, batch: Any) -> dict[str, Any]:
     programs = computations(program.as_text())
     found = products(programs)
     return {
-        "float8_gemms": sum(p.is_float8 for p in found),
+        "float8_gemms": sum(p.is_low for p in found),
         "gemms": len(found),
         "layer_share": share([p for p in found if p.is_layer]),
         "share": share(found),
@@ -113,12 +115,39 @@ def h200(quick: bool, only: list[str]) -> dict[str, Rows]:
     for model in [name for name in MODELS if any(part in name for part in only or [""])][: 1 if quick else None]:
         rows += compare(model, {name: partial(wrapped, MODELS[model], **how) for name, how in GRADIENTS.items()})
     if quick:
-        wrong = [row for row in rows if row["way"] != "bfloat16" and (row["layer_share"] < 0.95 or row["state_leaves"])]
+        wrong = [
+            row
+            for row in rows
+            if row["way"] not in ("bfloat16", "int8") and (row["layer_share"] < 0.95 or row["state_leaves"])
+        ]
         assert not wrong, f"Expected float8 in 95 % of the layers' products, and no state. Got {wrong}"
     if quick or (only and "peers" not in only):
         return {"rows": rows}
     peers = compare("Linen transformer", {way: make for way, (_, make) in PEERS.items()})
     return {"rows": rows, "peers": [{"lines": PEERS[row["way"]][0]} | row for row in peers]}
+
+
+def tpu(quick: bool, only: list[str]) -> dict[str, Rows]:
+    """Products by the dtypes of their operands, temporary memory, and the bytes and kernels of main memory."""
+    rows: Rows = []
+    for model in [name for name in MODELS if any(part in name for part in only or [""])][: 1 if quick else None]:
+        first: dict[str, float] = {}
+        for way in ("bfloat16", "int8"):
+            loss, params, batch = wrapped(MODELS[model], **GRADIENTS[way])
+            program = compiled("tpu", jax.grad(loss), params, batch)
+            count, found = hlo.count(program.as_text()), hlo.products(program.as_text())
+            measured = {
+                "temporary": facts(program)["temporary_megabytes"],
+                "bytes": count.bytes,
+                "kernels": count.kernels,
+            }
+            first = first or measured
+            ratios = {name: measured[name] / first[name] for name in measured}
+            rows.append(
+                {"model": model, "way": way, "int8": found.get("s8 x s8", 0), "products": sum(found.values())} | ratios
+            )
+            show(rows[-1])
+    return {"rows": rows}
 
 
 def micro_batches(*_: Any) -> dict[str, Rows]:

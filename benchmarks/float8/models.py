@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 import jamp
-from benchmarks import models
+from benchmarks import mixture, models
+from benchmarks.float8.decoders import decoder, levanter_layer, maxtext_layer
 from benchmarks.models import Shape, cross_entropy, dense, layer_norm, problem
 
 Model = tuple[Callable[..., Array], Any, Any]
@@ -56,8 +57,11 @@ def mixer() -> Model:
     return loss, jax.eval_shape(init, jax.random.key(0)), shapes
 
 
-def linen_model(dtype: Any = None, dot_general_cls: Any = None) -> Any:
-    """A transformer in Flax Linen. With a dtype and a class of products, as flax.linen.fp8_ops asks for."""
+def linen_model(dtype: Any = None, dot_general_cls: Any = None, remat: bool = False) -> Any:
+    """A transformer in Flax Linen. With a dtype and a class of products, as flax.linen.fp8_ops asks for.
+
+    With `remat`, the backward pass computes all of a block again but products, as an expert would ask for.
+    """
     from flax import linen as nn
 
     options = {"dtype": dtype, "dot_general_cls": dot_general_cls}
@@ -72,13 +76,16 @@ def linen_model(dtype: Any = None, dot_general_cls: Any = None) -> Any:
             y = nn.Dense(4 * WIDTH, **options)(nn.LayerNorm(dtype=dtype)(x))
             return x + nn.Dense(WIDTH, **options)(nn.gelu(y))
 
+    policy = jax.checkpoint_policies.dots_saveable
+    make_block = nn.remat(Block, policy=policy) if remat else Block
+
     class Transformer(nn.Module):
         @nn.compact
         def __call__(self, words: Array) -> Array:
             x = nn.Embed(CLASSES, WIDTH, dtype=dtype)(words)
             x = x + self.param("positions", nn.initializers.normal(0.02), (TOKENS, WIDTH)).astype(x.dtype)
             for _ in range(LAYERS):
-                x = Block()(x, nn.make_causal_mask(words))
+                x = make_block()(x, nn.make_causal_mask(words))
             return nn.Dense(CLASSES, name="head", **options)(nn.LayerNorm(dtype=dtype)(x))
 
     return Transformer()
@@ -182,6 +189,30 @@ def haiku() -> Model:
     return lambda params, batch: cross_entropy(model.apply(params, batch[0]), batch[1]), params, tokens()
 
 
+def experts(form: Any, **options: Any) -> Model:
+    loss, params, batch = problem(mixture, Shape(LAYERS, WIDTH, HEADS, CLASSES, TOKENS), BATCH, False)
+    return partial(loss, mixture=form, **options), params, batch
+
+
+def pointwise() -> Model:
+    """An isotropic ConvNeXt: patches, depthwise convolutions, and MLPs of 1 x 1 convolutions."""
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    block = {"depth": shape(7, 7, 1, WIDTH), "up": shape(1, 1, WIDTH, 4 * WIDTH), "down": shape(1, 1, 4 * WIDTH, WIDTH)}
+    params = {"patches": shape(16, 16, 3, WIDTH), "blocks": [block] * LAYERS, "head": shape(WIDTH, CLASSES)}
+
+    def loss(params: Any, batch: Any) -> Array:
+        x = models.conv(params["patches"], batch[0], 16)
+        for p in params["blocks"]:
+            y = jax.lax.conv_general_dilated(
+                x, p["depth"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=WIDTH
+            )
+            y = models.rms_norm(y, jnp.ones(WIDTH))
+            x = x + models.conv(p["down"], jax.nn.gelu(models.conv(p["up"], y, 1)), 1)
+        return cross_entropy(x.mean((1, 2)) @ params["head"], batch[1])
+
+    return loss, params, (shape(32, 224, 224, 3), jax.ShapeDtypeStruct((32,), jnp.int32))
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     "GPT, unrolled": lambda: problem(models, Shape(LAYERS, WIDTH, 8, CLASSES, TOKENS), BATCH, False),
     "GPT, scanned": lambda: problem(models, Shape(LAYERS, WIDTH, 8, CLASSES, TOKENS), BATCH, True),
@@ -191,27 +222,35 @@ MODELS: dict[str, Callable[[], Model]] = {
     "NNX transformer": nnx,
     "Equinox transformer": equinox,
     "Haiku transformer": haiku,
+    "Linen transformer, dtype=bfloat16": lambda: linen_loss(linen_model(jnp.bfloat16)),
+    "MaxText's decoder, bfloat16": lambda: decoder(maxtext_layer),
+    "Levanter's decoder, bfloat16": lambda: decoder(levanter_layer),
+    "mixture, ragged": lambda: experts(mixture.ragged),
+    "mixture, einsums": lambda: experts(mixture.einsums),
+    "mixture, ragged, bfloat16 by hand": lambda: experts(mixture.ragged, dtype=jnp.bfloat16),
+    "ConvNet of patches and 1 x 1": pointwise,
 }
 
 
 def wrapped(make: Callable[[], Model], **options: Any) -> Model:
-    """A model under autocast."""
+    """A model under autocast, which leaves one in bfloat16 by hand as it is."""
     loss, params, batch = make()
     return jamp.autocast(loss, **options), params, batch
 
 
-def linen_fp8_ops() -> Model:
+def linen_fp8_ops(remat: bool = False) -> Model:
     from flax.linen import Fp8DirectDotGeneralOp
 
-    return linen_loss(linen_model(jnp.bfloat16, Fp8DirectDotGeneralOp))
+    return linen_loss(linen_model(jnp.bfloat16, Fp8DirectDotGeneralOp, remat))
 
 
-def linen_qwix(**options: Any) -> Model:
+def linen_qwix(remat: bool = False, **options: Any) -> Model:
     import qwix
 
     dtypes = {"weight_qtype": jnp.float8_e4m3fn, "act_qtype": jnp.float8_e4m3fn, "bwd_qtype": jnp.float8_e5m2}
     rule = qwix.QtRule(module_path=".*", **dtypes, **options)
-    return linen_loss(qwix.quantize_model(linen_model(jnp.bfloat16), qwix.QtProvider([rule])))
+    model = linen_model(jnp.bfloat16, remat=remat)
+    return linen_loss(qwix.quantize_model(model, qwix.QtProvider([rule])))
 
 
 # The options of autocast.
@@ -220,14 +259,21 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "float8": {"compute_dtype": jamp.Float8()},
     "float8, per row": {"compute_dtype": jamp.Float8(granularity="row")},
     "float8, all products": {"compute_dtype": jamp.Float8(min_size=16), "rules": {"dot_general": "compute"}},
+    "int8": {"compute_dtype": jamp.Int8()},
 }
 # The ways to train the Linen transformer in float8, and the lines that each changes in the model and the train step,
 # without `dtype=` in the modules.
 PEERS: dict[str, tuple[int, Callable[[], Model]]] = {
     "dtype=bfloat16": (0, lambda: linen_loss(linen_model(jnp.bfloat16))),
-    "jamp": (1, lambda: wrapped(linen, **GRADIENTS["float8"])),
-    "jamp, all products": (1, lambda: wrapped(linen, **GRADIENTS["float8, all products"])),
+    "dtype=bfloat16, remat": (1, lambda: linen_loss(linen_model(jnp.bfloat16, remat=True))),
+    "jamp.autocast, bfloat16": (1, lambda: wrapped(linen, **GRADIENTS["bfloat16"])),
+    "jamp.Float8": (1, lambda: wrapped(linen, **GRADIENTS["float8"])),
+    "jamp.Float8, all products": (1, lambda: wrapped(linen, **GRADIENTS["float8, all products"])),
+    "dtype=bfloat16 and jamp.Float8": (1, lambda: wrapped(PEERS["dtype=bfloat16"][1], **GRADIENTS["float8"])),
     "flax.linen.fp8_ops": (6, linen_fp8_ops),
+    "flax.linen.fp8_ops, remat": (7, lambda: linen_fp8_ops(remat=True)),
     "qwix, one scale for each tensor": (2, lambda: linen_qwix(disable_channelwise_axes=True)),
+    "qwix, one scale for each tensor, remat": (3, lambda: linen_qwix(remat=True, disable_channelwise_axes=True)),
     "qwix, a scale for each channel": (2, linen_qwix),
+    "qwix, a scale for each channel, remat": (3, lambda: linen_qwix(remat=True)),
 }

@@ -14,14 +14,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import accuracy, pictures, reinforce, step
+from benchmarks.report import accuracy, pictures, quantized, reinforce, step
 from benchmarks.report.markdown import fill, origin
 
 Results = dict[str, Any]
 PAGE, README, COMPARISON = "docs/benchmarks/index.md", "README.md", "docs/comparison.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
-PARAMETERS = "docs/bfloat16-parameters.md"
-PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS)
+PARAMETERS, AUTOCAST = "docs/bfloat16-parameters.md", "docs/autocast.md"
+QUANTIZED = "docs/8-bit.md"
+PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED)
 # The tables that are made of the rows under some keys of the results: their page, these keys, and what makes them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "counted": (PAGE, ("tpu", "h200"), step.counted),
@@ -48,10 +49,14 @@ FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "accuracy": (ACCURACY, accuracy.TABLES),
     "accuracy_overflow": (ACCURACY, {"overflow": accuracy.overflow}),
     "text_model": (ACCURACY, {"text-model": accuracy.text_model}),
+    "gradients": (DTYPES, {"gradients": accuracy.weight_gradients}),
+    "accumulate": (AUTOCAST, {"accumulate": accuracy.accumulate}),
+    "memory_tpu": (AUTOCAST, {"memory_tpu": step.memory}),
     "reinforce": (DTYPES, reinforce.TABLES),
     "rounding": (PARAMETERS, {"training": accuracy.rounding}),
     "rounding_optimizers": (PARAMETERS, {"optimizers": accuracy.rounding_optimizers}),
     "rounding_step": (PARAMETERS, {"step": step.rounding}),
+    **{name: (QUANTIZED, tables) for name, tables in quantized.FILES.items()},
 }
 # What stands above a table, drawn from the same results.
 PICTURES = {

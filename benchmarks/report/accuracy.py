@@ -198,6 +198,53 @@ def rounding_optimizers(found: Found) -> str:
     return pivot(found["rows"], "optimizer", "way", lambda rows: f"{rows[0]['loss']:.3f}")
 
 
+def weight_gradients(found: Found) -> str:
+    """float16 with weight gradients in 16 bit and in float32: the loss scale, the steps skipped, and the errors."""
+    head = ["float16", "final scale, gradients in 16 bit", "in float32", "powers of two more, by seed"]
+    body = []
+    for task in names(found["rows"], "task"):
+        low, wide = (select(found["rows"], task=task, setup=name) for name in ("16 bit", "float32"))
+        more = [f"{y['final_log2_scale'] - x['final_log2_scale']:.0f}" for x, y in zip(low, wide, strict=True)]
+        skipped = [np.mean([len(row["skipped"]) for row in rows]) for rows in (low, wide)]
+        cells = (f"{scales(rows)}, {n:.1f} skipped" for rows, n in zip((low, wide), skipped, strict=True))
+        body.append([task, *cells, ", ".join(more)])
+    return f"{table(head, body)}\n\n{weight_errors(found)}\n\n{origin(found)}"
+
+
+def weight_errors(found: Found) -> str:
+    """The lowest and the highest of the weights."""
+    head = [
+        "error of a weight's gradient",
+        "one device, in 16 bit",
+        "in float32",
+        "eight devices, in 16 bit",
+        "in float32",
+    ]
+    body = []
+    for task, dtype in product(names(found["errors"], "task"), names(found["errors"], "dtype")):
+        rows = [select(found["errors"], task=task, dtype=dtype, setup=name) for name in ("16 bit", "float32")]
+        values = ([row[key] for row in some] for key in ("one device", "eight devices") for some in rows)
+        body.append([f"{task}, {dtype}", *(f"{min(x):.1e} to {max(x):.1e}" for x in values)])
+    return table(head, body)
+
+
+def accumulate(found: Found) -> str:
+    """The three uses of the category "accumulate"."""
+    head = ["product", "error: 16 bit", "accumulate", "float32", "of rounded operands: 16 bit", "accumulate"]
+    head += ["memory, bytes: H200", "TPU v5e"]
+    body = []
+    for use in names(found["rows"], "use"):
+        rows = {row["category"]: row for row in select(found["rows"], use=use)}
+        errors = [f"{rows[name]['error']:.1e}" for name in ("compute", "accumulate", "float32")]
+        rounded = [f"{rows[name]['error, rounded operands']:.1e}" for name in ("compute", "accumulate")]
+        costs = {
+            row["target"]: f"{row['temporary']:.2f}, {row['main_memory']:.2f}"
+            for row in select(found["costs"], use=use)
+        }
+        body.append([{"head": "logits"}.get(use, use), *errors, *rounded, costs["h200"], costs["tpu"]])
+    return f"{table(head, body)}\n\n{origin(found)}"
+
+
 TABLES: dict[str, Any] = {"about": about}
 for _task in HEAD:
     _mark = _task.replace(" ", "-")

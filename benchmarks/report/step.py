@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.record import Rows
-from benchmarks.report.markdown import TITLES, names, number, pivot, select, table
+from benchmarks.report.markdown import TITLES, names, number, origin, pivot, select, table
 from benchmarks.step.peers import AGAIN
 from benchmarks.step.update import FEW, WITHIN
 from benchmarks.timing import cell, is_again
@@ -202,3 +202,20 @@ def large(rows: Rows) -> str:
         size = number(row["temporary_megabytes"] / 1e3), number(row["gigabytes_accessed"])
         body.append([label, row["name"], *size, products])
     return table(["model", "", "temporary, GB", "accessed, GB, a loop's body once", "products, by operands"], body)
+
+
+def memory(found: dict[str, Any]) -> str:
+    """Temporary memory, what XLA says is accessed, and bytes of main memory, to the model by hand."""
+    ways = {
+        "autocast": "`autocast`",
+        "recompute=False": "`recompute=False`",
+        "by hand, dots_saveable": "`dots_saveable` by hand",
+    }
+    ways["autocast, stream in 16 bit"] = "`autocast`, 16-bit stream"
+    body = []
+    for model in names(found["rows"], "model"):
+        rows = {row["variant"]: row for row in select(found["rows"], model=model)}
+        cell = lambda row: f"{row['temporary']:.2f}, {row['accessed']:.2f}, {row['main_memory']:.2f}"
+        size = f"{model} ({rows['by hand']['temporary_megabytes'] / 1e3:.1f} GB)"
+        body.append([size, *(cell(rows[way]) if way in rows else "" for way in ways)])
+    return f"{table(['model', *ways.values()], body)}\n\n{origin(found)}"

@@ -159,7 +159,8 @@ class Cast:
             self._weights.update(eqn.outvars)
         writes = [self._define(v, low and is_float32(v.aval)) for v in eqn.outvars]
         run = _evaluate.replace_dtype(eqn, _FLOAT32, self.caster.compute_dtype) if low else eqn
-        self._eqns.append(run.replace(invars=reads, outvars=writes))
+        is_same = reads == eqn.invars and writes == eqn.outvars
+        self._eqns.append(run if is_same else run.replace(invars=reads, outvars=writes))
         self.changed |= low
         return self._eqns[-1]
 
@@ -193,8 +194,7 @@ class Cast:
         ]
         scope = scope_path(eqn, self._place.scope) if self.caster.parts else ""
         place = self._place._replace(scope=scope, backward=self._place.backward or is_transposed(eqn))
-        if name == "shard_map":
-            place = place._replace(manual=True, inside=eqn)
+        place = place._replace(manual=True, inside=eqn) if name == "shard_map" else place
         rewrite = lambda closed, inputs, backward=False: self.caster.cast(
             closed, inputs, place._replace(backward=backward or place.backward)
         )

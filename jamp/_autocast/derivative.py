@@ -117,7 +117,7 @@ def _kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool])
     alive = {v for v, x in zip(inputs, live, strict=True) if x}
     # For each value, the bytes that are read of each kept value to compute it.
     sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in inputs}
-    kept: set[Var] = set()
+    kept, narrowed = set[Var](), _narrowed(eqns)
     for eqn in eqns:
         reads = _variables(eqn)
         may, depends = is_recomputed(eqn), is_live(eqn, alive)
@@ -129,13 +129,35 @@ def _kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool])
                 for source, size in sources[v].items():
                     found[source] = max(found.get(source, 0.0), size * share)
             read = sum(found.values())
-            if not may or read > (_READS * nbytes(out) if depends else nbytes(out) - 1):
+            # An 8-bit value counts as the 16-bit one that it is rounded from.
+            size = max(nbytes(out), 2 * _size(out))
+            if not may or out in narrowed or read > (_READS * size if depends else nbytes(out) - 1):
                 kept.add(out)
                 found = {out: nbytes(out)}
             sources[out] = found
             if depends:
                 alive.add(out)
     return kept
+
+
+def _narrowed(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """For each wide result of a product that is only scaled and cast to a narrower dtype: that one, to keep instead."""
+    readers: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for v in _variables(eqn):
+            readers.setdefault(v, []).append(eqn)
+    found: set[Var] = set()
+    for eqn in eqns:
+        if is_recomputed(eqn) or len(eqn.outvars) != 1:
+            continue
+        v = product = eqn.outvars[0]
+        while len(readers.get(v, [])) == 1 and nbytes(v) >= nbytes(product):
+            (reader,) = readers[v]
+            if not is_recomputed(reader) or len(reader.outvars) != 1 or _size(reader.outvars[0]) != _size(product):
+                break
+            v = reader.outvars[0]
+            found.update([v] if nbytes(v) < nbytes(product) else [])
+    return found
 
 
 def _dtype(v: Any) -> Any:

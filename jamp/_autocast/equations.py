@@ -125,17 +125,15 @@ def warnings_of(body: Cast, quantized: "Quantized | None") -> list[str]:
 
 def _unchanged(products: list[Found], quantized: "Quantized | None") -> list[str]:
     """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
-    cast = [x for x in products if x.decision.is_low and is_float32(x.decision.eqn.outvars[0].aval)]
-    largest = max(cast or products, key=lambda x: x.times * flops(x.decision.eqn), default=None)
+    reasons = {id(x): quantized.why_not(x.decision, x.path) for x in products} if quantized else {}
+    candidates = [x for x in products if reasons.get(id(x))]
+    largest = max(candidates or products, key=lambda x: x.times * flops(x.decision.eqn), default=None)
     if largest is None:
         return []
-    decision, name = largest.decision, "Float8" if quantized else "autocast"
-    if quantized and cast:
-        is_dot = decision.eqn.primitive.name == "dot_general"
-        why = quantized.why_not(id(decision.run), largest.path) if is_dot else "convolutions run in the carrier"
-    elif any(is_floating(aval) and aval.dtype.itemsize == 2 for aval in _jaxpr.avals(decision.eqn.invars)):
+    name, why = type(quantized.config).__name__ if quantized else "autocast", reasons.get(id(largest))
+    if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in _jaxpr.avals(largest.decision.eqn.invars)):
         why = "its operands are 16 bit already. Pass float32 parameters and inputs, and modules without dtype=..."
-    else:  # The code asked for float32, or for a 16-bit result.
+    if not why:  # The code asked for float32, or for a 16-bit result.
         return []
     return [f"{name} changes no product of this function. The largest is at {largest.source or largest.scope}: {why}."]
 

@@ -1,25 +1,31 @@
 """Quantize: products of 16-bit operands become products of 8-bit ones.
 
-`quantize` takes the result of `cast`. Whether a product qualifies depends on the source of its operands and the readers
-of its result. Attention does not, because products compute both operands. The head does not: no product follows it.
+`quantize` takes the result of `cast`, whose products were cast to 16 bit or traced in 16 bit. Whether one qualifies
+depends on the source of its operands and the readers of its result. Attention does not, because products compute both
+operands. The head does not: no product follows it.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.cast import Cast, Decision
 from jamp._autocast.constructs import KEEPS_RESULTS
-from jamp._autocast.float8 import Float8
-from jamp._autocast.quantized import packed, quantized_product
+from jamp._autocast.formats import Format
+from jamp._autocast.quantized import Axes, packed, quantized_product, summed
 from jamp._autocast.rules import COMPUTE, YOURS
-from jamp._cast import is_float32
+from jamp._cast import is_float32, is_floating
+from jamp._evaluate import MatrixProduct, Move
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jamp._primitives import holds_product
+from jamp._primitives import PRODUCTS, holds_product
 from jamp._shard_map import trace
 from jamp._source_line import is_transposed
 
+Flags: TypeAlias = tuple[bool, ...]
+_FLOAT32 = np.dtype(np.float32)
 _NOT_REACHED = "it is in a custom derivative or a linear solve"
 
 
@@ -35,7 +41,7 @@ class Quantized:
     """
 
     closed: ClosedJaxpr
-    config: Float8
+    config: Format
     why: dict[int, str]
     bodies: dict[int, list["Quantized"]]
 
@@ -44,51 +50,59 @@ class Quantized:
         """Whether any product is 8 bit."""
         return "" in self.why.values() or any(x.is_used for inner in self.bodies.values() for x in inner)
 
-    def why_not(self, product: int, path: Sequence[tuple[int, int]]) -> str:
-        """Why a product inside these constructs, each given by its id and the number of the body, stays in 16 bit."""
+    def why_not(self, decision: Decision, path: Sequence[tuple[int, int]]) -> str | None:
+        """Why a product stays in 16 bit: "" if it is 8 bit. None for all other equations.
+
+        `path` holds the constructs around it: the id of each, and the number of the body.
+        """
+        if not is_candidate(decision):
+            return None
         if not path:
-            return self.why.get(product, _NOT_REACHED)
+            return self.why.get(id(decision.run), _NOT_REACHED)
         construct, i = path[0]
-        return self.bodies[construct][i].why_not(product, path[1:]) if construct in self.bodies else _NOT_REACHED
+        return self.bodies[construct][i].why_not(decision, path[1:]) if construct in self.bodies else _NOT_REACHED
 
 
-def quantize(body: Cast, config: Float8) -> Quantized:
+def quantize(body: Cast, config: Format) -> Quantized:
     """Quantize the operands of the products that qualify."""
-    products = {id(decision.run): decision for decision in _products(body)}
     closed = body.closed()
     unknown = (False,) * len(closed.in_avals)
-    return _Pass(config, body, products).run(closed, unknown, (False,) * len(closed.out_avals), None)
+    return _Pass(config, body).run(closed, body, unknown, (False,) * len(closed.out_avals), None)
 
 
-def _products(body: Cast) -> list[Decision]:
-    found: list[Decision] = []
-    for decision in body.decisions:
-        found.extend(x for inner in decision.bodies for x in _products(inner))
-        is_product = decision.is_low and decision.eqn.primitive.name == "dot_general"
-        if is_product and decision.category == COMPUTE and is_float32(decision.eqn.outvars[0].aval):
-            found.append(decision)
-    return found
+def is_candidate(decision: Decision) -> bool:
+    """Whether an equation is a product in 16 bit, which may become one in 8 bit: by a rule, or as it was traced."""
+    if decision.eqn.primitive.name not in PRODUCTS or decision.category != COMPUTE:
+        return False
+    if decision.is_low:
+        return is_float32(decision.eqn.outvars[0].aval)
+    return all(is_floating(aval) and aval.dtype.itemsize == 2 for aval in _jaxpr.avals(decision.eqn.invars[:2]))
 
 
 class _Pass:
-    def __init__(self, config: Float8, body: Cast, products: dict[int, Decision]):
-        self._config, self._products = config, products
+    def __init__(self, config: Format, body: Cast):
+        self._config = config
         self._rules, self._parts = body.caster.rules, body.caster.parts
         self._done: dict[Any, Quantized] = {}
         self._traced: dict[Any, ClosedJaxpr] = {}
 
     def run(
-        self, closed: ClosedJaxpr, computed: tuple[bool, ...], read_on: tuple[bool, ...], inside: JaxprEqn | None
+        self, closed: ClosedJaxpr, cast: Cast, computed: Flags, read_on: Flags, inside: JaxprEqn | None
     ) -> Quantized:
-        """Quantize a jaxpr. `computed` inputs depend on a product, and later products read the `read_on` outputs."""
-        key = id(closed.jaxpr), computed, read_on, inside
+        """Quantize the jaxpr of a `Cast`.
+
+        `computed` inputs depend on a product, and later products read the `read_on` outputs.
+        """
+        key = id(closed.jaxpr), id(cast), computed, read_on, inside
         if key not in self._done:
-            self._done[key] = self._run(closed, computed, read_on, inside)
+            self._done[key] = self._run(closed, cast, computed, read_on, inside)
         return self._done[key]
 
     def _run(
-        self, closed: ClosedJaxpr, computed: tuple[bool, ...], read_on: tuple[bool, ...], inside: JaxprEqn | None
+        self, closed: ClosedJaxpr, cast: Cast, computed: Flags, read_on: Flags, inside: JaxprEqn | None
     ) -> Quantized:
+        # Of this call: equal calls of a jitted function have the same equations, but not always the same decisions.
+        decisions = {id(decision.run): decision for decision in cast.decisions}
         jaxpr = closed.jaxpr
         made = {v for v, x in zip(jaxpr.invars, computed, strict=True) if x}
         is_made = lambda v: not _jaxpr.is_literal(v) and v in made
@@ -100,26 +114,21 @@ class _Pass:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "convert_element_type" and not _jaxpr.is_literal(eqn.invars[0]):
                 sources[eqn.outvars[0]] = eqn.invars[0]
-            decision = self._products.get(id(eqn))
-            if decision:
-                found.why[id(eqn)] = self._why_not(decision, all(map(is_made, eqn.invars)), eqn.outvars[0] in feeding)
-            if decision and not found.why[id(eqn)]:
-                axes = _jaxpr.contracted(decision.eqn) if self._config.granularity == "row" else (None, None)
-                pairs = []
-                for v, x in zip(eqn.invars, axes, strict=True):
-                    key = _source(sources, v), x
-                    if key not in values:
-                        values[key], items = self._pack(v, x, inside)
-                        eqns.extend(items)
-                    pairs.extend(values[key])
-                eqns.extend(self._product(decision.eqn, [*eqn.invars, *pairs], eqn.outvars, inside))
-            elif (inner := _jaxpr.bodies(eqn)) and eqn.primitive.name not in KEEPS_RESULTS:
+            decision = decisions.get(id(eqn))
+            product = None
+            if decision and is_candidate(decision):
+                product, is_attention = _evaluate.as_matrix_product(decision.eqn), all(map(is_made, eqn.invars[:2]))
+                found.why[id(eqn)] = self._why_not(decision, product, is_attention, eqn.outvars[0] in feeding)
+            if decision and product and not found.why[id(eqn)]:
+                eqns.extend(self._multiply(decision, product, eqn, sources, values, inside))
+            elif decision and decision.bodies and eqn.primitive.name not in KEEPS_RESULTS:
+                inner = _jaxpr.bodies(eqn) or ()
                 later = _read_on(eqn, inner, [v in feeding for v in eqn.outvars])
                 known = [is_made(v) for v in eqn.invars]
                 around = eqn if eqn.primitive.name == "shard_map" else inside
                 found.bodies[id(eqn)] = [
-                    self.run(body, tuple(known[i] for i in operands), later[-len(body.out_avals) :], around)
-                    for body, operands in zip(inner, _jaxpr.body_operands(eqn), strict=True)
+                    self.run(body, own, tuple(known[i] for i in operands), later[-len(body.out_avals) :], around)
+                    for body, own, operands in zip(inner, decision.bodies, _jaxpr.body_operands(eqn), strict=True)
                 ]
                 bodies = [body.closed for body in found.bodies[id(eqn)]]
                 eqns.append(_evaluate.with_bodies(eqn, bodies, eqn.invars, eqn.outvars))
@@ -131,12 +140,15 @@ class _Pass:
         new = _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
         return dataclasses.replace(found, closed=new)
 
-    def _why_not(self, decision: Decision, is_attention: bool, is_read_on: bool) -> str:
+    def _why_not(self, decision: Decision, product: MatrixProduct | None, is_attention: bool, is_read_on: bool) -> str:
         """Why a product stays in the carrier; nothing if it is 8 bit."""
-        eqn, key, least = decision.eqn, decision.key, self._config.min_size
-        name = key if key in self._parts else eqn.primitive.name
-        force = f"rules={{{name!r}: 'compute'}} makes it float8"
-        sizes = _jaxpr.product_sizes(eqn)
+        key, least = decision.key, self._config.min_size
+        if product is None:
+            why = "its windows overlap or leave gaps, or it has padding, dilation or groups"
+            return f"no compiler has {self._config.name} gradients of such a convolution: {why}"
+        name = key if key in self._parts else decision.eqn.primitive.name
+        force = f"rules={{{name!r}: 'compute'}} makes it {self._config.name}"
+        eqn, sizes = decision.eqn, _jaxpr.product_sizes(product.eqn)
         if self._rules[key].reason == YOURS:
             return ""
         if is_transposed(eqn):
@@ -149,32 +161,64 @@ class _Pass:
             return f"no product follows, so it is the head; {force}"
         return ""
 
-    def _pack(self, v: Var, axes: tuple[int, ...] | None, inside: JaxprEqn | None) -> tuple[list[Var], list[JaxprEqn]]:
-        """The variables of the 8-bit values and the scales of an operand, and the equations that compute them."""
-        (aval,) = _jaxpr.avals([v])
-        key = aval, axes, inside
-        if key not in self._traced:
-            self._traced[key] = trace(inside, lambda x: packed(x, self._config.forward, axes), [aval])
-        closed = self._traced[key]
-        outputs = [_jaxpr.core().Var(aval) for aval in closed.out_avals]
-        return outputs, _evaluate.inline(closed, [v], outputs)
-
-    def _product(
-        self, eqn: JaxprEqn, operands: list[Any], results: list[Var], inside: JaxprEqn | None
+    def _multiply(
+        self,
+        decision: Decision,
+        product: MatrixProduct,
+        eqn: JaxprEqn,
+        sources: dict[Any, Var],
+        values: dict[Any, list[Var]],
+        inside: JaxprEqn | None,
     ) -> list[JaxprEqn]:
+        """The equations that quantize the operands of a product, if no other product did, and multiply them."""
+        operands, found = list[Any](eqn.invars), []
+        for v, axes, move in zip(eqn.invars, summed(product.eqn, self._config), product.moves, strict=False):
+            key = _source(sources, v), axes, move
+            if key not in values:
+                closed = self._trace((axes, move), self._packing(move, axes), [v], inside)
+                values[key] = [_jaxpr.core().Var(aval) for aval in closed.out_avals]
+                found.extend(_evaluate.inline(closed, [v], values[key]))
+            operands.extend(values[key])
+        (result,) = _jaxpr.avals(eqn.outvars)
+        key = *_jaxpr.parameters(decision.eqn), result.dtype
+        closed = self._trace(key, self._product(product, result.dtype), operands, inside)
+        items = _evaluate.inline(closed, operands, eqn.outvars)
+        return [*found, *(item.replace(source_info=eqn.source_info) for item in items)]
+
+    def _trace(
+        self, key: Any, fun: Callable[..., Any], operands: Sequence[Any], inside: JaxprEqn | None
+    ) -> ClosedJaxpr:
+        """The jaxpr of a function, which is the same one for the same key and types."""
         avals = _jaxpr.avals(operands)
-        key = *_jaxpr.parameters(eqn), *avals, inside
+        key = key, *avals, inside
         if key not in self._traced:
-            self._traced[key] = trace(inside, quantized_product(eqn, self._config), avals)
-        items = _evaluate.inline(self._traced[key], operands, results)
-        return [item.replace(source_info=eqn.source_info) for item in items]
+            self._traced[key] = trace(inside, fun, avals)
+        return self._traced[key]
+
+    def _packing(self, move: Move, axes: Axes) -> Callable[..., Any]:
+        """The function that gives the 8-bit values and the scales of an operand."""
+        return lambda x: packed(move(x), self._config.forward, axes)
+
+    def _product(self, product: MatrixProduct, dtype: Any) -> Callable[..., Any]:
+        """The function of a product's operands, and of their 8-bit values and scales."""
+        move_x, move_y, move_back = product.moves
+        multiply = quantized_product(product.eqn, self._config, dtype)
+        return lambda x, y, *others: move_back(multiply(move_x(x), move_y(y), *others))
 
 
-def _source(sources: dict[Any, Var], v: Any) -> Any:
-    """The value before its casts, so that equal casts of a value are quantized once."""
+def _source(sources: dict[Any, Var], v: Any) -> tuple[Any, Any]:
+    """The value before its casts, and the 16-bit dtype on the way: equal casts of a value are quantized once.
+
+    Only casts between float32 and one 16-bit dtype count. Others, such as one to an integer, make another value.
+    """
+    low = {v.aval.dtype} - {_FLOAT32}
     while not _jaxpr.is_literal(v) and v in sources:
-        v = sources[v]
-    return v
+        (aval,) = _jaxpr.avals([sources[v]])
+        found = low | {aval.dtype} - {_FLOAT32}
+        if not is_floating(aval) or len(found) > 1 or any(x.itemsize != 2 for x in found):
+            break
+        v, low = sources[v], found
+    return v, frozenset(low)
 
 
 def _feeding(jaxpr: Jaxpr, read_on: Sequence[bool]) -> set[Any]:

@@ -12,34 +12,59 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.float8 import Float8
+from jamp._autocast.formats import Format
 from jamp._autocast.product import cotangent, value
 from jamp._jaxpr import JaxprEqn
 
-Pair = tuple[Array, Array]  # float8 values, and the scales that bring them back
+Pair = tuple[Array, Array]  # 8-bit values, and the scales that bring them back
+Axes = tuple[int, ...] | None
+_INT8_TERMS = 2**17  # of a sum that cannot leave int32: 127**2 * 2**17 < 2**31
 
 
-def quantize(x: Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Pair:
-    """The float8 values of an array, and their scales: float32 powers of two, one or (with axes) one along these axes.
+def quantize(x: Array, dtype: Any, axes: Axes = None) -> Pair:
+    """The 8-bit values of an array, and their scales: float32, one or (with axes) one along these axes.
 
     The scale of an operand that holds inf or NaN is inf, so that the product is NaN and the step is skipped.
     """
     values = lax.stop_gradient(x)
-    amax = jnp.max(jnp.abs(values), axes, keepdims=axes is not None, initial=0).astype(jnp.float32)
-    # The smallest power of two with amax / scale <= the largest float8, which is 1.m * 2**k: the exponent of
-    # amax * 2**-k, plus one if its mantissa is above m. It is kept above 0, whose inverse is inf.
+    # In two steps: one kernel of a GPU reduces the rows, and a second one computes the scale of each on the way to the
+    # largest (`_power_of_two` is monotonic). After a reduction to one number, the scale would take a third kernel.
+    rows = values.ndim - 1 if axes is None and values.ndim > 1 else axes
+    amax = jnp.max(jnp.abs(values), rows, keepdims=axes is not None, initial=0).astype(jnp.float32)
+    if dtype == jnp.int8:
+        # An int has no inf or NaN, and 0 * inf is NaN.
+        scales = jnp.where(jnp.isfinite(amax), amax * np.float32(1 / 127), jnp.inf)
+    else:
+        scales = _power_of_two(amax, dtype)
+    scale = jnp.maximum(scales, np.float32(2.0**-120 if dtype == jnp.int8 else 2.0**-100))  # not 0: its inverse is inf
+    if axes is None and scale.size != 0:
+        scale = lax.reduce_max(scale, tuple(range(scale.ndim)))  # without an initial value, which takes a kernel more
+    elif axes is None:
+        scale = jnp.float32(1)
+    scaled = values.astype(jnp.float32) * (1 / scale)
+    rounded = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN) if dtype == jnp.int8 else scaled
+    return rounded.astype(dtype), _derived(scale, x)
+
+
+def _power_of_two(amax: Array, dtype: Any) -> Array:
+    """The smallest power of two with amax / scale <= the largest number of a dtype."""
+    # That is 1.m * 2**k: the exponent of amax * 2**-k, plus one if its mantissa is above m.
     largest = np.float32(jnp.finfo(dtype).max)
     mantissa, k = int(largest.view(np.int32)) & 0x7FFFFF, int(np.frexp(largest)[1]) - 1
     bits = lax.bitcast_convert_type(amax * np.float32(2.0**-k), jnp.int32)
-    powers = lax.bitcast_convert_type((bits + (0x7FFFFF - mantissa)) & 0x7F800000, jnp.float32)
-    scale = jnp.maximum(powers, np.float32(2.0**-100))
-    return (values.astype(jnp.float32) * (1 / scale)).astype(dtype), _derived(scale, x)
+    return lax.bitcast_convert_type((bits + (0x7FFFFF - mantissa)) & 0x7F800000, jnp.float32)
 
 
-def packed(x: Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Pair:
+def packed(x: Array, dtype: Any, axes: Axes = None) -> Pair:
     """`quantize`, with the values as bytes: JAX rounds floats that a checkpoint saves, which makes large E4M3 NaN."""
     values, scale = quantize(x, dtype, axes)
     return lax.bitcast_convert_type(values, jnp.uint8), scale
+
+
+def summed(eqn: JaxprEqn, config: Format) -> tuple[Axes, Axes]:
+    """The axes of each operand that share a scale: those that the product sums, or None for all of them."""
+    is_by_row = config.granularity == "row" and eqn.primitive.name == "dot_general"  # A group of rows is no axis.
+    return _jaxpr.contracted(eqn) if is_by_row else (None, None)
 
 
 @jax.custom_jvp
@@ -56,56 +81,59 @@ def _derived_rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Ar
 _derived.defjvp(_derived_rule, symbolic_zeros=True)
 
 
-def quantized_product(eqn: JaxprEqn, config: Float8) -> Callable[..., Array]:
-    """A product as a function of its operands, and of the packed float8 values and scales of each.
+def quantized_product(eqn: JaxprEqn, config: Format, dtype: Any) -> Callable[..., Array]:
+    """A product as a function of its operands, and of the packed 8-bit values and scales of the first two.
 
-    Its value depends on the latter, and its derivative is with respect to the former: in the carrier, and for a weight
-    in float32.
+    Its value depends on the latter, and its derivative is with respect to the former, in their dtypes. `dtype` is that
+    of the result.
     """
-    carrier = np.dtype(config.carrier)
-    eqn = _evaluate.with_result(eqn, carrier)
+    eqn, others = _evaluate.with_result(eqn, config.carrier), len(eqn.invars) - 2
     unpack = lambda q, scale: (lax.bitcast_convert_type(q, config.forward), scale)
 
-    @jax.custom_jvp
-    def product(x: Array, y: Array, *quantized: Array) -> Array:
-        return _dot(eqn, unpack(*quantized[:2]), unpack(*quantized[2:]), config, carrier)
+    def forward(*args: Array) -> Array:
+        sizes, (qx, sx, qy, sy) = args[2 : 2 + others], args[2 + others :]
+        return _dot(eqn, [unpack(qx, sx), unpack(qy, sy), *sizes], config, dtype)
+
+    product = jax.custom_jvp(forward)
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
-        _, _, qx, sx, qy, sy = primals
-        out = _dot(eqn, unpack(qx, sx), unpack(qy, sy), config, carrier)
+        out = forward(*primals)
         moving = [i for i in range(2) if not isinstance(tangents[i], SymbolicZero)]
         # The cotangent of an operand needs the other operand. A scale cannot vary along an axis that is summed, and the
         # backward products sum other axes, so with scales by row that operand is quantized again.
-        whole, pairs = [[x] for x in primals[:2]], [primals[2:4], primals[4:]]
-        others = [(pairs if config.granularity == "tensor" else whole)[1 - i] for i in moving]
-        avals = [jax.typeof(x) for x in primals[:2]]
-        pull_back = functools.partial(_pull_back, eqn, config, avals, moving)
-        return out, _tangent_of(out, tangents[:2], pull_back, [x for other in others for x in other])
+        sizes, pairs = primals[2 : 2 + others], primals[2 + others :]
+        is_by_row = summed(eqn, config)[0] is not None
+        kept = [x for i in moving for x in ([primals[1 - i]] if is_by_row else pairs[2 - 2 * i : 4 - 2 * i])]
+        pull_back = functools.partial(_pull_back, eqn, config, [jax.typeof(x) for x in primals[:2]], moving)
+        return out, _tangent_of(out, tangents[:2], pull_back, [*sizes, *kept])
 
     product.defjvp(rule, symbolic_zeros=True)
     return product
 
 
 def _pull_back(
-    eqn: JaxprEqn, config: Float8, avals: Sequence[Any], moving: Sequence[int], g: Array, *kept: Array
+    eqn: JaxprEqn, config: Format, avals: Sequence[Any], moving: Sequence[int], g: Array, *kept: Array
 ) -> list[Array]:
     """The cotangents of some operands: products of a quantized cotangent and the other operand, which was kept."""
-    low = [aval.update(dtype=np.dtype(config.carrier)) for aval in avals]
+    carrier = np.dtype(config.carrier)
+    low = [aval.update(dtype=carrier) for aval in avals]
+    is_by_row, others = summed(eqn, config)[0] is not None, len(eqn.invars) - 2
 
     @jax.custom_jvp
     def cotangents(g: Array, *kept: Array) -> list[Array]:
-        values = iter(kept)
+        sizes, values = kept[:others], iter(kept[others:])
         # Of each operand: its 8-bit values and scales, or with scales by row, the operand and its 8-bit dtype.
-        of_g = quantize(g, config.backward) if config.granularity == "tensor" else (g, config.backward)
+        of_g = (g, config.backward) if is_by_row else quantize(g, config.backward)
         found = []
         for i in moving:
             other: Any = next(values)
-            if config.granularity == "tensor":
-                other = lax.bitcast_convert_type(other, config.forward), next(values)
-            else:
+            if is_by_row:
                 other = other, config.forward
+            else:
+                other = lax.bitcast_convert_type(other, config.forward), next(values)
             run = functools.partial(_run, config=config, dtype=avals[i].dtype)
-            found.append(cotangent(eqn, i, low[i], [jax.typeof(g), low[1 - i]], [of_g, other], run))
+            types = [jax.typeof(g).update(dtype=carrier), low[1 - i], *map(jax.typeof, sizes)]
+            found.append(cotangent(eqn, i, low[i], types, [of_g, other, *sizes], run))
         return found
 
     cotangents.defjvp(_no_derivative)
@@ -113,40 +141,48 @@ def _pull_back(
     return found
 
 
-def _run(eqn: JaxprEqn, operands: Sequence[Any], config: Float8, dtype: Any) -> Array:
+def _run(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: Any) -> Array:
     """A product of the backward pass."""
-    if config.granularity == "row":
-        operands = [quantize(x, low, axes) for (x, low), axes in zip(operands, _jaxpr.contracted(eqn), strict=True)]
-    x, y = operands
-    return _dot(eqn, x, y, config, dtype)
+    axes = summed(eqn, config)
+    if axes[0] is not None:
+        operands = [quantize(x, low, along) for (x, low), along in zip(operands, axes, strict=True)]
+    return _dot(eqn, operands, config, dtype)
 
 
-def _dot(eqn: JaxprEqn, x: Pair, y: Pair, config: Float8, dtype: Any) -> Array:
-    """A product of quantized operands.
+def _dot(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: Any) -> Array:
+    """A product of quantized operands, which for a ragged one are followed by the sizes of its groups.
 
     With one scale for each operand, it is a product of the dequantized operands, which are exact in bfloat16. XLA:GPU
     compiles this form to a float8 product. Otherwise the scales are applied to the result.
     """
-    carrier = np.dtype(config.carrier)
-    if config.granularity == "tensor" and carrier == jnp.bfloat16:
+    (x, y, *sizes), carrier = operands, np.dtype(config.carrier)
+    if x[1].ndim == 0 and carrier == jnp.bfloat16 and config.forward != jnp.int8:
         # XLA:GPU would merge products that share an operand (q, k and v) into one 16-bit product, because their scales
         # differ. One barrier around both scales of each product prevents the merge.
         scales = lax.optimization_barrier((x[1], y[1]))
         low = [q.astype(carrier) * scale.astype(carrier) for q, scale in zip((x[0], y[0]), scales, strict=True)]
-        return value(_evaluate.with_result(eqn, dtype), low)
-    options = _jaxpr.dot_options(eqn) | {"preferred_element_type": jnp.float32}
-    scales = x[1] * y[1] if x[1].ndim == 0 else lax.dot_general(x[1], y[1], **options, precision="highest")
-    return (lax.dot_general(x[0], y[0], **options) * scales).astype(dtype)
+        return value(_evaluate.with_result(eqn, dtype), [*low, *sizes])
+    terms, low = _jaxpr.summed_terms(eqn), [x[0], y[0]]
+    total = jnp.float32
+    if config.forward == jnp.int8 and isinstance(terms, int) and terms <= _INT8_TERMS:
+        total = jnp.int32
+    elif config.forward == jnp.int8:
+        low = [q.astype(carrier) for q in low]
+    sums = value(_evaluate.with_result(eqn, total), [*low, *sizes]).astype(jnp.float32)
+    scale = (
+        x[1] * y[1] if x[1].ndim == 0 else lax.dot_general(x[1], y[1], **_jaxpr.dot_options(eqn), precision="highest")
+    )
+    return (sums * scale).astype(dtype)
 
 
 # The tangent of a product: a linear function of its last inputs, the tangents of operands. Only its transpose
 # (`pull_back`) is known. Reverse-mode differentiation transposes it. Forward mode would evaluate it, which raises.
-_tangent = _jaxpr.core().Primitive("float8_tangent")
+_tangent = _jaxpr.core().Primitive("quantized_tangent")
 
 
 def _no_derivative(*_: Any, **__: Any) -> Any:
     raise TypeError(
-        "float8 products have no forward-mode derivative and no second one (jvp, jacfwd, hessian, a gradient of a "
+        "8-bit products have no forward-mode derivative and no second one (jvp, jacfwd, hessian, a gradient of a "
         "gradient). Use a 16-bit compute dtype there: jamp.autocast(fun, carrier), such as jamp.autocast(fun, "
         "jnp.bfloat16)."
     )

@@ -13,7 +13,7 @@ from jamp._autocast.arguments import paths
 from jamp._autocast.cast import Cast, Caster
 from jamp._autocast.context import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Input, Place
 from jamp._autocast.equations import Found, all_equations, cause, flat_decisions, flops
-from jamp._autocast.float8 import Float8
+from jamp._autocast.formats import Format
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, FLOAT32, RULES, WIDEST
 from jamp._autocast.transform import passes
 from jamp._primitives import CHEAP, PRODUCTS
@@ -60,52 +60,59 @@ class AutocastReport:
       rows: One row for each kind of floating operation and source line, the most FLOPs first.
       compute_dtype: The name of the compute dtype.
       backward: Whether the function takes the gradient of a function that autocast has not transformed.
-      float8: Whether it is a report of a `Float8`, with the carrier as compute dtype.
+      quantized: "float8" for a `Float8` and "int8" for an `Int8`, whose carrier is the compute dtype; else "".
     """
 
     rows: tuple[AutocastRow, ...]
     compute_dtype: str
     backward: bool = False
-    float8: bool = False
+    quantized: str = ""
 
     @property
     def share_16_bit(self) -> float:
         """The share of the FLOPs in 16 bit, from 0 to 1; nan where there are none."""
-        total = sum(row.flops for row in self.rows)
-        return sum(row.flops for row in self.rows if self._is_low(row)) / total if total else math.nan
+        return self._share(self._is_low)
 
     @property
     def share_float8(self) -> float:
         """The share of the FLOPs in float8, from 0 to 1; nan where there are none."""
+        return self._share(lambda row: row.after.startswith("float8"))
+
+    @property
+    def share_8_bit(self) -> float:
+        """The share of the FLOPs in float8 or int8, from 0 to 1; nan where there are none."""
+        return self._share(lambda row: row.after.startswith(("float8", "int8")))
+
+    def _share(self, counts: Callable[[AutocastRow], bool]) -> float:
         total = sum(row.flops for row in self.rows)
-        return sum(row.flops for row in self.rows if row.after.startswith("float8")) / total if total else math.nan
+        return sum(row.flops for row in self.rows if counts(row)) / total if total else math.nan
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """For each operation with 1 % of the FLOPs or more: why it is float32, if that costs time, or not float8."""
+        """For each operation with 1 % of the FLOPs or more: why it is float32, if that costs time, or not 8 bit."""
         total = sum(row.flops for row in self.rows)
         stays = []
         for row in self.rows:
             is_large = row.flops >= 0.01 * total > 0 and row.operation not in CHEAP  # Between products float32 is free.
             is_reached = row.category not in (NOT_ENTERED, NO_RULE)
             is_high = "float32" in row.after and not self._is_low(row)
-            is_kept = self.float8 and row.category == COMPUTE and not row.after.startswith("float8")
+            is_kept = self.quantized and row.category == COMPUTE and not row.after.startswith(self.quantized)
             if (is_high and (is_large or not is_reached)) or (is_kept and is_large):
-                share = f"({row.flops / total:.1%} of the FLOPs) stays {_results(row.after)}"
+                share = f"({row.flops / total:.1%} of the FLOPs) stays {row.after.rpartition('-> ')[2]}"
                 place = f"in {row.scope} " * bool(row.scope) + f"with {row.parameter} " * bool(row.parameter)
                 what = share if row.flops else "runs as traced"
                 stays.append(f"{row.source}: {row.operation} {place}{what}: {row.reason}")
         return (*stays, *[_BACKWARD] * self.backward)
 
     def _is_low(self, row: AutocastRow) -> bool:
-        return self.compute_dtype in row.after and "float32" not in row.after.partition(" -> ")[0]
+        is_narrow = any(name in row.after for name in (self.compute_dtype, "float8", "int8"))
+        return is_narrow and "float32" not in row.after.partition(" -> ")[0]
 
     def __str__(self) -> str:
         share = self.share_16_bit
-        title = "no FLOPs counted" if math.isnan(share) else f"{share:.1%} of the FLOPs in 16 bit"
-        title = (
-            f"{self.share_float8:.1%} of the FLOPs in float8, {share:.1%} in 16 bit or less" if self.float8 else title
-        )
+        low = f"{self.share_8_bit:.1%} of the FLOPs in {self.quantized}, {share:.1%} in 16 bit or less"
+        title = low if self.quantized else f"{share:.1%} of the FLOPs in 16 bit"
+        title = "no FLOPs counted" if math.isnan(share) else title
         total = sum(row.flops for row in self.rows)
         where = [row.scope or row.parameter for row in self.rows]
         header = ("operation", "category", "count", "FLOPs", "before", "after", *["where"] * any(where), "source")
@@ -126,7 +133,7 @@ class AutocastReport:
 
 
 def autocast_report(
-    fun: Callable[..., Any], compute_dtype: DTypeLike | Float8 = jnp.float16, *, rules: Mapping[str, str] | None = None
+    fun: Callable[..., Any], compute_dtype: DTypeLike | Format = jnp.float16, *, rules: Mapping[str, str] | None = None
 ) -> Callable[..., AutocastReport]:
     """Report what `autocast` does to a function, without running it.
 
@@ -162,7 +169,8 @@ def autocast_report(
                 merged.setdefault(row, []).append(x)
         rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
         backward = not as_run and any(map(is_transposed, all_equations(body.traced.jaxpr)))
-        return AutocastReport(tuple(rows), dtype, backward, isinstance(compute_dtype, Float8))
+        name = found.quantized.config.name if found.quantized else ""
+        return AutocastReport(tuple(rows), dtype, backward, name)
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -192,8 +200,7 @@ def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) 
     is_product = eqn.primitive.name in PRODUCTS
     if decision.is_low and is_product:  # A weight is cast inside.
         after = after[0].replace("float32", str(body.caster.compute_dtype)), after[1]
-    is_quantizable = quantized and decision.is_low and category == COMPUTE and is_product
-    why = quantized.why_not(id(run), found.path) if quantized and is_quantizable else None
+    why = quantized.why_not(decision, found.path) if quantized else None
     if why == "" and quantized:
         after = ", ".join([str(quantized.config.forward)] * 2), after[1]
     if as_run and is_product and str(body.caster.compute_dtype) in after[0]:
@@ -234,10 +241,6 @@ _BACKWARD = (
 
 def _dtypes(atoms: Any) -> str:
     return ", ".join(str(v.aval.dtype) for v in atoms if hasattr(v.aval, "dtype"))
-
-
-def _results(dtypes: str) -> str:
-    return dtypes.rpartition("-> ")[2]
 
 
 def _short(dtypes: str) -> str:

@@ -1,7 +1,8 @@
 """The table of rules: which category an operation has.
 
 A key is the name of a JAX primitive. A key in brackets is a special case of the primitive before it, which
-`_autocast/cast.py` recognizes. A user's rule for the primitive alone covers its special cases too.
+`_autocast/cast.py` recognizes. A user's rule for the primitive alone covers its special cases too. If that rule is
+"compute", only the gradients of weights keep their own.
 """
 
 from typing import NamedTuple

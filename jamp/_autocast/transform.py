@@ -18,8 +18,8 @@ from jamp._autocast.arguments import Call
 from jamp._autocast.cast import Cast, Caster
 from jamp._autocast.context import AUTOCAST, FULL_PRECISION, Input, Place
 from jamp._autocast.equations import warnings_of
-from jamp._autocast.float8 import Float8
-from jamp._autocast.rules import CATEGORIES, FLOAT32, RULES, YOURS, Rule
+from jamp._autocast.formats import Float8, Format, Int8
+from jamp._autocast.rules import CATEGORIES, COMPUTE, FLOAT32, GRADIENT, RULES, YOURS, Rule
 from jamp._cast import as_dtype
 from jamp._jaxpr import ClosedJaxpr
 
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 def autocast(
     fun: Callable[P, R],
-    compute_dtype: DTypeLike | Float8 = jnp.float16,
+    compute_dtype: DTypeLike | Format = jnp.float16,
     *,
     rules: Mapping[str, str] | None = None,
     recompute: bool = True,
@@ -49,7 +49,7 @@ def autocast(
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
         traced.
-      compute_dtype: float16 or bfloat16, or its name; or a `Float8`, for products in float8.
+      compute_dtype: float16 or bfloat16, or its name; or a `Float8` or `Int8`, for products in 8 bit.
       rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
         as `{"scan": "float32"}`, keeps autocast out of it. `{"dot_general[head]": "float32"}` is for the products
         that have "head" in their name stack (`jax.named_scope`, names of Linen modules).
@@ -122,23 +122,24 @@ class Passes(NamedTuple):
 
     call: Call
     cast: Cast
-    quantized: "Quantized | None"  # with a Float8
+    quantized: "Quantized | None"  # with a Float8 or Int8
 
     def closed(self, recompute: bool) -> ClosedJaxpr:
         """The jaxpr to evaluate."""
         from jamp._autocast import recompute as last  # Imported late, because it imports Pallas: see `_jaxpr.core`.
 
         closed = self.quantized.closed if self.quantized else self.cast.closed()
-        return last.recompute(closed) if recompute and self.cast.changed else closed
+        changed = self.cast.changed or (self.quantized is not None and self.quantized.is_used)
+        return last.recompute(closed) if recompute and changed else closed
 
 
 def passes(
-    fun: Callable[..., Any], compute_dtype: DTypeLike | Float8, rules: Mapping[str, str] | None
+    fun: Callable[..., Any], compute_dtype: DTypeLike | Format, rules: Mapping[str, str] | None
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Passes]:
-    """The function that traces a call of `fun`, casts it, and with a `Float8` quantizes it."""
+    """The function that traces a call of `fun`, casts it, and with a `Float8` or `Int8` quantizes it."""
     _check_fun(fun)
-    config: Float8 | None = None
-    if isinstance(compute_dtype, Float8):
+    config: Format | None = None
+    if isinstance(compute_dtype, Format):
         config, dtype = compute_dtype, np.dtype(compute_dtype.carrier)
     else:
         dtype = _check_dtype(compute_dtype)
@@ -193,17 +194,19 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     if checked is not None and checked in (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)):
         return checked
     got, why = checked or dtype, "."
-    if dtype is Float8:
-        got, why = "the class Float8", ": pass an instance, jamp.Float8()."
+    if isinstance(dtype, type) and dtype in (Float8, Int8):
+        got, why = f"the class {dtype.__name__}", f": pass an instance, jamp.{dtype.__name__}()."
     elif checked is not None and jnp.issubdtype(checked, jnp.floating):
         why = ". To compute in it, leave autocast out."
         if checked.itemsize == 1:
             why = ": its values need a scale for each tensor, which a cast does not have. Pass jamp.Float8()."
+    elif checked == jnp.int8:
+        why = ": its values need scales, which a cast does not have. Pass jamp.Int8()."
     raise ValueError(f"compute_dtype must be float16 or bfloat16, got {got}{why}")
 
 
 def _merge(rules: Mapping[str, str]) -> dict[str, Rule]:
-    """The table with a user's rules in it. A rule for a primitive covers the special cases of it."""
+    """The table with a user's rules in it. A rule for a primitive covers its special cases, but not its gradients."""
     for name, category in rules.items():
         if category not in CATEGORIES:
             raise ValueError(f"The rule for {name!r} must be one of {', '.join(CATEGORIES)}, got {category!r}.")
@@ -215,5 +218,6 @@ def _merge(rules: Mapping[str, str]) -> dict[str, Rule]:
             raise ValueError(f"{name!r} is not the name of an operation.{hint}")
         if name in _jaxpr.CONSTRUCTS and category != FLOAT32:
             raise ValueError(f"The rule for {name!r} must be 'float32', which keeps autocast out, got {category!r}.")
-    kept = {key: rule for key, rule in RULES.items() if key.split("[")[0] not in rules}
+    is_kept = lambda name, case: name not in rules or (case == f"{GRADIENT}]" and rules[name] == COMPUTE)
+    kept = {key: rule for key, rule in RULES.items() if is_kept(key.split("[")[0], key.partition("[")[2])}
     return kept | {name: Rule(category, YOURS) for name, category in rules.items()}

@@ -40,7 +40,7 @@ dense.defjvp(lambda p, t: (dense(*p), t[0] @ p[1] + p[0] @ t[1]))
 
 MODELS = {
     "replicated parameters": mapped(lambda x, w: jnp.tanh(x @ w) @ w),
-    "mean over devices": mapped(lambda x, w: lax.pmean(jnp.mean(jnp.tanh(x @ w) @ w), "d") + 0 * x),
+    "mean over devices": mapped(lambda x, w: lax.pmean(jnp.mean((jnp.tanh(x @ w) @ w) ** 2), "d") + 0 * x),
     "unchecked": mapped(lambda x, w: jnp.tanh(x @ w) @ w, vma=False),
     "all_gather": mapped(lambda x, w: jnp.tanh(lax.all_gather(x @ w, "d", tiled=True))[:64]),
     "custom_vjp with psum": mapped(row_parallel, vma=False),
@@ -108,3 +108,19 @@ def test_weight_gradients_are_reduced_over_devices_in_float32():
     # XLA:CPU reduces in float32 whatever it is given, so this is what it is given.
     low = jax.jit(jax.grad(jamp.autocast(loss, BF16, rules={"dot_general[gradient]": "compute"}))).lower(W, x).as_text()
     assert "-> tensor<64x64xf32>" not in "".join(line for line in low.splitlines() if "dot_general" in line)
+
+
+@pytest.mark.filterwarnings("ignore:Float8 changes no product")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_convolutions_of_patches_are_8_bit_where_jax_can_split_an_axis(kind):
+    conv = lambda x, w, n: lax.conv_general_dilated(x, w, (n, n), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    loss = lambda x, w, v: jnp.mean(conv(jnp.tanh(conv(x, w, 4)), v, 1) ** 2)
+    args = normal(0, 16, 16, 16, 8), normal(1, 4, 4, 8, 32) / 11, normal(2, 1, 1, 32, 32) / 6
+    low, mesh = jamp.autocast(loss, jamp.Float8(min_size=8)), mesh_of(kind)
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(a, NamedSharding(mesh, P("d") if i == 0 else P())) for i, a in enumerate(args)]
+        is_low = jamp.autocast_report(loss, jamp.Float8(min_size=8))(*sharded).share_float8 > 0
+        grads = jax.jit(jax.grad(low, (1, 2)))(*sharded)
+    assert is_low == (kind is AxisType.Auto)  # The second convolution is the head.
+    for found, exact in zip(grads, jax.grad(loss, (1, 2))(*args), strict=True):
+        assert np.linalg.norm(found - exact) <= 0.15 * np.linalg.norm(exact)

@@ -13,8 +13,6 @@ import optax
 import pytest
 from trees import assert_close, bits
 
-sys.path.append(str(Path(__file__).parents[2]))  # at the end: an installed jamp comes first
-
 from benchmarks import hlo, timing
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.report import __main__ as report, accuracy, step as report_step
