@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from benchmarks.models import cross_entropy
 
-LAYERS, WIDTH, HEADS, GROUPS, TOKENS, BATCH, CLASSES = 3, 512, 4, 2, 512, 8, 1152
+LAYERS, WIDTH, HEADS, GROUPS, TOKENS, BATCH, CLASSES = 3, 512, 4, 2, 512, 64, 1152
 SIZE, HIDDEN = WIDTH // HEADS, 3 * WIDTH
 SHAPES = {"query": (WIDTH, HEADS, SIZE), "key": (WIDTH, GROUPS, SIZE), "value": (WIDTH, GROUPS, SIZE)}
 SHAPES |= {"out": (HEADS, SIZE, WIDTH), "wi_0": (WIDTH, HIDDEN), "wi_1": (WIDTH, HIDDEN), "wo": (HIDDEN, WIDTH)}
