@@ -20,6 +20,8 @@ from jamp._scale.checks import INT32_MAX, TINY
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
 from jamp._step.find import find_loss_scale_state
+from jamp._step.quantized_state import dequantize_state as dequantize_state, quantize_state as quantize_state
+from jamp._step.split_masters import join_masters as join_masters, split_masters as split_masters
 from jamp._step.state import AnyLossScaledState, contains, wrap_inner
 from jamp.grad_scaler import GradScaler
 

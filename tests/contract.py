@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def loss_fn(p, x):
     return jnp.mean((x @ p["w"].astype(jnp.float32) + p["b"].astype(jnp.float32) - 1.0) ** 2)
 
 
-def plain(tx=INNER):
+def plain(tx=INNER, dtype=jnp.float32):
     """The step without a loss scale."""
 
     def step(carry, x):
@@ -42,7 +43,7 @@ def plain(tx=INNER):
         updates, state = tx.update(jax.grad(loss_fn)(p, x), state, p)
         return optax.apply_updates(p, updates), state
 
-    return (params(), tx.init(params())), step
+    return (params(dtype), tx.init(params(dtype))), step if dtype == jnp.float32 else promoting(step)
 
 
 def wrapper(wrap, loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32, unscale=False):
@@ -76,6 +77,40 @@ class Adapter:
     make: Callable[..., Any]
     plain: Callable[[], Any] = plain  # the step that it is with NoOpLossScale
     dtypes: tuple[Any, ...] = (jnp.float32, jnp.float16, jnp.bfloat16)  # of the parameters
+    rtol: float = 1e-5  # from the plain optimizer
+
+
+def promoting(step):
+    """optax.apply_updates adds float32 to 16-bit parameters."""
+
+    def call(*args):
+        with jax.numpy_dtype_promotion("standard"):
+            return step(*args)
+
+    return call
+
+
+def with_split_masters(loss_scale=DYNAMIC, axis_name=None, dtype=jnp.bfloat16):
+    """bfloat16 parameters, of which `kept` shows the masters."""
+    wrap = lambda tx, *args, **kwargs: jamp.loss_scaled(jamp.master_params(tx, split=True), *args, **kwargs)
+    carry, step, _ = wrapper(wrap, loss_scale, axis_name, dtype)
+    step = promoting(step)
+    kept = lambda c: (jamp.interop.join_masters(c[1].inner_state, c[0]), c[0])
+    return carry, step, kept
+
+
+def quantized(tx):
+    """`quantized_state` that stores arrays of any size in eight bits."""
+    small = jamp.quantized_state(tx)
+
+    def patched(f):
+        def call(*args, **kwargs):
+            with mock.patch.multiple("jamp._step.quantized_state", _MIN_SIZE=1, _MIN_AXIS=1):
+                return f(*args, **kwargs)
+
+        return call
+
+    return optax.GradientTransformationExtraArgs(patched(small.init), patched(small.update))
 
 
 ADAPTERS = {
@@ -83,6 +118,17 @@ ADAPTERS = {
     "unscale": Adapter(functools.partial(wrapper, jamp.loss_scaled, unscale=True)),
     "mixed_precision": Adapter(
         functools.partial(wrapper, jamp.mixed_precision), lambda: plain(jamp.master_params(INNER))
+    ),
+    "split masters": Adapter(
+        with_split_masters,
+        lambda: plain(jamp.master_params(INNER, split=True), jnp.bfloat16),
+        dtypes=(jnp.float32, jnp.bfloat16),
+        rtol=0.02,  # the gradients are those of the rounded parameters
+    ),
+    "quantized_state": Adapter(
+        functools.partial(wrapper, lambda tx, *args, **kwargs: jamp.loss_scaled(quantized(tx), *args, **kwargs)),
+        lambda: plain(quantized(INNER)),
+        rtol=0.02,
     ),
     "GradScaler": Adapter(grad_scaler, dtypes=(jnp.float32, jnp.bfloat16)),  # float16 without masters warns
 }
@@ -118,10 +164,11 @@ def check_steps(adapter):
     disturbed = run(jax.jit(step), carry, "good", "inf", "good", "nan")[-1]
     assert_equal(kept(disturbed), kept(run(jax.jit(step), carry, "good", "good")[-1]))
     expected, plain_step = plain()
-    found = [x for x in jax.tree.leaves(kept(disturbed)[:2]) if np.shape(x) == (3,)]
+    found = [x for x in jax.tree.leaves(kept(disturbed)[:2]) if np.shape(x) == (3,) and x.dtype == jnp.float32]
+    assert found
     want = jax.tree.leaves(run(jax.jit(plain_step), expected, "good", "good")[-1])
     for x in found:
-        assert any(np.shape(y) == (3,) and np.allclose(x, y, rtol=1e-5) for y in want)
+        assert any(np.shape(y) == (3,) and np.allclose(x, y, rtol=adapter.rtol) for y in want)
 
 
 def check_types(adapter):

@@ -42,8 +42,12 @@ ORDER = {
         "skip",
         "lookup",
         "loss_scaled",
+        "split_masters",
         "master_params",
+        "moments",
         "stochastic_rounding",
+        "block_codes",
+        "quantized_state",
     ],
     "_autocast": [
         "rules",
@@ -111,9 +115,9 @@ def test_three_modules_know_primitives_none_private_jax_and_casts_know_no_optax(
     assert not [(m, name) for m in modules for name in IMPORTS[m] if name.startswith("optax")]
 
 
-def test_modules_have_under_250_lines_the_top_47_names_and_tests_80_characters():
+def test_modules_have_under_250_lines_the_top_50_names_and_tests_80_characters():
     assert not {module: n for module, source in SOURCES.items() if (n := len(source.splitlines())) >= 250}
-    assert len(re.findall(r"\b(\w+) as \1\b", SOURCES["jamp"])) <= 47
+    assert len(re.findall(r"\b(\w+) as \1\b", SOURCES["jamp"])) <= 50
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("*.py"))
     assert not re.findall(r"^def (test_\w{76,})", tests, re.MULTILINE)
 

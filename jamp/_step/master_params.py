@@ -1,6 +1,6 @@
 """`master_params` and `mixed_precision`: 16-bit parameters with float32 masters in the optimizer state."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +11,16 @@ from jamp._cast import cast_leaf, check_floating, is_floating
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
 from jamp._step.loss_scaled import loss_scaled
-from jamp._step.params import rounds_stochastically
-
-
-class MasterParamsState(NamedTuple):
-    """State of `master_params`.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, jamp
-      >>> jamp.master_params(optax.sgd(0.1)).init(jnp.ones(3, jnp.bfloat16)).master_params.dtype
-      dtype('float32')
-    """
-
-    master_params: Any  # the parameters in full precision, the source of truth
-    inner_state: Any
+from jamp._step.split_masters import (
+    MasterParamsState as MasterParamsState,
+    check_given,
+    check_inner,
+    with_split_masters,
+)
 
 
 def master_params(
-    inner: optax.GradientTransformation, dtype: DTypeLike = jnp.float32
+    inner: optax.GradientTransformation, dtype: DTypeLike = jnp.float32, *, split: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Keep float32 masters of float16 or bfloat16 parameters in the optimizer state.
 
@@ -39,16 +31,25 @@ def master_params(
     The masters start as the parameters that `init` is given. If you have float32 parameters, pass those and cast them
     with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again.
 
+    With `split=True` the state holds 16 bits a parameter, not 32: a bfloat16 parameter is the upper half of its
+    float32 master, rounded to nearest with ties away from zero, and the state the lower half. A run equals that with
+    whole masters, except that those round ties to even. Save parameters and state together: the low bits of another
+    step are not detected, and move each master by up to a spacing of bfloat16. To start from float32 masters, or to go
+    back to them, use `jamp.interop.split_masters` and `join_masters`.
+
     Args:
       inner: The optimizer. It sees gradients and parameters in `dtype`.
       dtype: The dtype of the masters. Wider leaves, and leaves that are not floating, keep their own.
+      split: Whether parameters and state share the digits of the masters. It takes bfloat16 parameters and float32
+        masters. Wider parameters are their own masters.
 
     Returns:
-      An Optax transformation whose `update` needs `params`. Its state is a `MasterParamsState`, sharded like the
-      parameters.
+      An Optax transformation whose `update` needs `params`. Its state is a `MasterParamsState`, or with `split` a
+      `SplitMasterParamsState`, sharded like the parameters.
 
     Raises:
-      ValueError: If a dtype is not floating. From `update`, without `params`.
+      ValueError: If a dtype is not floating, or not float32 with `split`. From `init` and `update`, if a parameter is
+        float16 or float8 and `split` is set. From `update`, without `params`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -61,9 +62,14 @@ def master_params(
       Array([1.10156], dtype=bfloat16)
 
     References:
-      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1. Split: Zamirai et al., Revisiting BFloat16
+      Training, arXiv:2010.06192; Gonzalez Ortiz et al., FlashOptim, arXiv:2602.23349.
     """
-    return _with_masters(inner, dtype, param_dtype=None, grad_dtype=dtype)
+    if not split:
+        return _with_masters(inner, dtype, param_dtype=None, grad_dtype=dtype)
+    if check_floating("dtype", dtype) != jnp.float32:
+        raise ValueError(f"Split masters are float32, got dtype={dtype!r}. Leave dtype out, or use split=False.")
+    return with_split_masters(inner)
 
 
 def mixed_precision(
@@ -121,19 +127,12 @@ def _with_masters(
 
     def init(params: optax.Params) -> MasterParamsState:
         masters = jax.tree.map(master, params)
-        inner_state = inner.init(masters)
-        if rounds_stochastically(inner_state):
-            raise ValueError(
-                "stochastic_rounding is for parameters without float32 masters. Use it alone, in "
-                "jamp.loss_scaled(jamp.stochastic_rounding(tx)), or masters alone, in jamp.mixed_precision(tx)."
-            )
-        return MasterParamsState(masters, inner_state)
+        return MasterParamsState(masters, check_inner(inner.init(masters)))
 
     def update(
         grads: optax.Updates, state: MasterParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterParamsState]:
-        if params is None:
-            raise ValueError("Master parameters need the parameters. Call tx.update(grads, state, params).")
+        check_given(params)
         grads = jax.tree.map(lambda g: cast_leaf(g, grad_dtype), grads)
         steps, inner_state = inner.update(grads, state.inner_state, state.master_params, **extra_args)
         masters = optax.apply_updates(state.master_params, steps)

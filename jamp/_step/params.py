@@ -11,7 +11,7 @@ from jamp._cast import to_float32
 from jamp._step.state import contains
 
 
-def rounds_stochastically(opt_state: Any) -> bool:
+def rounds_params(opt_state: Any) -> bool:
     """Whether the optimizer of this state rounds parameters: a node of the state has `rounds_params` True."""
     return contains(opt_state, lambda x: getattr(x, "rounds_params", False) is True)
 
@@ -20,7 +20,7 @@ def check_rounds_last(opt_state: Any) -> None:
     """Raise ValueError if an optimizer of this state averages bfloat16 parameters after their rounding."""
 
     def averages(x: Any) -> bool:
-        if not (isinstance(x, optax.contrib.ScheduleFreeState) and rounds_stochastically(x.base_optimizer_state)):
+        if not (isinstance(x, optax.contrib.ScheduleFreeState) and rounds_params(x.base_optimizer_state)):
             return False
         own = jax.tree.leaves(x._replace(base_optimizer_state=()))
         return any(getattr(y, "dtype", None) == jnp.bfloat16 for y in own)
@@ -34,7 +34,7 @@ def check_rounds_last(opt_state: Any) -> None:
 
 def params_for(opt_state: Any, params: Any) -> Any:
     """The parameters for the `update` of an optimizer of this state."""
-    return params if rounds_stochastically(opt_state) else to_float32(params)
+    return params if rounds_params(opt_state) else to_float32(params)
 
 
 def params_for_init(init: Callable[[Any], Any], params: Any) -> Any:

@@ -20,8 +20,8 @@ from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 def random_words(seed: Any, count: Array) -> tuple[Array, Array]:
     """Two random words for one step, u32[] both, from a seed (an int or i32[]) and the step count (i32[])."""
     start = jnp.uint32(seed & 0xFFFFFFFF) if isinstance(seed, int) else jnp.asarray(seed).astype(jnp.uint32)
-    first = _hash(_hash(start) + count.astype(jnp.uint32))
-    return first, _hash(first + start)
+    first = hash_bits(hash_bits(start) + count.astype(jnp.uint32))
+    return first, hash_bits(first + start)
 
 
 def round_stochastically(x: Array, name: str, words: tuple[Array, Array], spec: PartitionSpec | None = None) -> Array:
@@ -85,7 +85,7 @@ def _is_straight_through(eqn: JaxprEqn) -> bool:
     return any(info.func_name == "straight_through" and info.func_filename == __file__ for info in infos)
 
 
-def _hash(x: Array) -> Array:
+def hash_bits(x: Array) -> Array:
     """A bijection of 32 bits, each of which depends on every bit of `x`: lowbias32 (Wellons, 2018)."""
     x = _product(_product(x, 16, 0x7FEB352D), 15, 0x846CA68B)
     return x ^ (x >> 16)

@@ -13,16 +13,11 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
-from jamp._step.master_params import MasterParamsState
-from jamp._step.params import rounds_stochastically
+from jamp._step.moments import NOT_MOMENTS
+from jamp._step.params import rounds_params
 from jamp._step.rounding import random_words, round_stochastically, straight_through
+from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
 from jamp._step.state import contains
-
-# Fields of Optax's states that are like the parameters but not moments: parameters, sums of gradients, constants.
-_NOT_MOMENTS = frozenset({
-    "acc_grads", "avg_grad", "cumulative_gradients", "grad_sum", "grad_sum_sq", "hyperparams", "init_params",
-    "init_particles", "ns_coeffs", "params", "params0", "projector", "s", "slow", "sum_of_squares", "x0", "z",
-})  # fmt: skip
 
 
 class StochasticRoundingState(NamedTuple):
@@ -154,7 +149,7 @@ def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], A
     dtype = None if state_dtype is None else _check_state_dtype(state_dtype)
 
     def choose(path: tuple[Any, ...], x: Any, start: int | None) -> Any:
-        is_moment = not _NOT_MOMENTS & {getattr(key, "name", None) for key in path[:start]}
+        is_moment = not NOT_MOMENTS & {getattr(key, "name", None) for key in path[:start]}
         return dtype if start is not None and is_moment and jnp.ndim(x) else None
 
     return choose
@@ -183,10 +178,10 @@ def _check_inner(inner_state: Any) -> None:
             "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "
             "whole: jamp.loss_scaled(jamp.stochastic_rounding(tx))."
         )
-    if rounds_stochastically(inner_state):
-        raise ValueError("stochastic_rounding inside stochastic_rounding would round twice. Pass the plain optimizer.")
-    if contains(inner_state, lambda x: isinstance(x, MasterParamsState)):
+    if contains(inner_state, lambda x: isinstance(x, MasterParamsState | SplitMasterParamsState)):
         raise ValueError(
             "stochastic_rounding is for parameters without float32 masters, and the optimizer inside it has some. Pass "
             "the plain optimizer in place of jamp.master_params(tx)."
         )
+    if rounds_params(inner_state):
+        raise ValueError("stochastic_rounding inside stochastic_rounding would round twice. Pass the plain optimizer.")

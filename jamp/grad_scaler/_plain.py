@@ -10,9 +10,9 @@ import optax
 from jax import Array
 
 from jamp._cast import to_float32
-from jamp._step.master_params import MasterParamsState
 from jamp._step.params import params_for
 from jamp._step.skip import apply_or_keep, update_or_skip
+from jamp._step.split_masters import MasterParamsState
 from jamp._step.state import contains
 
 

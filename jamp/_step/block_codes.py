@@ -1,0 +1,94 @@
+"""Eight bits an element, with a scale for each block: the largest magnitude in it.
+
+An element is `scale * (code / 127)**2` with the sign of its code, an int8, or, if it is never negative,
+`scale * (code / 255)**4`. Powers are close together near 0, where moments need digits, and take no table: a TPU has no
+quick look-up. The powers were chosen by the error of Adam's update (docs/optimizer-memory.md).
+
+Rounding is stochastic. Rounded to nearest, a second moment that decays by 0.1 % a step would stay at its code for ever.
+The random bits are a hash of the element, its scale and its place in its block. So there is no state, and no device
+needs to know anything of another.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jamp._step.rounding import hash_bits
+
+_TINY = np.finfo(np.float32).tiny
+
+
+class BlockCodes(NamedTuple):
+    """An array in eight bits an element.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> state = jamp.quantized_state(optax.sgd(0.1, momentum=0.9)).init(jnp.ones((64, 256)))
+      >>> moment = state.inner_state[0].trace
+      >>> moment.codes.dtype, moment.codes.shape, moment.scales.shape
+      (dtype('int8'), (64, 256), (64, 2))
+    """
+
+    codes: Array  # i8, or u8 of what is never negative, in the array's shape
+    scales: Array  # f32[..., blocks]
+
+
+def encode(x: Array, block_size: int, never_negative: bool) -> BlockCodes:
+    """Round an array stochastically to eight bits. What a code stands for already is not moved.
+
+    Args:
+      x: f32, at least one axis.
+      block_size: The number of elements along the last axis that share a scale. The last block may be shorter.
+      never_negative: Whether no element is negative. A positive element then is never stored as 0.
+    """
+    blocks = _blocked(x, block_size)
+    scales = jnp.max(jnp.abs(blocks), -1, keepdims=True)
+    # Subnormal scales count as 0, because a device may flush them. XLA may multiply by an inverse, which is not to be
+    # subnormal either.
+    is_zero, factor = scales < _TINY, jnp.where(scales > 1, np.float32(2.0**-30), np.float32(2.0**30))
+    shares = jnp.where(is_zero, 0, jnp.abs(blocks) * factor / jnp.where(is_zero, 1, scales * factor))
+    most = np.float32(255 if never_negative else 127)
+    place = most * (jnp.sqrt(jnp.sqrt(shares)) if never_negative else jnp.sqrt(shares))
+    low = jnp.floor(place)
+    below, above = (_power(code / most, never_negative) for code in (low, low + 1))
+    bits = lax.bitcast_convert_type(blocks, jnp.uint32) ^ hash_bits(lax.bitcast_convert_type(scales, jnp.uint32))
+    order = lax.broadcasted_iota(jnp.uint32, (blocks.shape[-1],), 0) * np.uint32(0x9E3779B9)
+    random = (hash_bits(bits + order) >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+    code = low + (shares - below > random * (above - below)).astype(jnp.float32)
+    # Errors of the roots must not move what a code stands for, or a step that changes nothing would.
+    nearest = jnp.round(place)
+    code = jnp.minimum(jnp.where(jnp.abs(place - nearest) < 2.0**-11, nearest, code), most)
+    signed = jnp.where(blocks > 0, jnp.maximum(code, 1), 0) if never_negative else jnp.where(blocks < 0, -code, code)
+    codes = signed.astype(jnp.uint8 if never_negative else jnp.int8)
+    return BlockCodes(_unblocked(codes, x), jnp.squeeze(jnp.where(is_zero, 0, scales), -1))
+
+
+def decode(stored: BlockCodes, block_size: int) -> Array:
+    """The numbers that the codes stand for, f32. Of a block that held inf or NaN, all are inf or NaN."""
+    never_negative = stored.codes.dtype == jnp.uint8
+    codes = _blocked(stored.codes, block_size).astype(jnp.float32)
+    scales = jnp.expand_dims(stored.scales, -1)
+    values = scales * _power(jnp.abs(codes) / np.float32(255 if never_negative else 127), never_negative)
+    if never_negative:
+        values = jnp.where((codes > 0) & (values < _TINY), _TINY, values)
+    return _unblocked(jnp.where(codes < 0, -values, values), stored.codes)
+
+
+def _power(x: Array, never_negative: bool) -> Array:
+    return (x * x) * (x * x) if never_negative else x * x
+
+
+def _blocked(x: Array, block_size: int) -> Array:
+    """Split the last axis into blocks, the last of which may be filled up with zeros."""
+    n = x.shape[-1]
+    size = min(block_size, n)
+    if missing := -n % size:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _unblocked(blocks: Array, like: Array) -> Array:
+    whole = blocks.reshape(*blocks.shape[:-2], -1)
+    return whole if whole.shape == like.shape else whole[..., : like.shape[-1]]

@@ -1,0 +1,64 @@
+"""Which arrays of an optimizer's state are moments: what may be stored with fewer digits between steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.tree_util import GetAttrKey
+
+_SIGNED, _SQUARES = False, True  # whether a moment is never negative
+
+# The fields of Optax's states that are moments. Centered RMSprop is not here: it takes the root of a difference of its
+# two moments, which roundings can make negative. Nor is Momo, which subtracts a sum of products with its moment.
+_MOMENTS = {
+    "EmaState": {"ema": _SIGNED},
+    "FactoredState": {"v": _SQUARES},
+    "TraceState": {"trace": _SIGNED},
+    "ScaleByAdaDeltaState": {"e_g": _SQUARES, "e_x": _SQUARES},
+    "ScaleByAdamState": {"mu": _SIGNED, "nu": _SQUARES},
+    "ScaleByAdanState": {"m": _SIGNED, "v": _SIGNED, "n": _SQUARES},
+    "ScaleByAdemamixState": {"m1": _SIGNED, "m2": _SIGNED, "nu": _SQUARES},
+    "ScaleByAmsgradState": {"mu": _SIGNED, "nu": _SQUARES, "nu_max": _SQUARES},
+    "ScaleByBeliefState": {"mu": _SIGNED, "nu": _SQUARES},
+    "ScaleByLionState": {"mu": _SIGNED},
+    "ScaleByNovogradState": {"mu": _SIGNED},
+    "ScaleByRmsState": {"nu": _SQUARES},
+    "ScaleByRmsWithCountState": {"nu": _SQUARES},
+    "ScaleBySM3State": {"nu": _SIGNED},  # its momentum
+    "ScaleBySimplifiedAdEMAMixState": {"m": _SIGNED, "n": _SQUARES},
+    "DAdaptAdamWState": {"exp_avg": _SIGNED, "exp_avg_sq": _SQUARES},
+    "MuonState": {"mu": _SIGNED},
+    "ProdigyState": {"exp_avg": _SIGNED, "exp_avg_sq": _SQUARES},
+    "SophiaState": {"mu": _SIGNED, "nu": _SIGNED},  # An estimate of the Hessian may be negative.
+}
+
+# Fields of Optax's states that are like the parameters but not moments: parameters, sums of gradients, constants.
+NOT_MOMENTS = frozenset({
+    "acc_grads", "avg_grad", "cumulative_gradients", "grad_sum", "grad_sum_sq", "hyperparams", "init_params",
+    "init_particles", "ns_coeffs", "params", "params0", "projector", "s", "slow", "sum_of_squares", "x0", "z",
+})  # fmt: skip
+
+
+def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
+    """`fun(path, leaf, never_negative)` of each leaf of an optimizer's state.
+
+    `never_negative` is None for a leaf that is in none of the fields above. States are told by their types: a user's
+    own, with a field of the same name, is not Optax's.
+    """
+    visit = jax.tree_util.tree_map_with_path
+
+    def of_node(path: Any, x: Any) -> Any:
+        if not _is_known(x):
+            return fun(path, x, None)
+        kinds = _MOMENTS[type(x).__name__]
+        fields = {
+            name: visit(lambda p, y, name=name: fun((*path, GetAttrKey(name), *p), y, kinds.get(name)), field)
+            for name, field in x._asdict().items()
+        }
+        return x._replace(**fields)
+
+    return visit(of_node, state, is_leaf=_is_known)
+
+
+def _is_known(x: Any) -> bool:
+    return type(x).__name__ in _MOMENTS and type(x).__module__.partition(".")[0] == "optax"

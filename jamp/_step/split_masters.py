@@ -1,0 +1,175 @@
+"""Split masters: a bfloat16 parameter and 16 bits of optimizer state are together a float32 master."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.tree_util import keystr
+
+from jamp._cast import is_floating, to_float32
+from jamp._step.params import rounds_params
+
+
+class MasterParamsState(NamedTuple):
+    """State of `master_params`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> jamp.master_params(optax.sgd(0.1)).init(jnp.ones(3, jnp.bfloat16)).master_params.dtype
+      dtype('float32')
+    """
+
+    master_params: Any  # the parameters in full precision, the source of truth
+    inner_state: Any
+
+
+class SplitMasterParamsState(NamedTuple):
+    """State of `master_params(..., split=True)`: what the bfloat16 parameters lack of their float32 masters.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> jamp.master_params(optax.sgd(0.1), split=True).init(jnp.ones(3, jnp.bfloat16)).low_bits.dtype
+      dtype('uint16')
+    """
+
+    low_bits: Any  # u16 for each bfloat16 parameter, and optax.MaskedNode() for any other
+    inner_state: Any
+
+    @property
+    def rounds_params(self) -> bool:
+        """True: wrappers pass the parameters at their own dtypes."""
+        return True
+
+
+def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> SplitMasterParamsState:
+        _check_splittable(params)
+        low_bits = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.uint16) if is_split(p) else optax.MaskedNode(), params)
+        return SplitMasterParamsState(low_bits, check_inner(inner.init(to_float32(params))))
+
+    def update(
+        grads: optax.Updates, state: SplitMasterParamsState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, SplitMasterParamsState]:
+        check_given(params)
+        _check_splittable(params)
+        masters = _join(params, state.low_bits)
+        steps, inner_state = inner.update(to_float32(grads), state.inner_state, masters, **extra_args)
+        new, low_bits = _split(optax.apply_updates(masters, steps), params)
+
+        def to_param(step: Any, p: Any, new: Any) -> Any:
+            # -0.0 leaves every number unchanged, also inf and NaN.
+            same = lambda: lax.bitcast_convert_type(p, jnp.uint16) == lax.bitcast_convert_type(new, jnp.uint16)
+            wide = lambda x: x.astype(jnp.float32)
+            return jnp.where(same(), jnp.float32(-0.0), wide(new) - wide(p)) if is_split(p) else step
+
+        return jax.tree.map(to_param, steps, params, new), SplitMasterParamsState(low_bits, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
+    """Convert the state of `jamp.master_params(tx)` to parameters and a state of `jamp.master_params(tx, split=True)`.
+
+    Args:
+      state: A `MasterParamsState` with float32 masters.
+      like: A pytree of the dtypes that the parameters are to have, such as the parameters themselves.
+
+    Returns:
+      The parameters: the masters, where `like` is bfloat16 rounded to nearest with ties away from zero. And the state.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> masters = jnp.float32([1.001, 2.0])
+      >>> state = jamp.master_params(optax.sgd(0.1)).init(masters)
+      >>> params, state = jamp.interop.split_masters(state, masters.astype(jnp.bfloat16))
+      >>> bool((jamp.interop.join_masters(state, params).master_params == masters).all())
+      True
+    """
+    params, low_bits = _split(state.master_params, like)
+    return params, SplitMasterParamsState(low_bits, state.inner_state)
+
+
+def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsState:
+    """Convert a state of `jamp.master_params(tx, split=True)` to one of `jamp.master_params(tx)`.
+
+    Args:
+      state: The `SplitMasterParamsState`.
+      params: The parameters of the same step.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> params = jnp.ones(3, jnp.bfloat16)
+      >>> state = jamp.master_params(optax.sgd(0.1), split=True).init(params)
+      >>> jamp.interop.join_masters(state, params).master_params.dtype
+      dtype('float32')
+    """
+    return MasterParamsState(_join(params, state.low_bits), state.inner_state)
+
+
+def _join(params: Any, low_bits: Any) -> Any:
+    return jax.tree.map(lambda p, low: join_master(p, low) if is_split(p) else p, params, low_bits)
+
+
+def _split(masters: Any, like: Any) -> tuple[Any, Any]:
+    """The parameters and their low bits."""
+    treedef = jax.tree.structure(masters)
+    leaves = zip(jax.tree.leaves(masters), jax.tree.leaves(like), strict=True)
+    pairs = [split_master(m) if is_split(p) else (m, optax.MaskedNode()) for m, p in leaves]
+    return jax.tree.unflatten(treedef, [p for p, _ in pairs]), jax.tree.unflatten(treedef, [low for _, low in pairs])
+
+
+def split_master(master: Array) -> tuple[Array, Array]:
+    """A float32 array as the nearest bfloat16, ties away from zero, and the low 16 bits of the float32, u16.
+
+    Ties go away from zero because the nearest even number would be the same for two masters with the same low bits.
+    The payload of a NaN stays, and a signalling NaN becomes quiet, as in any operation.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    # A carry moves to the exponent where it should. Rounded like this, some NaNs would become -0.
+    high = jnp.where(_is_nan(bits), bits | np.uint32(0x400000), bits + np.uint32(0x8000)) >> 16
+    return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16), bits.astype(jnp.uint16)
+
+
+def join_master(param: Array, low_bits: Array) -> Array:
+    """The float32 array that `split_master` was given. Without its own low bits, at most a spacing away from it."""
+    high = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32) << 16
+    # Low bits above a half mean that the bfloat16 was rounded up.
+    low = jnp.where(_is_nan(high), low_bits.astype(jnp.uint32), low_bits.astype(jnp.int16).astype(jnp.uint32))
+    return lax.bitcast_convert_type(high + low, jnp.float32)
+
+
+def is_split(p: Any) -> bool:
+    """Whether a parameter has low bits."""
+    return bool(getattr(p, "dtype", None) == jnp.bfloat16)
+
+
+def _is_nan(bits: Array) -> Array:
+    return (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+
+
+def check_given(params: Any) -> None:
+    if params is None:
+        raise ValueError("Master parameters need the parameters. Call tx.update(grads, state, params).")
+
+
+def check_inner(inner_state: Any) -> Any:
+    if rounds_params(inner_state):
+        raise ValueError(
+            "stochastic_rounding is for parameters without float32 masters. Use it alone, in "
+            "jamp.loss_scaled(jamp.stochastic_rounding(tx)), or masters alone, in jamp.mixed_precision(tx)."
+        )
+    return inner_state
+
+
+def _check_splittable(params: Any) -> None:
+    for path, p in jax.tree.leaves_with_path(params):
+        if is_floating(p) and p.dtype.itemsize < 4 and not is_split(p):
+            raise ValueError(
+                f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. Split masters are for bfloat16, which is "
+                "the upper half of a float32. Use bfloat16 parameters, or whole masters: jamp.master_params(tx)."
+            )

@@ -1,0 +1,310 @@
+"""Split masters and quantized states: the bits of both, and the optimizers around and inside them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jaxprs import normal
+from steps import stepper
+from trees import assert_equal, bits
+
+import jamp
+from jamp._step import moments
+from jamp._step.block_codes import BlockCodes, decode, encode
+from jamp._step.split_masters import join_master, split_master
+
+BF16 = jnp.bfloat16
+promotes = pytest.mark.promotes("optax.apply_updates, and Optax's optimizers")
+of_bits = lambda x: np.asarray(x, np.uint32).view(np.float32)
+is_codes = lambda x: isinstance(x, BlockCodes)
+
+
+def stored(tree):
+    """The codes in a state, by the names of the fields around them."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_codes)
+    return {jax.tree_util.keystr(path): x for path, x in flat if is_codes(x)}
+
+
+# Split masters
+
+
+def test_every_float32_splits_and_joins_exactly_and_its_bfloat16_is_the_nearest():
+    high, low = np.arange(2**16, dtype=np.uint32), np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xEDCB])
+    u = (high[:, None] << 16 | low).ravel()
+    params, low_bits = jax.jit(split_master)(of_bits(u))
+    is_nan = np.isnan(of_bits(u))
+    joined = np.asarray(jax.jit(join_master)(params, low_bits)).view(np.uint32)
+    assert_equal(joined, np.where(is_nan, u | 0x400000, u))  # a signalling NaN becomes quiet
+    with np.errstate(invalid="ignore"):
+        nearest = np.asarray(of_bits(u).astype(BF16))
+    is_tie = (u & 0xFFFF) == 0x8000
+    assert_equal(np.isnan(np.float32(params)), is_nan)
+    assert_equal(np.asarray(params)[~is_tie & ~is_nan].view(np.uint16), nearest[~is_tie & ~is_nan].view(np.uint16))
+    away = np.asarray(params)[is_tie & ~is_nan].view(np.uint16)
+    assert_equal(away, np.uint16((u[is_tie & ~is_nan] >> 16) + 1))  # with the exponent's carry, to inf at the end
+
+
+def train(tx, params, steps, seed=0):
+    """Masters, parameters and the number of ties after each step on a loss that the parameters change."""
+    target = jax.tree.map(lambda p: normal(*p.shape, seed=seed + p.ndim), params)
+    loss = lambda p: sum(jax.tree.leaves(jax.tree.map(lambda x, t: jnp.sum((x.astype(t.dtype) - t) ** 2), p, target)))
+
+    def step(carry, _):
+        p, state = carry
+        updates, state = tx.update(jax.grad(loss)(p), state, p)
+        p = optax.apply_updates(p, updates)
+        whole = state if isinstance(state, jamp.MasterParamsState) else jamp.interop.join_masters(state, p)
+        ties = jax.tree.map(lambda m: jnp.sum(jax.lax.bitcast_convert_type(m, jnp.uint32) & 0xFFFF == 0x8000), whole[0])
+        return (p, state), (whole.master_params, p, ties)
+
+    return jax.jit(lambda c: jax.lax.scan(step, c, None, length=steps)[1])((params, tx.init(params)))
+
+
+@promotes
+def test_a_run_equals_that_with_whole_masters_up_to_its_first_tie():
+    params = {"w": normal(60, 50).astype(BF16), "b": normal(30, seed=1), "v": jnp.full(50, 0.01, BF16)}
+    runs = [train(jamp.master_params(optax.adamw(1e-3), split=split), params, 60) for split in (False, True)]
+    (whole, old, ties), (split, new, _) = jax.device_get(runs)
+    ties = np.sum(jax.tree.leaves(ties), 0)
+    first = int(np.argmax(ties > 0)) if ties.any() else len(ties)
+    assert 3 <= first < len(ties)  # both cases are seen
+    for mine, theirs in ((split, whole), (new, old)):
+        assert bits(jax.tree.map(lambda x: x[:first], mine)) == bits(jax.tree.map(lambda x: x[:first], theirs))
+    off = [np.max(np.abs(np.float32(split[k]) - whole[k])) for k in params]
+    assert 0 < max(off) < 1e-3  # and after it stay close
+
+
+@promotes
+def test_split_masters_convert_to_whole_ones_and_back_and_reject_what_they_cannot_hold():
+    tx, split = (jamp.master_params(optax.adam(1e-3), split=s) for s in (False, True))
+    wide = {"w": normal(40, 30), "b": normal(30, seed=1)}
+    like = {"w": wide["w"].astype(BF16), "b": wide["b"]}
+    params, state = jamp.interop.split_masters(tx.init(wide), like)
+    assert [x.dtype for x in params.values()] == [jnp.float32, BF16][:: -1 if list(params) == ["w", "b"] else 1]
+    assert_equal(jamp.interop.join_masters(state, params), tx.init(wide))
+    assert jax.tree.map(jnp.shape, split.init(like)) == jax.tree.map(jnp.shape, state)
+    assert isinstance(state.low_bits["b"], optax.MaskedNode)  # float32 parameters are their own masters
+    with pytest.raises(ValueError, match=r"The parameter \['w'\] is float16\. Split masters are for bfloat16"):
+        split.init({"w": jnp.ones(2, jnp.float16)})
+    with pytest.raises(ValueError, match="Split masters are float32, got dtype="):
+        jamp.master_params(optax.sgd(0.1), jnp.float16, split=True)
+    with pytest.raises(ValueError, match=r"tx\.update\(grads, state, params\)"):
+        split.update(like, state)
+    for inner in (jamp.stochastic_rounding(optax.sgd(0.1)), split):
+        with pytest.raises(ValueError, match="stochastic_rounding is for parameters without float32 masters"):
+            jamp.master_params(inner, split=True).init(like)
+    with pytest.raises(ValueError, match="has some"):
+        jamp.stochastic_rounding(split).init(like)
+
+
+# The codes
+
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+arrays = st.lists(floats, min_size=32, max_size=32).map(lambda x: np.float32(x).reshape(2, 16))
+ENCODE = jax.jit(encode, static_argnums=(1, 2))
+DECODE = jax.jit(decode, static_argnums=1)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(arrays, st.booleans(), st.sampled_from([3, 5, 16, 128]))
+def test_a_code_is_one_of_the_two_next_to_a_number_and_stays_itself(x, never_negative, size):
+    x = np.abs(x) if never_negative else x
+    codes = ENCODE(x, size, never_negative)
+    found = np.asarray(DECODE(codes, size), np.float64)
+    assert codes.scales.shape == (2, -(-16 // min(size, 16)))
+    assert_equal(ENCODE(np.float32(found), size, never_negative), codes)
+    levels, power = (255, 4) if never_negative else (127, 2)
+    for start in range(0, 16, min(size, 16)):
+        block, got = np.float64(x[:, start : start + size]), found[:, start : start + size]
+        scale = np.abs(block).max(1, keepdims=True)
+        scale[scale < 2.0**-126] = 0
+        place = levels * np.divide(np.abs(block), scale, where=scale > 0, out=np.zeros_like(block)) ** (1 / power)
+        near = [(np.floor(place + 1e-3 * k) + up) / levels for k in (-1, 1) for up in (0, 1)]
+        ways = [scale * np.minimum(share, 1) ** power * np.sign(block) for share in near]
+        tiny = 2.0**-125  # what a device may flush
+        assert np.all(np.min([np.abs(got - way) - 1e-5 * np.abs(way) for way in ways], 0) <= tiny)
+        if never_negative:
+            assert np.all(got[(block >= 2.0**-126)] > 0)
+
+
+def test_on_average_a_code_is_the_number_and_its_random_bits_differ_by_step_and_place():
+    x = jnp.abs(normal(512, 128)) + 0.1
+    for never_negative in (False, True):
+        runs = jnp.stack([DECODE(ENCODE(x * (1 + k * 2.0**-20), 128, never_negative), 128) for k in range(64)])
+        mean, spread = runs.mean(0) / x - 1, (runs / x).std(0)
+        assert float(jnp.abs(mean.mean())) < 2e-4
+        assert float(jnp.mean(jnp.abs(mean) < 5 * jnp.maximum(spread, 1e-3) / 8)) > 0.98  # of skewed samples
+    equal = lambda k: jnp.full((64, 128), 0.3 * (1 + k * 2.0**-20)).at[:, 0].set(1 + jnp.arange(64) / 64)
+    first, second = (np.float32(ENCODE(equal(k), 128, True).codes[:, 1:]) for k in range(2))
+    up = [x - x.mean(1, keepdims=True) for x in (first, second)]
+    assert np.std(up[0]) > 0.1
+    pairs = (up[0], up[1]), (up[0][:, 1:], up[0][:, :-1])
+    assert max(abs(np.corrcoef(x.ravel(), y.ravel())[0, 1]) for x, y in pairs) < 0.06  # of steps, and of places
+
+
+def test_inf_nan_zero_and_the_smallest_numbers():
+    for never_negative in (False, True):
+        x = jnp.ones((4, 16)).at[0, 3].set(jnp.inf).at[1, 3].set(jnp.nan).at[2].set(0).at[3, 0].set(1e-40)
+        found = np.asarray(DECODE(ENCODE(x, 16, never_negative), 16))
+        assert not np.isfinite(found[:2, 3]).any()
+        assert not np.isfinite(found[:2]).any()
+        assert_equal(found[2], np.zeros(16, np.float32))
+    smallest = jnp.full((1, 16), 1e-37).at[0, 0].set(1.0)
+    assert np.all(np.asarray(DECODE(ENCODE(smallest, 16, True), 16)) >= 2.0**-126)
+
+
+# Which arrays are stored
+
+
+def test_the_table_of_moments_names_fields_that_optax_has_and_every_other_is_known():
+    kinds = {}
+    for module in (optax, optax.contrib):
+        kinds |= {name: x for name, x in vars(module).items() if isinstance(x, type) and hasattr(x, "_fields")}
+    named = {name: set(fields) for name, fields in moments._MOMENTS.items() if name in kinds}
+    assert len(named) >= len(moments._MOMENTS) - 2  # `optax` of another version may lack some
+    assert all(fields <= set(kinds[name]._fields) for name, fields in named.items())
+
+
+PARAMS = {"w": normal(64, 256) / 8, "e": normal(130, 40, seed=1) / 8, "b": jnp.zeros(256)}
+OPTIMIZERS = {
+    "adamw": (lambda: optax.adamw(1e-2), 4),
+    "amsgrad": (lambda: optax.amsgrad(1e-2), 6),
+    "adafactor": (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=128), 2),
+    "adan": (lambda: optax.adan(1e-2), 6),
+    "lion": (lambda: optax.lion(1e-3), 2),
+    "sgd": (lambda: optax.sgd(1e-2, momentum=0.9), 2),
+    "rmsprop": (lambda: optax.rmsprop(1e-2), 2),
+    "centered rmsprop": (lambda: optax.rmsprop(1e-2, centered=True), 0),
+    "ema": (lambda: optax.chain(optax.ema(0.9), optax.scale(-1e-2)), 2),
+    "muon": (lambda: optax.contrib.muon(1e-2), 2),
+    "sophia": (lambda: optax.contrib.ademamix(1e-2), 6),
+    "schedule-free": (lambda: optax.contrib.schedule_free_adamw(1e-2), 2),
+    "prodigy": (lambda: optax.contrib.prodigy(1.0), 4),
+    "hyperparameters": (lambda: optax.inject_hyperparams(optax.adam)(1e-2), 4),
+    "micro-batches": (lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), 4),
+    "partition": (
+        lambda: optax.partition({"a": optax.adam(1e-2), "s": optax.sgd(1e-2)}, {"w": "a", "e": "s", "b": "a"}),
+        2,
+    ),
+    "masked": (lambda: optax.masked(optax.adam(1e-2), {"w": True, "e": False, "b": True}), 2),
+}
+
+
+@promotes
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_an_optimizer_steps_as_in_float32_and_its_moments_are_bytes(which):
+    make, count = OPTIMIZERS[which]
+    plain, low = make(), jamp.quantized_state(make())
+    state = low.init(PARAMS)
+    assert len(stored(state)) == count
+    is_square = lambda name: any(
+        f".{field}[" in name for field in ("nu", "nu_max", "n", "exp_avg_sq", *["v"] * (which == "adafactor"))
+    )
+    assert all((x.codes.dtype == jnp.uint8) == is_square(key) for key, x in stored(state).items())
+    restored = jamp.interop.dequantize_state(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(plain.init(PARAMS))
+    target = lambda x, k: jnp.sin(7 * k + jnp.arange(x.size)).reshape(x.shape)
+    loss = lambda p, k: sum(jnp.sum((x - target(x, k)) ** 2) for x in p.values())
+
+    def run(tx):
+        def step(carry, k):
+            p, state = carry
+            updates, state = tx.update(jax.grad(loss)(p, k), state, p)
+            return (optax.apply_updates(p, updates), state), None
+
+        steps = jnp.float32(jnp.arange(30) % 3)
+        return jax.jit(lambda c: jax.lax.scan(step, c, steps)[0])((PARAMS, tx.init(PARAMS)))
+
+    (found, after), (exact, _) = run(low), run(plain)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    moved = jax.tree.map(lambda x, p: jnp.linalg.norm(x - p), exact, PARAMS)
+    for key in PARAMS:
+        assert float(jnp.linalg.norm(found[key] - exact[key])) <= (0.1 if count else 0) * float(moved[key]) + 1e-7
+
+
+@promotes
+def test_a_users_own_state_stays_whole_unless_it_says_what_it_holds_and_keep_keeps():
+    own = optax.GradientTransformation(
+        lambda p: {"nu": jax.tree.map(jnp.zeros_like, p)},
+        lambda g, s, p=None: (g, {"nu": jax.tree.map(lambda n, x: 0.9 * n + x * x, s["nu"], g)}),
+    )
+    tx = optax.chain(own, optax.adam(1e-3))
+    names = lambda **how: set(stored(jamp.quantized_state(tx, **how).init(PARAMS)))
+    usual = names()
+    assert len(usual) == 4
+    assert not any("['nu']" in name for name in usual)
+    of_nu = lambda path, x: True if any(getattr(key, "key", None) == "nu" for key in path) else None
+    found = stored(jamp.quantized_state(tx, never_negative=of_nu).init(PARAMS))
+    assert len(found) == 6
+    assert {x.codes.dtype.name for name, x in found.items() if "['nu']" in name} == {"uint8"}
+    assert len(names(keep=lambda path, x: x.shape == (64, 256))) == 2
+    assert names(block_size=32) == usual
+    for bad in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="block_size must be a positive int"):
+            jamp.quantized_state(tx, block_size=bad)
+    with pytest.raises(ValueError, match="would round twice"):
+        jamp.quantized_state(jamp.quantized_state(tx)).init(PARAMS)
+    with pytest.raises(ValueError, match=r"Wrap the whole: jamp\.loss_scaled"):
+        jamp.quantized_state(jamp.loss_scaled(tx)).init(PARAMS)
+
+
+@promotes
+def test_bytes_a_parameter_and_a_step_that_changes_nothing():
+    params = {"w": jnp.ones((256, 1024), BF16)}
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree)) / params["w"].size
+    ways = {
+        6.07: jamp.stochastic_rounding(jamp.quantized_state(optax.adamw(1e-3))),
+        8.07: jamp.master_params(jamp.quantized_state(optax.adamw(1e-3)), split=True),
+    }
+    for most, tx in ways.items():
+        assert most - 0.02 < size(params) + size(params) + size(tx.init(params)) < most
+        tx = jamp.loss_scaled(tx)
+        step = stepper(tx)
+        p, state = step(params, tx.init(params), jax.tree.map(lambda x: normal(*x.shape).astype(BF16), params))
+        skipped = step(p, state, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params))
+        assert bits((skipped[0], skipped[1].inner_state)) == bits((p, state.inner_state))
+    frozen = jamp.quantized_state(optax.apply_if_finite(optax.adam(1e-3), 5))
+    step = stepper(frozen)
+    p, state = step(PARAMS, frozen.init(PARAMS), PARAMS)
+    same = step(p, state, jax.tree.map(lambda x: x * jnp.nan, PARAMS))
+    assert bits(same[1].inner_state.inner_state) == bits(state.inner_state.inner_state)
+
+
+@promotes
+def test_a_spike_and_rows_without_gradients_leave_no_inf_and_decay():
+    tx, exact = jamp.quantized_state(optax.adam(1e-3, eps=0.0)), optax.adam(1e-3, eps=0.0)
+
+    def run(tx):
+        def step(state, k):
+            g = jax.random.normal(jax.random.key(k), (128, 64)) * jnp.where(k == 100, 1e3, 1.0)
+            g = jnp.where((jnp.arange(128) % 8 == k % 64)[:, None], g, 1e-10)  # rare tokens
+            updates, state = tx.update(g, state)
+            return state, jnp.max(jnp.abs(updates))
+
+        return jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(1500)))(tx.init(jnp.ones((128, 64))))
+
+    (state, sizes), (whole, wanted) = run(tx), run(exact)
+    assert np.isfinite(wanted).all()
+    assert np.isfinite(sizes).all()
+    assert float(jnp.max(sizes / wanted)) < 3
+    nu, true = jamp.interop.dequantize_state(state)[0].nu, whole[0].nu
+    assert 0.8 < float(jnp.mean(nu) / jnp.mean(true)) < 1.25
+
+
+@promotes
+def test_states_survive_export_vmap_and_donation():
+    tx = jamp.quantized_state(optax.adam(1e-3))
+    state = tx.init(PARAMS)
+    step = lambda g, s: tx.update(g, s)[1]
+    exported = jax.export.export(
+        jax.jit(lambda *leaves: jax.tree.leaves(step(PARAMS, jax.tree.unflatten(jax.tree.structure(state), leaves))))
+    )(*jax.tree.leaves(state))
+    after = exported.call(*jax.tree.leaves(state))
+    assert_equal(after, jax.tree.leaves(jax.jit(step)(PARAMS, state)))
+    two = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+    both = jax.jit(jax.vmap(step))(two, jax.vmap(tx.init)(two))
+    assert_equal(jax.tree.map(lambda x: x[0], both), jax.jit(step)(PARAMS, state))
+    jax.jit(step, donate_argnums=1)(PARAMS, tx.init(PARAMS))
