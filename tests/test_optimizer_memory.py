@@ -34,6 +34,9 @@ def test_every_float32_splits_and_joins_exactly_and_its_bfloat16_is_the_nearest(
     high, low = np.arange(2**16, dtype=np.uint32), np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xEDCB])
     u = (high[:, None] << 16 | low).ravel()
     params, low_bits = jax.jit(split_master)(of_bits(u))
+    assert not np.any(np.asarray(params).view(np.uint32) & 0xFFFF)
+    params = np.asarray(params).view(np.uint32) >> 16
+    params = params.astype(np.uint16).view(BF16)
     is_nan = np.isnan(of_bits(u))
     joined = np.asarray(jax.jit(join_master)(params, low_bits)).view(np.uint32)
     assert_equal(joined, np.where(is_nan, u | 0x400000, u))  # a signalling NaN becomes quiet
@@ -77,7 +80,7 @@ def test_a_run_equals_that_with_whole_masters_up_to_its_first_tie():
 
 
 @promotes
-def test_split_masters_convert_to_whole_ones_and_back_and_reject_what_they_cannot_hold():
+def test_split_masters_convert_to_whole_ones_and_reject_what_they_cannot_hold():
     tx, split = (jamp.master_params(optax.adam(1e-3), split=s) for s in (False, True))
     wide = {"w": normal(40, 30), "b": normal(30, seed=1)}
     like = {"w": wide["w"].astype(BF16), "b": wide["b"]}
@@ -130,7 +133,7 @@ def test_a_code_is_one_of_the_two_next_to_a_number_and_stays_itself(x, never_neg
             assert np.all(got[(block >= 2.0**-126)] > 0)
 
 
-def test_on_average_a_code_is_the_number_and_its_random_bits_differ_by_step_and_place():
+def test_on_average_a_code_is_the_number_and_random_bits_differ_by_step():
     x = jnp.abs(normal(512, 128)) + 0.1
     for never_negative in (False, True):
         runs = jnp.stack([DECODE(ENCODE(x * (1 + k * 2.0**-20), 128, never_negative), 128) for k in range(64)])

@@ -79,6 +79,10 @@ WAYS: dict[str, dict[str, tuple[Any, Callable[[Tx], Tx]]]] = {
         "stochastic": (HALF, jamp.stochastic_rounding),
         "stochastic, bfloat16 state": (HALF, partial(jamp.stochastic_rounding, state_dtype=jnp.bfloat16)),
         "loss_scaled(stochastic)": (HALF, lambda tx: jamp.loss_scaled(jamp.stochastic_rounding(tx))),
+        "split masters": (HALF, partial(jamp.master_params, split=True)),
+        "split masters, 8-bit state": (HALF, lambda tx: jamp.master_params(jamp.quantized_state(tx), split=True)),
+        "stochastic, 8-bit state": (HALF, lambda tx: jamp.stochastic_rounding(jamp.quantized_state(tx))),
+        "float32, 8-bit state": (FULL, jamp.quantized_state),
     },
 }
 

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jamp._step.rounding import hash_bits
 
 _TINY = np.finfo(np.float32).tiny
+_MOST = {False: 127, True: 255}  # the largest code, by whether an array is never negative
 
 
 class BlockCodes(NamedTuple):
@@ -45,14 +46,13 @@ def encode(x: Array, block_size: int, never_negative: bool) -> BlockCodes:
     """
     blocks = _blocked(x, block_size)
     scales = jnp.max(jnp.abs(blocks), -1, keepdims=True)
-    # Subnormal scales count as 0, because a device may flush them. XLA may multiply by an inverse, which is not to be
-    # subnormal either.
-    is_zero, factor = scales < _TINY, jnp.where(scales > 1, np.float32(2.0**-30), np.float32(2.0**30))
-    shares = jnp.where(is_zero, 0, jnp.abs(blocks) * factor / jnp.where(is_zero, 1, scales * factor))
-    most = np.float32(255 if never_negative else 127)
+    # The inverse of a scale is finite and not subnormal, which a device may flush.
+    factor = jnp.where(scales > 1, np.float32(2.0**-30), np.float32(2.0**30))
+    shares = jnp.abs(blocks) * factor * (1 / jnp.maximum(scales * factor, _TINY))
+    most = np.float32(_MOST[never_negative])
     place = most * (jnp.sqrt(jnp.sqrt(shares)) if never_negative else jnp.sqrt(shares))
     low = jnp.floor(place)
-    below, above = (_power(code / most, never_negative) for code in (low, low + 1))
+    below, above = _share(low, never_negative), _share(low + 1, never_negative)
     bits = lax.bitcast_convert_type(blocks, jnp.uint32) ^ hash_bits(lax.bitcast_convert_type(scales, jnp.uint32))
     order = lax.broadcasted_iota(jnp.uint32, (blocks.shape[-1],), 0) * np.uint32(0x9E3779B9)
     random = (hash_bits(bits + order) >> 8).astype(jnp.float32) * np.float32(2.0**-24)
@@ -62,22 +62,25 @@ def encode(x: Array, block_size: int, never_negative: bool) -> BlockCodes:
     code = jnp.minimum(jnp.where(jnp.abs(place - nearest) < 2.0**-11, nearest, code), most)
     signed = jnp.where(blocks > 0, jnp.maximum(code, 1), 0) if never_negative else jnp.where(blocks < 0, -code, code)
     codes = signed.astype(jnp.uint8 if never_negative else jnp.int8)
-    return BlockCodes(_unblocked(codes, x), jnp.squeeze(jnp.where(is_zero, 0, scales), -1))
+    return BlockCodes(_unblocked(codes, x), jnp.squeeze(scales, -1))
 
 
 def decode(stored: BlockCodes, block_size: int) -> Array:
     """The numbers that the codes stand for, f32. Of a block that held inf or NaN, all are inf or NaN."""
     never_negative = stored.codes.dtype == jnp.uint8
-    codes = _blocked(stored.codes, block_size).astype(jnp.float32)
-    scales = jnp.expand_dims(stored.scales, -1)
-    values = scales * _power(jnp.abs(codes) / np.float32(255 if never_negative else 127), never_negative)
+    codes, scales = _blocked(stored.codes, block_size).astype(jnp.float32), jnp.expand_dims(stored.scales, -1)
+    # The largest is exactly the scale, in whatever order XLA multiplies.
+    is_largest = jnp.abs(codes) == _MOST[never_negative]
+    values = jnp.where(is_largest, scales, scales * _share(codes, never_negative))
     if never_negative:
-        values = jnp.where((codes > 0) & (values < _TINY), _TINY, values)
+        values = jnp.where(codes > 0, jnp.maximum(values, _TINY), values)
     return _unblocked(jnp.where(codes < 0, -values, values), stored.codes)
 
 
-def _power(x: Array, never_negative: bool) -> Array:
-    return (x * x) * (x * x) if never_negative else x * x
+def _share(code: Array, never_negative: bool) -> Array:
+    """What a code stands for, as a share of the scale."""
+    root = code * code * np.float32(1 / _MOST[never_negative] ** 2)
+    return root * root if never_negative else root
 
 
 def _blocked(x: Array, block_size: int) -> Array:

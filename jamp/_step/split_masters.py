@@ -62,10 +62,12 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
         new, low_bits = _split(optax.apply_updates(masters, steps), params)
 
         def to_param(step: Any, p: Any, new: Any) -> Any:
+            if not is_split(p):
+                return step
+            old = p.astype(jnp.float32)
+            is_same = lax.bitcast_convert_type(old, jnp.uint32) == lax.bitcast_convert_type(new, jnp.uint32)
             # -0.0 leaves every number unchanged, also inf and NaN.
-            same = lambda: lax.bitcast_convert_type(p, jnp.uint16) == lax.bitcast_convert_type(new, jnp.uint16)
-            wide = lambda x: x.astype(jnp.float32)
-            return jnp.where(same(), jnp.float32(-0.0), wide(new) - wide(p)) if is_split(p) else step
+            return jnp.where(is_same, jnp.float32(-0.0), new - old)
 
         return jax.tree.map(to_param, steps, params, new), SplitMasterParamsState(low_bits, inner_state)
 
@@ -91,6 +93,7 @@ def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
       True
     """
     params, low_bits = _split(state.master_params, like)
+    params = jax.tree.map(lambda x, p: x.astype(p.dtype), params, like)
     return params, SplitMasterParamsState(low_bits, state.inner_state)
 
 
@@ -116,7 +119,7 @@ def _join(params: Any, low_bits: Any) -> Any:
 
 
 def _split(masters: Any, like: Any) -> tuple[Any, Any]:
-    """The parameters and their low bits."""
+    """The parameters, which bfloat16 represents, in f32, and their low bits."""
     treedef = jax.tree.structure(masters)
     leaves = zip(jax.tree.leaves(masters), jax.tree.leaves(like), strict=True)
     pairs = [split_master(m) if is_split(p) else (m, optax.MaskedNode()) for m, p in leaves]
@@ -124,23 +127,24 @@ def _split(masters: Any, like: Any) -> tuple[Any, Any]:
 
 
 def split_master(master: Array) -> tuple[Array, Array]:
-    """A float32 array as the nearest bfloat16, ties away from zero, and the low 16 bits of the float32, u16.
+    """A float32 array as the nearest bfloat16, ties away from zero, in f32, and its low 16 bits, u16.
 
     Ties go away from zero because the nearest even number would be the same for two masters with the same low bits.
     The payload of a NaN stays, and a signalling NaN becomes quiet, as in any operation.
     """
     bits = lax.bitcast_convert_type(master, jnp.uint32)
     # A carry moves to the exponent where it should. Rounded like this, some NaNs would become -0.
-    high = jnp.where(_is_nan(bits), bits | np.uint32(0x400000), bits + np.uint32(0x8000)) >> 16
-    return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16), bits.astype(jnp.uint16)
+    high = jnp.where(_is_nan(bits), bits | np.uint32(0x400000), bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
+    return lax.bitcast_convert_type(high, jnp.float32), bits.astype(jnp.uint16)
 
 
 def join_master(param: Array, low_bits: Array) -> Array:
     """The float32 array that `split_master` was given. Without its own low bits, at most a spacing away from it."""
-    high = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32) << 16
+    # All in 32 bits: a TPU packs arrays of 16 bits in pairs, and reads one as another type only by a copy.
+    high, low = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.uint32), low_bits.astype(jnp.uint32)
     # Low bits above a half mean that the bfloat16 was rounded up.
-    low = jnp.where(_is_nan(high), low_bits.astype(jnp.uint32), low_bits.astype(jnp.int16).astype(jnp.uint32))
-    return lax.bitcast_convert_type(high + low, jnp.float32)
+    borrow = jnp.where((low >= 0x8000) & ~_is_nan(high), np.uint32(0x10000), np.uint32(0))
+    return lax.bitcast_convert_type(high + low - borrow, jnp.float32)
 
 
 def is_split(p: Any) -> bool:
