@@ -20,7 +20,7 @@ from benchmarks.report.markdown import fill, origin
 Results = dict[str, Any]
 PAGE, README, COMPARISON = "docs/benchmarks/index.md", "README.md", "docs/comparison.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
-PARAMETERS, AUTOCAST = "docs/bfloat16-parameters.md", "docs/autocast.md"
+PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
 QUANTIZED = "docs/8-bit.md"
 PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED)
 # The tables that are made of the rows under some keys of the results: their page, these keys, and what makes them.
