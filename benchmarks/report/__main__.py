@@ -14,7 +14,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import accuracy, pictures, quantized, reinforce, step
+from benchmarks.report import accuracy, parameters, pictures, quantized, reinforce, step
 from benchmarks.report.markdown import fill, origin
 
 Results = dict[str, Any]
@@ -55,6 +55,7 @@ FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "reinforce": (DTYPES, reinforce.TABLES),
     "rounding": (PARAMETERS, {"training": accuracy.rounding}),
     "rounding_optimizers": (PARAMETERS, {"optimizers": accuracy.rounding_optimizers}),
+    "codes": (PARAMETERS, {"codes": parameters.codes}),
     "rounding_step": (PARAMETERS, {"step": step.rounding}),
     **{name: (QUANTIZED, tables) for name, tables in quantized.FILES.items()},
 }

@@ -44,37 +44,39 @@ def encode(x: Array, block_size: int, never_negative: bool) -> BlockCodes:
       block_size: The number of elements along the last axis that share a scale. The last block may be shorter.
       never_negative: Whether no element is negative. A positive element then is never stored as 0.
     """
-    blocks = _blocked(x, block_size)
-    scales = jnp.max(jnp.abs(blocks), -1, keepdims=True)
+    scales = _largest(x, block_size)
+    # Everything else in the shape of `x`, so that a compiler can fuse it with the step.
+    scale, size = _spread(scales, x.shape[-1], block_size), jnp.abs(x)
     # The inverse of a scale is finite and not subnormal, which a device may flush.
-    factor = jnp.where(scales > 1, np.float32(2.0**-30), np.float32(2.0**30))
-    shares = jnp.abs(blocks) * factor * (1 / jnp.maximum(scales * factor, _TINY))
+    factor = jnp.where(scale > 1, np.float32(2.0**-30), np.float32(2.0**30))
+    shares = size * factor * (1 / jnp.maximum(scale * factor, _TINY))
     most = np.float32(_MOST[never_negative])
     place = most * (jnp.sqrt(jnp.sqrt(shares)) if never_negative else jnp.sqrt(shares))
     low = jnp.floor(place)
     below, above = _share(low, never_negative), _share(low + 1, never_negative)
-    bits = lax.bitcast_convert_type(blocks, jnp.uint32) ^ hash_bits(lax.bitcast_convert_type(scales, jnp.uint32))
-    order = lax.broadcasted_iota(jnp.uint32, (blocks.shape[-1],), 0) * np.uint32(0x9E3779B9)
+    order = lax.rem(lax.iota(jnp.uint32, x.shape[-1]), np.uint32(block_size)) * np.uint32(0x9E3779B9)
+    words = [lax.bitcast_convert_type(y, jnp.uint32) for y in (x, scale)]
+    bits = words[0] ^ (words[1] * np.uint32(0x85EBCA6B))
     random = (hash_bits(bits + order) >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     code = low + (shares - below > random * (above - below)).astype(jnp.float32)
     # Errors of the roots must not move what a code stands for, or a step that changes nothing would.
     nearest = jnp.round(place)
     code = jnp.minimum(jnp.where(jnp.abs(place - nearest) < 2.0**-11, nearest, code), most)
-    signed = jnp.where(blocks > 0, jnp.maximum(code, 1), 0) if never_negative else jnp.where(blocks < 0, -code, code)
-    codes = signed.astype(jnp.uint8 if never_negative else jnp.int8)
-    return BlockCodes(_unblocked(codes, x), jnp.squeeze(scales, -1))
+    signed = jnp.where(x > 0, jnp.maximum(code, 1), 0) if never_negative else jnp.where(x < 0, -code, code)
+    return BlockCodes(signed.astype(jnp.uint8 if never_negative else jnp.int8), scales)
 
 
 def decode(stored: BlockCodes, block_size: int) -> Array:
     """The numbers that the codes stand for, f32. Of a block that held inf or NaN, all are inf or NaN."""
     never_negative = stored.codes.dtype == jnp.uint8
-    codes, scales = _blocked(stored.codes, block_size).astype(jnp.float32), jnp.expand_dims(stored.scales, -1)
+    codes = stored.codes.astype(jnp.float32)
+    scale = _spread(stored.scales, codes.shape[-1], block_size)
     # The largest is exactly the scale, in whatever order XLA multiplies.
     is_largest = jnp.abs(codes) == _MOST[never_negative]
-    values = jnp.where(is_largest, scales, scales * _share(codes, never_negative))
+    values = jnp.where(is_largest, scale, scale * _share(codes, never_negative))
     if never_negative:
-        values = jnp.where(codes > 0, jnp.maximum(values, _TINY), values)
-    return _unblocked(jnp.where(codes < 0, -values, values), stored.codes)
+        return jnp.where(codes > 0, jnp.maximum(values, _TINY), values)
+    return jnp.where(codes < 0, -values, values)
 
 
 def _share(code: Array, never_negative: bool) -> Array:
@@ -83,15 +85,17 @@ def _share(code: Array, never_negative: bool) -> Array:
     return root * root if never_negative else root
 
 
-def _blocked(x: Array, block_size: int) -> Array:
-    """Split the last axis into blocks, the last of which may be filled up with zeros."""
+def _largest(x: Array, block_size: int) -> Array:
+    """The largest magnitude of each block of the last axis."""
     n = x.shape[-1]
     size = min(block_size, n)
     if missing := -n % size:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    return x.reshape(*x.shape[:-1], -1, size)
+    return jnp.max(jnp.abs(x.reshape(*x.shape[:-1], -1, size)), -1)
 
 
-def _unblocked(blocks: Array, like: Array) -> Array:
-    whole = blocks.reshape(*blocks.shape[:-2], -1)
-    return whole if whole.shape == like.shape else whole[..., : like.shape[-1]]
+def _spread(scales: Array, n: int, block_size: int) -> Array:
+    """What belongs to blocks, at each of the `n` elements of the last axis."""
+    size = min(block_size, n)
+    whole = jnp.broadcast_to(jnp.expand_dims(scales, -1), (*scales.shape, size)).reshape(*scales.shape[:-1], -1)
+    return whole if whole.shape[-1] == n else whole[..., :n]
