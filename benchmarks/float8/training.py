@@ -19,7 +19,7 @@ from benchmarks.accuracy.tasks import Loss, Task, digits, held_out, language_mod
 from benchmarks.float8.models import GRADIENTS
 from benchmarks.record import Rows
 from jamp._autocast import quantized
-from jamp._step.rounding import _hash
+from jamp._step.rounding import hash_bits
 
 SEEDS = 5
 TENSOR = jamp.Float8(min_size=16)  # The models of the study are small.
@@ -59,7 +59,7 @@ def dithered(x: Any, dtype: Any, axes: Any = None) -> Any:
         return values, scale
     scaled = jax.lax.stop_gradient(x).astype(jnp.float32) / jax.lax.stop_gradient(scale)
     index = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
-    bits = _hash(jax.lax.bitcast_convert_type(scaled, jnp.uint32) ^ _hash(index))
+    bits = hash_bits(jax.lax.bitcast_convert_type(scaled, jnp.uint32) ^ hash_bits(index))
     return jnp.clip(jnp.floor(scaled + bits * np.float32(2.0**-32)), -127, 127).astype(jnp.int8), scale
 
 
