@@ -311,3 +311,6 @@ def test_states_survive_export_vmap_and_donation():
     both = jax.jit(jax.vmap(step))(two, jax.vmap(tx.init)(two))
     assert_equal(jax.tree.map(lambda x: x[0], both), jax.jit(step)(PARAMS, state))
     jax.jit(step, donate_argnums=1)(PARAMS, tx.init(PARAMS))
+    named = optax.tree.map_params(tx, lambda x: "param", state, transform_non_params=lambda x: "-")
+    assert named.inner_state[0].nu["w"] == BlockCodes("param", "param")
+    assert named.inner_state[0].count == "-"

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax import lax
 
 from jamp._cast import is_float32
 from jamp._step.block_codes import BlockCodes, decode, encode
@@ -85,6 +86,8 @@ def quantized_state(
             )
         if contains(state, lambda x: isinstance(x, QuantizedState)):
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
+        # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
+        state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
         return quantize_state(state, block_size, keep, never_negative)
 
     def update(
