@@ -133,6 +133,19 @@ def test_a_code_is_one_of_the_two_next_to_a_number_and_stays_itself(x, never_neg
             assert np.all(got[(block >= 2.0**-126)] > 0)
 
 
+def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
+    scales = jnp.exp(jnp.linspace(-80, 80, 4001))[:, None]
+    for never_negative, codes in (
+        (True, jnp.arange(256, dtype=jnp.uint8)),
+        (False, jnp.arange(-127, 128, dtype=jnp.int8)),
+    ):
+        stored = BlockCodes(jnp.broadcast_to(codes, (4001, codes.size)), scales)
+        found = ENCODE(DECODE(stored, 256), 256, never_negative)
+        normal_range = np.asarray(scales[:, 0]) > 1e-28  # else the smallest of a block are subnormal
+        assert_equal(found.codes[normal_range], stored.codes[normal_range])
+        assert_equal(found.scales, scales)
+
+
 def test_on_average_a_code_is_the_number_and_random_bits_differ_by_step():
     x = jnp.abs(normal(512, 128)) + 0.1
     for never_negative in (False, True):
