@@ -205,9 +205,10 @@ def by_name(x, path=""):
 def test_every_state_survives_each_way_of_walking_a_tree(way, tmp_path):
     rounding = jamp.stochastic_rounding(optax.adam(0.1), state_dtype="bf16")
     inner = {"masters": jamp.master_params(optax.adam(0.1)), "rounding": rounding, "plain": optax.adam(0.1)}
+    inner |= {"split": jamp.master_params(contract.quantized(optax.adam(0.1)), split=True)}
     wrappers = {name: functools.partial(jamp.loss_scaled, tx, unscale=True) for name, tx in inner.items()}
     wrappers |= {"true": functools.partial(jamp.loss_scaled, optax.adam(0.1))}
-    params = {"w": jnp.full(3, 1.5, jnp.bfloat16)}
+    params = {"w": jnp.full(3, 1.5, jnp.bfloat16), "b": jnp.ones(2)}
     tree = {f"{a} {b}": wrap(scale).init(params) for a, wrap in wrappers.items() for b, scale in SCALES.items()}
     save, load = WAYS[way]
     save(tmp_path / "saved.npz", tree)
