@@ -320,3 +320,21 @@ def test_split_masters_and_8_bit_states_on_eight_devices_are_those_of_one(kind):
         assert_equal(found, alone)
     else:  # XLA:CPU fuses Adam otherwise: also moments that stay float32 differ in the last bit.
         assert_close(*(jamp.interop.join_masters(state, p).master_params for p, state in (found, alone)), rtol=1e-6)
+
+
+@pytest.mark.promotes("optax")
+def test_8_bit_states_in_shard_map_are_those_of_one_device():
+    tx, w = jamp.quantized_state(optax.adam(0.1), block_size=32), normal(1024, 512)
+    mesh = place(AxisType.Auto, "fsdp and tensor")[0]
+
+    def steps(w):
+        state = tx.init(w)
+        for _ in range(3):
+            updates, state = tx.update(w * w, state)
+            w = w + updates
+        return w, state.inner_state[0].mu, state.inner_state[0].nu
+
+    spec = P("data", "model")
+    found = jax.jit(jax.shard_map(steps, mesh=mesh, in_specs=spec, out_specs=spec))(w)
+    assert found[1].scales.shape == (1024, 16)
+    assert_equal(jax.device_get(found), jax.device_get(jax.jit(steps)(w)))
