@@ -4,9 +4,9 @@ An element is `scale * (code / 127)**2` with the sign of its code, an int8, or, 
 `scale * (code / 255)**4`. Powers are close together near 0, where moments need digits, and take no table: a TPU has no
 quick look-up. The powers were chosen by the error of Adam's update (docs/optimizer-memory.md).
 
-Rounding is stochastic. Rounded to nearest, a second moment that decays by 0.1 % a step would stay at its code for ever.
-The random bits are a hash of the element, its scale and its place in its block. So there is no state, and no device
-needs to know anything of another.
+Rounding is stochastic. With rounding to nearest, a second moment that decays by 0.1 % a step never changes its code.
+The random bits are a hash of the element, its scale and its place in its block. So rounding needs no state and no
+communication.
 """
 
 from typing import NamedTuple

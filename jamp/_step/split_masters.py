@@ -45,6 +45,7 @@ class SplitMasterParamsState(NamedTuple):
 
 
 def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`master_params(inner, split=True)`."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SplitMasterParamsState:
@@ -157,11 +158,13 @@ def _is_nan(bits: Array) -> Array:
 
 
 def check_given(params: Any) -> None:
+    """Raise ValueError if `update` was called without the parameters."""
     if params is None:
         raise ValueError("Master parameters need the parameters. Call tx.update(grads, state, params).")
 
 
 def check_inner(inner_state: Any) -> Any:
+    """The state of the optimizer inside. Raises ValueError if that optimizer rounds parameters itself."""
     if rounds_params(inner_state):
         raise ValueError(
             "stochastic_rounding is for parameters without float32 masters. Use it alone, in "
