@@ -271,12 +271,8 @@ def test_a_float8_scale_is_that_of_the_whole_array_and_costs_one_scalar_maximum(
     assert {(opcode, operand.partition("[")[2]) for opcode, operand in maxima} == {("all-reduce", "]")}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name)
-@pytest.mark.promotes("optax")
-def test_stochastic_rounding_on_eight_devices_is_that_of_one_and_asks_nobody(kind):
-    tx, (plain, _) = jamp.stochastic_rounding(optax.sgd(0.1, momentum=0.5), state_dtype=jnp.bfloat16), inputs()
-    plain = jamp.cast_floating(jax.tree.map(jnp.asarray, plain), jnp.bfloat16)
-    mesh, shardings, _ = place(kind, "fsdp and tensor")
+def three_steps(tx):
+    """The parameters and the state after three steps, on gradients that the parameters give."""
 
     def steps(params):
         state = tx.init(params)
@@ -285,6 +281,17 @@ def test_stochastic_rounding_on_eight_devices_is_that_of_one_and_asks_nobody(kin
             params = optax.apply_updates(params, updates)
         return params, state
 
+    return steps
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+@pytest.mark.promotes("optax")
+def test_stochastic_rounding_on_eight_devices_is_that_of_one_and_asks_nobody(kind):
+    tx, (plain, _) = jamp.stochastic_rounding(optax.sgd(0.1, momentum=0.5), state_dtype=jnp.bfloat16), inputs()
+    plain = jamp.cast_floating(jax.tree.map(jnp.asarray, plain), jnp.bfloat16)
+    mesh, shardings, _ = place(kind, "fsdp and tensor")
+
+    steps = three_steps(tx)
     with jax.set_mesh(mesh):
         sharded = jax.jit(steps).lower(jax.device_put(plain, shardings)).compile()
         found = sharded(jax.device_put(plain, shardings))
@@ -300,13 +307,7 @@ def test_split_masters_and_8_bit_states_on_eight_devices_are_those_of_one(kind):
     mesh = place(kind, "fsdp and tensor")[0]
     specs = {"w": P("data", "model"), "b": P("model")}
 
-    def steps(params):
-        state = tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(jax.tree.map(jnp.square, params), state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
-
+    steps = three_steps(tx)
     with jax.set_mesh(mesh):
         placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in plain.items()}
         sharded = jax.jit(steps).lower(placed).compile()
