@@ -13,18 +13,17 @@ from trees import assert_equal, bits
 import jamp
 from jamp._step import moments
 from jamp._step.block_codes import BlockCodes, decode, encode
-from jamp._step.split_masters import join_master, split_master
+from jamp._step.split_masters import join_master, split_master, upper_half
 
 BF16 = jnp.bfloat16
 promotes = pytest.mark.promotes("optax.apply_updates, and Optax's optimizers")
 of_bits = lambda x: np.asarray(x, np.uint32).view(np.float32)
-is_codes = lambda x: isinstance(x, BlockCodes)
 
 
 def stored(tree):
-    """The codes in a state, by the names of the fields around them."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_codes)
-    return {jax.tree_util.keystr(path): x for path, x in flat if is_codes(x)}
+    """The arrays of codes in a state, by path."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in leaves if x.dtype in (jnp.int8, jnp.uint8)}
 
 
 # Split masters
@@ -47,6 +46,31 @@ def test_every_float32_splits_and_joins_exactly_and_its_bfloat16_is_the_nearest(
     assert_equal(np.asarray(params)[~is_tie & ~is_nan].view(np.uint16), nearest[~is_tie & ~is_nan].view(np.uint16))
     away = np.asarray(params)[is_tie & ~is_nan].view(np.uint16)
     assert_equal(away, np.uint16((u[is_tie & ~is_nan] >> 16) + 1))  # with the exponent's carry, to inf at the end
+
+
+def test_low_bits_of_another_step_move_a_master_by_at_most_a_spacing():
+    """As where the parameter was flushed to 0, or lost digits in the addition of an update."""
+    params = np.arange(2**16, dtype=np.uint16).view(BF16)
+    low = np.uint16([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    joined = np.asarray(jax.jit(join_master)(params[:, None], low[None])).view(np.uint32)
+    wide = np.broadcast_to(np.float32(params)[:, None], joined.shape)
+    apart = np.abs(joined.astype(np.int64) - wide.view(np.uint32))
+    is_number = np.isfinite(wide)
+    assert np.isfinite(joined.view(np.float32))[is_number & (np.abs(wide) < 3.3e38)].all()
+    assert np.max(apart[is_number]) < 2**16  # in units of the last place of float32
+
+
+def test_a_master_that_xla_computes_twice_and_rounds_differently_is_one_of_the_two():
+    rng = np.random.default_rng(0)
+    first = rng.integers(0, 0x7F000000, 10**5, np.uint32)
+    second = np.clip(first.astype(np.int64) + rng.integers(-100, 101, first.size), 0, None).astype(np.uint32)
+    small = [[0, 0x2F00ABCD], [0x2F00ABCD, 0], [0, 0x2F001234], [0x2F001234, 0]]  # one of the two is 0
+    first, second = np.concatenate([[first, second], np.uint32(small).T], 1)
+    low = first.astype(np.uint16)
+    params = np.asarray(jax.jit(upper_half)(of_bits(second), low)).astype(BF16)
+    joined = np.asarray(jax.jit(join_master)(params, low))
+    assert_equal(joined[:-4][first[:-4] > 2**24], of_bits(first)[:-4][first[:-4] > 2**24])
+    assert np.abs(joined[-4:]).max() < 1.01 * of_bits(0x2F00ABCD)
 
 
 def train(tx, params, steps, seed=0):
@@ -175,13 +199,27 @@ def test_inf_nan_zero_and_the_smallest_numbers():
 # Which arrays are stored
 
 
-def test_the_table_of_moments_names_fields_that_optax_has():
+def test_every_tree_in_a_state_of_optax_is_a_moment_or_known_not_to_be_one():
     kinds = {}
     for module in (optax, optax.contrib):
         kinds |= {name: x for name, x in vars(module).items() if isinstance(x, type) and hasattr(x, "_fields")}
     named = {name: set(fields) for name, fields in moments._MOMENTS.items() if name in kinds}
     assert len(named) >= len(moments._MOMENTS) - 2  # `optax` of another version may lack some
     assert all(fields <= set(kinds[name]._fields) for name, fields in named.items())
+    # Not in the table, and so whole: states inside, factors, steps, gradients, and moments that a difference is made of.
+    whole = {
+        "inner_state", "inner_opt_state", "inner_states", "skip_state", "base_optimizer_state", "fast_state", "opt_state",
+        "adv_state", "cache", "fast", "measurements", "measure_states",
+        "v_row", "v_col", "step_sizes", "prev_updates", "updates", "grad", "grad_acc", "g", "scale", "reward",
+        "subgradients", "diff_params_memory", "diff_updates_memory",
+        "MomoState.exp_avg", "MomoAdamState.exp_avg", "MomoAdamState.exp_avg_sq", "ScaleByNovogradState.nu",
+        "ScaleByRStdDevState.mu", "ScaleByRStdDevState.nu", "ScaleBySM3State.mu",
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        for field, annotation in kind.__annotations__.items():
+            is_tree = "ArrayTree" in str(annotation) or annotation in (optax.Updates, optax.Params)
+            is_listed = field in named.get(name, ()) or {field, f"{name}.{field}"} & (whole | moments.NOT_MOMENTS)
+            assert is_listed or not is_tree, f"Is {name}.{field} a moment? jamp._step.moments does not say."
 
 
 PARAMS = {"w": normal(64, 256) / 8, "e": normal(130, 40, seed=1) / 8, "b": jnp.zeros(256)}
@@ -217,9 +255,9 @@ def test_an_optimizer_steps_as_in_float32_and_its_moments_are_bytes(which):
     state = low.init(PARAMS)
     assert len(stored(state)) == count
     is_square = lambda name: any(
-        f".{field}[" in name for field in ("nu", "nu_max", "n", "exp_avg_sq", *["v"] * (which == "adafactor"))
+        f".{field}.codes[" in name for field in ("nu", "nu_max", "n", "exp_avg_sq", *["v"] * (which == "adafactor"))
     )
-    assert all((x.codes.dtype == jnp.uint8) == is_square(key) for key, x in stored(state).items())
+    assert all((x.dtype == jnp.uint8) == is_square(key) for key, x in stored(state).items())
     restored = jamp.interop.dequantize_state(state)
     assert jax.tree.structure(restored) == jax.tree.structure(plain.init(PARAMS))
     target = lambda x, k: jnp.sin(7 * k + jnp.arange(x.size)).reshape(x.shape)
@@ -255,7 +293,7 @@ def test_a_users_own_state_stays_whole_unless_it_says_what_it_holds_and_keep_kee
     of_nu = lambda path, x: True if any(getattr(key, "key", None) == "nu" for key in path) else None
     found = stored(jamp.quantized_state(tx, never_negative=of_nu).init(PARAMS))
     assert len(found) == 6
-    assert {x.codes.dtype.name for name, x in found.items() if "['nu']" in name} == {"uint8"}
+    assert {x.dtype.name for name, x in found.items() if "['nu']" in name} == {"uint8"}
     assert len(names(keep=lambda path, x: x.shape == (64, 256))) == 2
     assert names(block_size=32) == usual
     for bad in (0, -1, 2.0, True):
@@ -287,6 +325,25 @@ def test_bytes_a_parameter_and_a_step_that_changes_nothing():
     p, state = step(PARAMS, frozen.init(PARAMS), PARAMS)
     same = step(p, state, jax.tree.map(lambda x: x * jnp.nan, PARAMS))
     assert bits(same[1].inner_state.inner_state) == bits(state.inner_state.inner_state)
+
+
+@promotes
+def test_moments_that_optax_keeps_in_bfloat16_are_stored_in_bytes_too():
+    params = jax.tree.map(lambda p: p.astype(BF16), PARAMS)
+    tx = jamp.quantized_state(optax.adamw(1e-2))
+    state = tx.init(params)
+    assert len(stored(state)) == 4
+    after = jax.jit(tx.update)(params, state, params)[1]
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    assert {x.dtype for x in stored(after).values()} == {np.dtype(np.int8), np.dtype(np.uint8)}
+
+
+def test_rows_in_groups_of_8_have_the_codes_that_they_have_alone():
+    x = normal(256, 400) * jnp.exp(normal(256, 1, seed=1))
+    whole = ENCODE(x, 128, False)
+    assert "tensor<32x8x4x128xf32>" in ENCODE.lower(x, 128, False).as_text()  # as a TPU keeps it
+    assert_equal(ENCODE(x[:7], 128, False), jax.tree.map(lambda y: y[:7], whole))
+    assert_equal(DECODE(jax.tree.map(lambda y: y[:7], whole), 128), DECODE(whole, 128)[:7])
 
 
 @promotes
@@ -325,5 +382,5 @@ def test_states_survive_export_vmap_and_donation():
     assert_equal(jax.tree.map(lambda x: x[0], both), jax.jit(step)(PARAMS, state))
     jax.jit(step, donate_argnums=1)(PARAMS, tx.init(PARAMS))
     named = optax.tree.map_params(tx, lambda x: "param", state, transform_non_params=lambda x: "-")
-    assert named.inner_state[0].nu["w"] == BlockCodes("param", "param")
+    assert named.inner_state[0].nu.codes["w"] == named.inner_state[0].nu.scales["w"] == "param"
     assert named.inner_state[0].count == "-"

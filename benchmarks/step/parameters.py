@@ -89,7 +89,7 @@ WAYS: dict[str, dict[str, tuple[Any, Callable[[Tx], Tx]]]] = {
 
 def shapes(what: str, leaves: int, width: int) -> list[tuple[int, ...]]:
     if what == "rounding":
-        return [(width, 512)] * leaves
+        return [(width, width)] * leaves
     return [(width, width)] * (leaves // 2) + [(width,)] * (leaves // 2)
 
 
@@ -114,7 +114,7 @@ def on_this_machine(what: str, quick: bool) -> Rows:
     rows = []
     optimizers, sizes, rounds = list(OPTIMIZERS[what]), [(40, 1024)], 9
     if what == "rounding":
-        optimizers, sizes, rounds = ["adamw"], [(40, 1024), (48, 4096)], 7
+        optimizers, sizes, rounds = ["adamw"], [(20, 1024), (6, 4096)], 7
     if quick:
         sizes, rounds = [(4, 64)], 1
     for optimizer, size in product(optimizers, sizes):
@@ -125,7 +125,8 @@ def on_this_machine(what: str, quick: bool) -> Rows:
 
 def ahead(what: str, target: str, quick: bool) -> Rows:
     """With the bytes of a parameter: stored, temporary and moved."""
-    leaves, width = (4, 64) if quick else (40, 1024)
+    # Arrays that do not fit into the fast memory of a TPU, as a large model's do not.
+    leaves, width = (4, 64) if quick else (8, 4096) if what == "rounding" else (40, 1024)
     rows, size = [], millions(what, leaves, width)
     for optimizer in OPTIMIZERS[what]:
         made = [case for case in cases(what, optimizer, leaves, width) if not case.name.endswith("again")]

@@ -9,12 +9,13 @@ The random bits are a hash of the element, its scale and its place in its block.
 communication.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jamp._step.mesh import most_shards
 from jamp._step.rounding import hash_bits
 
 _TINY = np.finfo(np.float32).tiny
@@ -22,7 +23,9 @@ _MOST = {False: 127, True: 255}  # the largest code, by whether an array is neve
 
 
 class BlockCodes(NamedTuple):
-    """An array in eight bits an element.
+    """An array in eight bits an element, or, in the state of `quantized_state`, a tree of arrays like the parameters.
+
+    There, an array that stays whole is in `codes` as it is, and `scales` has an `optax.MaskedNode()` in its place.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -32,19 +35,20 @@ class BlockCodes(NamedTuple):
       (dtype('int8'), (64, 256), (64, 2))
     """
 
-    codes: Array  # i8, or u8 of what is never negative, in the array's shape
-    scales: Array  # f32[..., blocks]
+    codes: Any  # i8, or u8 of what is never negative, in the array's shape
+    scales: Any  # f32[..., blocks]
 
 
-def encode(x: Array, block_size: int, never_negative: bool) -> BlockCodes:
+def encode(x: Array, block_size: int, never_negative: bool, scales: Array | None = None) -> BlockCodes:
     """Round an array stochastically to eight bits. What a code stands for already is not moved.
 
     Args:
       x: f32, at least one axis.
       block_size: The number of elements along the last axis that share a scale. The last block may be shorter.
       never_negative: Whether no element is negative. A positive element then is never stored as 0.
+      scales: The largest magnitude in each block, if it is known.
     """
-    scales = _largest(x, block_size)
+    scales = _largest(x, block_size) if scales is None else scales
     # Everything else in the shape of `x`, so that a compiler can fuse it with the step.
     scale, size = _spread(scales, x.shape[-1], block_size), jnp.abs(x)
     # The inverse of a scale is finite and not subnormal, which a device may flush.
@@ -91,11 +95,27 @@ def _largest(x: Array, block_size: int) -> Array:
     size = min(block_size, n)
     if missing := -n % size:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    return jnp.max(jnp.abs(x.reshape(*x.shape[:-1], -1, size)), -1)
+    rows = _rows(x, size)
+    # One axis at a time: JAX knows how that moves the names of explicit mesh axes.
+    blocks = jnp.abs(x).reshape(*rows, x.shape[-1]).reshape(*rows, -1, size)
+    return jnp.max(blocks, -1).reshape(*x.shape[:-1], -1)
 
 
 def _spread(scales: Array, n: int, block_size: int) -> Array:
     """What belongs to blocks, at each of the `n` elements of the last axis."""
     size = min(block_size, n)
-    whole = jnp.broadcast_to(jnp.expand_dims(scales, -1), (*scales.shape, size)).reshape(*scales.shape[:-1], -1)
+    rows, count = _rows(scales, size), scales.shape[-1]
+    whole = jnp.broadcast_to(jnp.expand_dims(scales.reshape(*rows, count), -1), (*rows, count, size))
+    whole = whole.reshape(*rows, count * size).reshape(*scales.shape[:-1], count * size)
     return whole if whole.shape[-1] == n else whole[..., :n]
+
+
+def _rows(x: Array, size: int) -> tuple[int, ...]:
+    """All axes but the last, with the one before it split in groups of 8 where that cuts no shard.
+
+    A TPU keeps an array in tiles of 8 by 128. Split like this, an axis of blocks of 128 is the same memory seen
+    otherwise. Without it, XLA:TPU copies the whole array for it, in float32 and more than once.
+    """
+    if x.ndim < 2 or size % 128 or x.shape[-2] % (8 * most_shards(x, -2)):
+        return x.shape[:-1]
+    return *x.shape[:-2], x.shape[-2] // 8, 8

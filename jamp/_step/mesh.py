@@ -1,9 +1,11 @@
-"""Resharding of a scalar onto the mesh of an array."""
+"""What has to know of meshes: a scalar on the mesh of an array, and shards that a view must not cut."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 
 def on_mesh_of(x: Array, scalar: Array) -> Array:
@@ -24,3 +26,21 @@ def on_mesh_of(x: Array, scalar: Array) -> Array:
     if mesh.empty or own.empty or own == mesh:
         return scalar
     return reshard(scalar, NamedSharding(mesh, PartitionSpec()))
+
+
+_SHARDS_WITHOUT_A_MESH = 32  # An axis of 768 can be cut so and leaves groups of 8.
+
+
+def most_shards(x: Array, axis: int) -> int:
+    """Into how many shards an axis may be cut: all devices of Auto axes, and those that its type names.
+
+    Without a mesh in the context, as when only arguments of `jit` are sharded, tracing cannot know, and it is 32.
+    """
+    sharding = jax.typeof(x).sharding
+    mesh = get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
+    if mesh.empty:
+        return _SHARDS_WITHOUT_A_MESH
+    names = sharding.spec[axis] if len(sharding.spec) >= -axis else None
+    named = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+    auto = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
+    return math.prod(mesh.shape[name] for name in {*auto, *named})

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, tree_map_with_path
 
 _SIGNED, _SQUARES = False, True  # whether a moment is never negative
 
@@ -36,28 +35,30 @@ _MOMENTS = {
 NOT_MOMENTS = frozenset({
     "acc_grads", "avg_grad", "cumulative_gradients", "grad_sum", "grad_sum_sq", "hyperparams", "init_params",
     "init_particles", "ns_coeffs", "params", "params0", "projector", "s", "slow", "sum_of_squares", "x0", "z",
+    "scales",  # of BlockCodes
 })  # fmt: skip
 
 
 def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
-    """`fun(path, leaf, never_negative)` of each leaf of an optimizer's state.
+    """An optimizer's state with `fun(path, tree, never_negative)` in place of each field above, and of any other leaf.
 
-    `never_negative` is None for a leaf that is in none of the fields above. States are told by their types: a user's
-    own, with a field of the same name, is not Optax's.
+    `never_negative` is None for a leaf that is in none of the fields. States are told by their types: a user's own,
+    with a field of the same name, is not Optax's.
     """
-    visit = jax.tree_util.tree_map_with_path
 
     def of_node(path: Any, x: Any) -> Any:
         if not _is_known(x):
             return fun(path, x, None)
-        kinds = _MOMENTS[type(x).__name__]
-        fields = {
-            name: visit(lambda p, y, name=name: fun((*path, GetAttrKey(name), *p), y, kinds.get(name)), field)
-            for name, field in x._asdict().items()
-        }
+        kinds, fields = _MOMENTS[type(x).__name__], {}
+        for name, field in x._asdict().items():
+            inside = (*path, GetAttrKey(name))
+            fields[name] = fun(inside, field, kinds[name]) if name in kinds else visit(inside, field)
         return x._replace(**fields)
 
-    return visit(of_node, state, is_leaf=_is_known)
+    def visit(start: Any, tree: Any) -> Any:
+        return tree_map_with_path(lambda path, x: of_node((*start, *path), x), tree, is_leaf=_is_known)
+
+    return visit((), state)
 
 
 def _is_known(x: Any) -> bool:

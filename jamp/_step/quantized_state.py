@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import tree_map_with_path
 
-from jamp._cast import is_float32
+from jamp._cast import is_floating
 from jamp._step.block_codes import BlockCodes, decode, encode
 from jamp._step.moments import map_moments
 from jamp._step.state import contains
@@ -19,7 +21,7 @@ _MIN_SIZE, _MIN_AXIS = 4096, 16
 
 
 class QuantizedState(NamedTuple):
-    """State of `quantized_state`: that of the inner optimizer, with `BlockCodes` in place of its moments.
+    """State of `quantized_state`: that of the inner optimizer, with `BlockCodes` in place of its moments' trees.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -43,7 +45,7 @@ def quantized_state(
     AdamW's moments take 2.06 bytes a parameter in place of 8. A step decodes them, runs `inner` in float32, and rounds
     the new ones stochastically, so that slow averages keep moving.
 
-    Stored in eight bits are the float32 moments of Optax's and `optax.contrib`'s states that have at least 4096
+    Stored in eight bits are the moments of Optax's and `optax.contrib`'s states that have 16 or 32 bits, at least 4096
     elements and a last axis of at least 16. Everything else stays as it is: sums of gradients, copies of parameters,
     masters, and the states of other libraries.
 
@@ -51,8 +53,8 @@ def quantized_state(
       inner: The optimizer.
       block_size: The number of elements along the last axis that share a float32 scale. Where that axis is sharded,
         make its shards multiples of it, so that no block is cut.
-      keep: A function of an array's path in the inner state and the array. What it returns True for stays float32.
-      never_negative: A function of a path and an array, for a state that jamp does not know. It is asked about float32
+      keep: A function of an array's path in the inner state and the array. What it returns True for stays as it is.
+      never_negative: A function of a path and an array, for a state that jamp does not know. It is asked about floating
         arrays in no field of Optax's that is a moment. True, if no element is ever negative, as in a second moment, and
         False store the array in eight bits. None leaves it.
 
@@ -87,14 +89,18 @@ def quantized_state(
         if contains(state, lambda x: isinstance(x, QuantizedState)):
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
-        state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
+        state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_floating(x) else x, state)
         return quantize_state(state, block_size, keep, never_negative)
 
     def update(
         grads: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, QuantizedState]:
-        updates, new = inner.update(grads, dequantize_state(state, block_size), params, **extra_args)
-        return updates, quantize_state(new, block_size, keep, never_negative)
+        step = lambda state: inner.update(grads, dequantize_state(state, block_size), params, **extra_args)
+        # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
+        # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once.
+        scaled = quantize_state(step(state)[1], block_size, keep, never_negative)
+        updates, new = step(jax.tree.map(lambda x: lax.optimization_barrier(x) if _is_code(x) else x, state))
+        return updates, _with_scales_of(scaled, new, block_size)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -112,15 +118,41 @@ def quantize_state(
     """
 
     def stored(path: Any, x: Any, is_square: bool | None) -> Any:
-        if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
+        if not is_floating(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS or x.dtype.itemsize > 4:
             return x
         if is_square is None and never_negative is not None:
             is_square = never_negative(path, x)
         if is_square is None or (keep is not None and keep(path, x)):
             return x
-        return encode(x, block_size, is_square)
+        return encode(x.astype(jnp.float32), block_size, is_square)
 
-    return QuantizedState(map_moments(stored, state))
+    def field(start: Any, tree: Any, is_square: bool | None) -> Any:
+        new = tree_map_with_path(lambda path, x: stored((*start, *path), x, is_square), tree)
+        if not any(map(_is_codes, jax.tree.leaves(new, is_leaf=_is_codes))):
+            return tree
+        # Two trees of arrays and not a tree of pairs, because Flax NNX keeps each leaf of a tree in a Variable.
+        pick = lambda name, other: jax.tree.map(
+            lambda x: getattr(x, name) if _is_codes(x) else other(x), new, is_leaf=_is_codes
+        )
+        return BlockCodes(pick("codes", lambda x: x), pick("scales", lambda x: optax.MaskedNode()))
+
+    return QuantizedState(map_moments(field, state))
+
+
+def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> QuantizedState:
+    """A state of the inner optimizer, stored like another one and with its scales."""
+
+    def one(code: Any, scales: Any, x: Any) -> Any:
+        if not _is_code(code):
+            return x
+        return encode(x.astype(jnp.float32), block_size, code.dtype == jnp.uint8, scales).codes
+
+    def field(stored: Any, tree: Any) -> Any:
+        if not _is_codes(stored):
+            return tree
+        return BlockCodes(jax.tree.map(one, stored.codes, stored.scales, tree), stored.scales)
+
+    return QuantizedState(jax.tree.map(field, scaled.inner_state, state, is_leaf=_is_codes))
 
 
 def dequantize_state(state: QuantizedState, block_size: int = 128) -> Any:
@@ -132,5 +164,19 @@ def dequantize_state(state: QuantizedState, block_size: int = 128) -> Any:
       >>> jamp.interop.dequantize_state(state)[0].nu.dtype
       dtype('float32')
     """
-    is_stored = lambda x: isinstance(x, BlockCodes)
-    return jax.tree.map(lambda x: decode(x, block_size) if is_stored(x) else x, state.inner_state, is_leaf=is_stored)
+
+    def whole(codes: Any, scales: Any) -> Any:
+        return decode(BlockCodes(codes, scales), block_size) if _is_code(codes) else codes
+
+    def field(x: Any) -> Any:
+        return jax.tree.map(whole, x.codes, x.scales) if _is_codes(x) else x
+
+    return jax.tree.map(field, state.inner_state, is_leaf=_is_codes)
+
+
+def _is_codes(x: Any) -> bool:
+    return isinstance(x, BlockCodes)
+
+
+def _is_code(x: Any) -> bool:
+    return x.dtype in (jnp.int8, jnp.uint8)

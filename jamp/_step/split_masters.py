@@ -133,18 +133,33 @@ def split_master(master: Array) -> tuple[Array, Array]:
     Ties go away from zero because the nearest even number would be the same for two masters with the same low bits.
     The payload of a NaN stays, and a signalling NaN becomes quiet, as in any operation.
     """
-    bits = lax.bitcast_convert_type(master, jnp.uint32)
-    # A carry moves to the exponent where it should. Rounded like this, some NaNs would become -0.
-    high = jnp.where(_is_nan(bits), bits | np.uint32(0x400000), bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
-    return lax.bitcast_convert_type(high, jnp.float32), bits.astype(jnp.uint16)
+    low_bits = lax.bitcast_convert_type(master, jnp.uint32).astype(jnp.uint16)
+    return upper_half(master, low_bits), low_bits
+
+
+def upper_half(master: Array, low_bits: Array) -> Array:
+    """The bfloat16, in f32, that together with these low bits is the master.
+
+    It is computed from the low bits, for two reasons. XLA:TPU makes both in one kernel only if one needs the other. And
+    XLA may compute the master twice and round it differently, once for the bits and once for the parameter. Then this is
+    some units in the last place off, and becomes the right one when it is rounded to bfloat16.
+    """
+    bits, low = lax.bitcast_convert_type(master, jnp.uint32), low_bits.astype(jnp.uint32)
+    # A carry moves to the exponent where it should. Rounded up, some NaNs would become -0.
+    carry = jnp.where(_is_nan(bits), bits & np.uint32(0x400000) ^ np.uint32(0x400000), (low & np.uint32(0x8000)) << 1)
+    sign = bits & np.uint32(0x80000000)
+    high = jnp.where(bits - sign < low, sign, bits - low + carry)  # 0 if the other master was not 0
+    return lax.bitcast_convert_type(high, jnp.float32)
 
 
 def join_master(param: Array, low_bits: Array) -> Array:
-    """The float32 array that `split_master` was given. Without its own low bits, at most a spacing away from it."""
+    """The float32 array that `split_master` was given. With other low bits, at most a spacing away from `param`."""
     # All in 32 bits: a TPU packs arrays of 16 bits in pairs, and reads one as another type only by a copy.
     high, low = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.uint32), low_bits.astype(jnp.uint32)
-    # Low bits above a half mean that the bfloat16 was rounded up.
-    borrow = jnp.where((low >= 0x8000) & ~_is_nan(high), np.uint32(0x10000), np.uint32(0))
+    # Low bits of a half and more mean that the bfloat16 was rounded up. No number is rounded up to 0: that parameter was
+    # flushed to 0, or became it in the addition of an update, and to borrow from it would make a NaN.
+    is_zero = (high & np.uint32(0x7FFFFFFF)) == 0
+    borrow = jnp.where((low >= 0x8000) & ~_is_nan(high) & ~is_zero, np.uint32(0x10000), np.uint32(0))
     return lax.bitcast_convert_type(high + low - borrow, jnp.float32)
 
 

@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import jamp
+from benchmarks import hlo
 
 jax.config.update("jax_enable_compilation_cache", False)  # A cached program for an absent device cannot be read.
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -44,20 +45,32 @@ def test_the_check_of_a_step_is_one_scalar_all_reduce_for_each_way_to_shard(kind
 @pytest.mark.promotes("optax.adamw")
 def test_the_check_reads_the_gradients_in_the_same_pass_as_a_clips_norm():
     """A reduction of integers or bools would not."""
+    params = {f"layer_{i}": jax.ShapeDtypeStruct((2240, 2240), jnp.float32) for i in range(8)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    moved = lambda tx: compiled_step(tx, params).cost_analysis()["bytes accessed"]
+    assert moved(jamp.loss_scaled(tx)) < 1.02 * moved(tx)
+
+
+@pytest.mark.promotes("optax.adamw")
+def test_8_bit_state_halves_the_bytes_of_a_step_for_arrays_beyond_fast_memory():
+    wide = {f"layer_{i}": jax.ShapeDtypeStruct((8192, 4096), jnp.float32) for i in range(2)}
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), wide)
+    small = jamp.stochastic_rounding(jamp.quantized_state(optax.adamw(1e-3)))
+    found, whole = compiled_step(small, params), compiled_step(optax.adamw(1e-3), wide)
+    assert hlo.count(found.as_text()).bytes < 0.6 * hlo.count(whole.as_text()).bytes
+    assert found.memory_analysis().temp_size_in_bytes < 1.1 * 2 * 8192 * 4096
+
+
+def compiled_step(tx, params):
     one = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0])
     on_one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), tree)
-    params = {f"layer_{i}": jax.ShapeDtypeStruct((2240, 2240), jnp.float32) for i in range(8)}
 
-    def moved(tx):
-        def step(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-        args = on_one((params, jax.eval_shape(tx.init, params), params))
-        return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile().cost_analysis()["bytes accessed"]
-
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    assert moved(jamp.loss_scaled(tx)) < 1.02 * moved(tx)
+    args = on_one((params, jax.eval_shape(tx.init, params), params))
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
 
 
 def test_the_compiler_keeps_the_recomputation_of_autocast(monkeypatch):

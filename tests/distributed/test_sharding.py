@@ -1,5 +1,6 @@
 """SPMD jit: data parallel, FSDP, and FSDP with tensor parallelism, on meshes with Auto and with Explicit axes."""
 
+import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -315,12 +316,25 @@ def test_split_masters_and_8_bit_states_on_eight_devices_are_those_of_one(kind):
     assert not collectives(sharded.as_text())
     moments = lambda run: run[1].inner_state.inner_state[0]
     found, alone = jax.device_get((found, jax.jit(steps)(plain)))
-    assert moments(found).mu["w"].codes.dtype == jnp.int8
-    assert_equal(moments(found).mu["w"].codes, moments(alone).mu["w"].codes)
+    assert moments(found).mu.codes["w"].dtype == jnp.int8
+    assert_equal(moments(found).mu.codes["w"], moments(alone).mu.codes["w"])
     if kind is AxisType.Auto:
         assert_equal(found, alone)
     else:  # XLA:CPU fuses Adam otherwise: also moments that stay float32 differ in the last bit.
         assert_close(*(jamp.interop.join_masters(state, p).master_params for p, state in (found, alone)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "in_context"), [*((kind, True) for kind in KINDS), (AxisType.Auto, False)])
+@pytest.mark.promotes("optax")
+def test_8_bit_states_of_shards_that_are_no_groups_of_8_rows_gather_nothing(kind, in_context):
+    """A TPU keeps arrays in tiles of 8 rows. Blocks are made in that view only where it cuts no shard."""
+    tx, mesh = jamp.quantized_state(optax.adam(0.1)), place(kind, "fsdp and tensor")[0]
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        for rows, groups in ((72, False), (1024, True)):  # of 36 and 512 rows in a shard
+            w = jax.device_put(normal(rows, 512), NamedSharding(mesh, P("data", "model")))
+            lowered = jax.jit(lambda w, state: tx.update(w, state)).lower(w, jax.jit(tx.init)(w))
+            assert not collectives(lowered.compile().as_text())
+            assert (f"tensor<{rows // 8}x8x4x128xf32>" in lowered.as_text()) is groups
 
 
 @pytest.mark.promotes("optax")

@@ -148,6 +148,34 @@ def test_autocast_and_masters_combine_with_an_optimizer():
     assert dtypes(optimizer.opt_state.inner_state.master_params) == {"float32"}
 
 
+@pytest.mark.parametrize("kind", [nnx.Optimizer, jamp.nnx.Optimizer])
+def test_masters_and_moments_in_fewer_bits_step_as_they_do_in_optax(kind):
+    """Part of a tree stays whole: the bias is small, and the second layer is in float32."""
+    both = {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}
+    model = nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0), **both), nnx.Linear(128, 64, rngs=nnx.Rngs(1)))
+    tx = jamp.master_params(jamp.quantized_state(optax.adam(1e-2)), split=True)
+    params, x = nnx.to_pure_dict(nnx.state(model, nnx.Param)), np.ones((4, 64), np.float32)
+    params = jax.tree.map(jnp.copy, params)
+    optimizer, loss_fn = kind(model, tx, wrt=nnx.Param), lambda model: jnp.mean(model(x) ** 2)
+
+    @nnx.jit
+    def train_step(model, optimizer):
+        differentiate = nnx.grad(loss_fn) if kind is nnx.Optimizer else scaled(optimizer)
+        grads = differentiate(model)
+        optimizer.update(model, grads)
+        return nnx.as_pure(grads)
+
+    scaled = lambda optimizer: lambda model: jamp.nnx.value_and_grad(loss_fn, optimizer)(model)[1]
+    state, step = tx.init(params), jax.jit(tx.update)
+    for _ in range(3):
+        grads = nnx.to_pure_dict(train_step(model, optimizer))
+        updates, state = step(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    codes = [x.dtype.name for x in jax.tree.leaves(nnx.as_pure(optimizer.opt_state)) if x.dtype.itemsize == 1]
+    assert sorted(codes)[-4:] == ["int8", "int8", "uint8", "uint8"]
+    assert_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), params, rtol=1e-6)
+
+
 def test_a_model_under_autocast_gets_its_statistics_and_its_dropout_moves_on():
     results, low = [], jamp.autocast(loss_fn)
     for fun in (low, loss_fn):
