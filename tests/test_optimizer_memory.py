@@ -206,10 +206,10 @@ def test_every_tree_in_a_state_of_optax_is_a_moment_or_known_not_to_be_one():
     named = {name: set(fields) for name, fields in moments._MOMENTS.items() if name in kinds}
     assert len(named) >= len(moments._MOMENTS) - 2  # `optax` of another version may lack some
     assert all(fields <= set(kinds[name]._fields) for name, fields in named.items())
-    # Not in the table, and so whole: states inside, factors, steps, gradients, and moments that a difference is made of.
+    # Not in the table, and so whole: states inside, factors, steps, gradients, and moments that are subtracted.
     whole = {
-        "inner_state", "inner_opt_state", "inner_states", "skip_state", "base_optimizer_state", "fast_state", "opt_state",
-        "adv_state", "cache", "fast", "measurements", "measure_states",
+        "inner_state", "inner_opt_state", "inner_states", "skip_state", "base_optimizer_state", "fast_state",
+        "opt_state", "adv_state", "cache", "fast", "measurements", "measure_states",
         "v_row", "v_col", "step_sizes", "prev_updates", "updates", "grad", "grad_acc", "g", "scale", "reward",
         "subgradients", "diff_params_memory", "diff_updates_memory",
         "MomoState.exp_avg", "MomoAdamState.exp_avg", "MomoAdamState.exp_avg_sq", "ScaleByNovogradState.nu",

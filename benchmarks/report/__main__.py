@@ -41,6 +41,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "gpu_steps": (PAGE, ("gpu_steps",), step.step),
     "gpu_half": (PAGE, ("gpu_steps",), step.half),
     "gpu_models": (PAGE, ("gpu_models",), step.models),
+    "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200"), parameters.ways),
     "cost": (README, ("tpu", "h200"), step.cost),
     "speed": (COMPARISON, ("tpu", "h200", "step"), step.speed),
 }
@@ -53,7 +54,7 @@ FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "accumulate": (AUTOCAST, {"accumulate": accuracy.accumulate}),
     "memory_tpu": (AUTOCAST, {"memory_tpu": step.memory}),
     "reinforce": (DTYPES, reinforce.TABLES),
-    "rounding": (PARAMETERS, {"training": accuracy.rounding}),
+    "rounding": (PARAMETERS, {"training": parameters.training}),
     "rounding_optimizers": (PARAMETERS, {"optimizers": accuracy.rounding_optimizers}),
     "codes": (PARAMETERS, {"codes": parameters.codes}),
     "rounding_step": (PARAMETERS, {"step": step.rounding}),

@@ -186,14 +186,6 @@ def text_model(found: Found) -> str:
     return f"{table(head, body)}\n\n{after}\n\n{origin(found)}"
 
 
-def rounding(found: Found) -> str:
-    def losses(rows: Rows) -> str:
-        values = [row["loss"] for row in rows]
-        return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-    return pivot(found["rows"], "way", "task", losses)
-
-
 def rounding_optimizers(found: Found) -> str:
     return pivot(found["rows"], "optimizer", "way", lambda rows: f"{rows[0]['loss']:.3f}")
 

@@ -141,8 +141,8 @@ def upper_half(master: Array, low_bits: Array) -> Array:
     """The bfloat16, in f32, that together with these low bits is the master.
 
     It is computed from the low bits, for two reasons. XLA:TPU makes both in one kernel only if one needs the other. And
-    XLA may compute the master twice and round it differently, once for the bits and once for the parameter. Then this is
-    some units in the last place off, and becomes the right one when it is rounded to bfloat16.
+    XLA may compute the master twice, once for the bits and once for the parameter, and round it differently. Then this
+    is some units in the last place off, and becomes the right one when it is rounded to bfloat16.
     """
     bits, low = lax.bitcast_convert_type(master, jnp.uint32), low_bits.astype(jnp.uint32)
     # A carry moves to the exponent where it should. Rounded up, some NaNs would become -0.
@@ -156,8 +156,8 @@ def join_master(param: Array, low_bits: Array) -> Array:
     """The float32 array that `split_master` was given. With other low bits, at most a spacing away from `param`."""
     # All in 32 bits: a TPU packs arrays of 16 bits in pairs, and reads one as another type only by a copy.
     high, low = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.uint32), low_bits.astype(jnp.uint32)
-    # Low bits of a half and more mean that the bfloat16 was rounded up. No number is rounded up to 0: that parameter was
-    # flushed to 0, or became it in the addition of an update, and to borrow from it would make a NaN.
+    # Low bits of a half and more mean that the bfloat16 was rounded up. No number is rounded up to 0: such a parameter
+    # was flushed to 0, or is of another step, and to borrow from it would make a NaN.
     is_zero = (high & np.uint32(0x7FFFFFFF)) == 0
     borrow = jnp.where((low >= 0x8000) & ~_is_nan(high) & ~is_zero, np.uint32(0x10000), np.uint32(0))
     return lax.bitcast_convert_type(high + low - borrow, jnp.float32)
