@@ -131,8 +131,7 @@ def test_split_masters_convert_to_whole_ones_and_reject_what_they_cannot_hold():
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 arrays = st.lists(floats, min_size=32, max_size=32).map(lambda x: np.float32(x).reshape(2, 16))
-ENCODE = jax.jit(encode, static_argnums=(1, 2))
-DECODE = jax.jit(decode, static_argnums=1)
+ENCODE, DECODE = encode, decode
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

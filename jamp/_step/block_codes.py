@@ -9,8 +9,10 @@ The random bits are a hash of the element, its scale and its place in its block.
 communication.
 """
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -39,6 +41,7 @@ class BlockCodes(NamedTuple):
     scales: Any  # f32[..., blocks]
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for arrays of the same shape
 def encode(x: Array, block_size: int, never_negative: bool, scales: Array | None = None) -> BlockCodes:
     """Round an array stochastically to eight bits. What a code stands for already is not moved.
 
@@ -70,6 +73,7 @@ def encode(x: Array, block_size: int, never_negative: bool, scales: Array | None
     return BlockCodes(signed.astype(jnp.uint8 if never_negative else jnp.int8), scales)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def decode(stored: BlockCodes, block_size: int) -> Array:
     """The numbers that the codes stand for, f32. Of a block that held inf or NaN, all are inf or NaN."""
     never_negative = stored.codes.dtype == jnp.uint8
