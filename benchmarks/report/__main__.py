@@ -23,7 +23,8 @@ ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
 PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
 QUANTIZED = "docs/8-bit.md"
 PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED)
-# The tables that are made of the rows under some keys of the results: their page, these keys, and what makes them.
+# The tables that are made of the rows under some keys of the results, or of whole files of them: their page, these keys
+# or files, and what makes them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "counted": (PAGE, ("tpu", "h200"), step.counted),
     "predicted": (PAGE, ("tpu", "h200"), step.predicted),
@@ -41,7 +42,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "gpu_steps": (PAGE, ("gpu_steps",), step.step),
     "gpu_half": (PAGE, ("gpu_steps",), step.half),
     "gpu_models": (PAGE, ("gpu_models",), step.models),
-    "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200"), parameters.ways),
+    "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200", "rounding.json", "codes.json"), parameters.ways),
     "cost": (README, ("tpu", "h200"), step.cost),
     "speed": (COMPARISON, ("tpu", "h200", "step"), step.speed),
 }
@@ -96,7 +97,7 @@ def tables(found: dict[str, Results]) -> Iterator[tuple[str, str, str]]:
     told: set[str] = set()
     for name, (page, keys, make) in TABLES.items():
         if found.keys() >= set(keys):
-            text = make(*(found[key][key] for key in keys))
+            text = make(*(found[key] if key.endswith(".json") else found[key][key] for key in keys))
             source = origin(found[keys[0]])
             if page == PAGE and len(keys) == 1 and source not in told:
                 told.add(source)

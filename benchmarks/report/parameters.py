@@ -24,35 +24,43 @@ CALLS = {
 }
 
 
-def ways(tpu: Rows, h200: Rows) -> str:
-    """Of AdamW's step: bytes a parameter that are held, moved and temporary, and kernels an array."""
+def ways(tpu: Rows, h200: Rows, trained: dict[str, Any], moments: dict[str, Any]) -> str:
+    """Of AdamW: bytes a parameter held, moved and temporary, kernels of a step, its error, and the loss it leads to."""
     head = ["AdamW", "held", "v5e: moved", "temporary", "kernels", "H200: moved", "temporary", "kernels"]
+    head += ["error of an update", "loss, language model"]
+    code = select(moments["rows"], way="powers 2 and 4, stochastic", task="language model, b2 0.999")[0]
+    errors = {"8-bit": f"{np.mean(code['errors']):.3f}", "bfloat16": "not measured"}
     body = []
     for name in names(select(tpu, optimizer="adamw")):
         rows = [select(found, optimizer="adamw", name=name)[0] for found in (tpu, h200)]
-        cells = (
-            f"{row['moved']:.1f} ({row['bytes_ratio']:.2f}); {row['temporary']:.1f}; {row['kernels']}" for row in rows
-        )
-        body.append([CALLS[name], f"{rows[0]['stored']:.2f}", *(part for cell in cells for part in cell.split("; "))])
+        cells = [
+            part
+            for row in rows
+            for part in (f"{row['moved']:.1f} ({row['bytes_ratio']:.2f})", f"{row['temporary']:.1f}", row["kernels"])
+        ]
+        error = next((x for kind, x in errors.items() if f"{kind} state" in name), "0")
+        loss = differences(trained["rows"], "language model", name)
+        body.append([CALLS[name], f"{rows[0]['stored']:.2f}", *map(str, cells), error, loss])
     return table(head, body)
 
 
+def differences(rows: Rows, task: str, way: str) -> str:
+    """float32's mean, or the 90 % interval of the paired differences to it: percent, or for the digits points."""
+    key = "accuracy" if task == "digits" else "loss"
+    base, found = (np.array([row[key] for row in select(rows, task=task, way=w)]) for w in ("float32", way))
+    if not found.size:
+        return ""
+    if way == "float32":
+        return f"{100 * base.mean():.1f} %" if task == "digits" else f"{base.mean():.3f}"
+    low, high = (100 * x / (1 if task == "digits" else base.mean()) for x in interval(found - base))
+    text = f"{low:+.2f} to {high:+.2f}"
+    return text if -MARGIN < low < high < MARGIN else f"**{text}**"
+
+
 def training(found: dict[str, Any]) -> str:
-    """float32's mean on data held out, and the 90 % interval of each way's paired differences to it."""
-    tasks = names(found["rows"], "task")
-    body = []
-    for way in names(found["rows"], "way"):
-        cells = []
-        for task in tasks:
-            key = "accuracy" if task == "digits" else "loss"
-            values = [np.array([row[key] for row in select(found["rows"], task=task, way=w)]) for w in ("float32", way)]
-            base = values[0].mean()
-            unit = 100 if task == "digits" else 100 / base
-            low, high = (unit * x for x in interval(values[1] - values[0]))
-            text = f"{low:+.2f} to {high:+.2f}"
-            first = f"{100 * base:.1f} %" if task == "digits" else f"{base:.3f}"
-            cells.append(first if way == "float32" else text if -MARGIN < low < high < MARGIN else f"**{text}**")
-        body.append([CALLS[way], *cells])
+    """How each task ends on data held out."""
+    rows, tasks = found["rows"], names(found["rows"], "task")
+    body = [[CALLS[way], *(differences(rows, task, way) for task in tasks)] for way in names(rows, "way")]
     return f"{table(['', *tasks], body)}\n\n{origin(found)}"
 
 
