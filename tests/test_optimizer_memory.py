@@ -56,21 +56,28 @@ def test_low_bits_of_another_step_move_a_master_by_at_most_a_spacing():
     wide = np.broadcast_to(np.float32(params)[:, None], joined.shape)
     apart = np.abs(joined.astype(np.int64) - wide.view(np.uint32))
     is_number = np.isfinite(wide)
+    assert not np.isnan(joined.view(np.float32))[~np.isnan(wide)].any()
     assert np.isfinite(joined.view(np.float32))[is_number & (np.abs(wide) < 3.3e38)].all()
     assert np.max(apart[is_number]) < 2**16  # in units of the last place of float32
 
 
 def test_a_master_that_xla_computes_twice_and_rounds_differently_is_one_of_the_two():
     rng = np.random.default_rng(0)
-    first = rng.integers(0, 0x7F000000, 10**5, np.uint32)
-    second = np.clip(first.astype(np.int64) + rng.integers(-100, 101, first.size), 0, None).astype(np.uint32)
-    small = [[0, 0x2F00ABCD], [0x2F00ABCD, 0], [0, 0x2F001234], [0x2F001234, 0]]  # one of the two is 0
-    first, second = np.concatenate([[first, second], np.uint32(small).T], 1)
+    first = rng.integers(2**24, 0x7F000000, 10**5, np.uint32) | rng.integers(0, 2, 10**5, np.uint32) << 31
+    second = (first + rng.integers(-100, 101, first.size)).astype(np.uint32)
     low = first.astype(np.uint16)
-    params = np.asarray(jax.jit(upper_half)(of_bits(second), low)).astype(BF16)
-    joined = np.asarray(jax.jit(join_master)(params, low))
-    assert_equal(joined[:-4][first[:-4] > 2**24], of_bits(first)[:-4][first[:-4] > 2**24])
-    assert np.abs(joined[-4:]).max() < 1.01 * of_bits(0x2F00ABCD)
+    join = lambda bits, low: np.asarray(
+        jax.jit(join_master)(np.asarray(jax.jit(upper_half)(of_bits(bits), low)).astype(BF16), low)
+    )
+    assert_equal(join(second, low), of_bits(first))
+    # One of the two is 0: the result is of their size. One is inf: the other is the largest number.
+    tiny = np.uint32([0x2F00ABCD, 0x2F001234, 0xAF00ABCD])
+    for bits, low in ((tiny, 0 * tiny), (0 * tiny, tiny)):
+        found = join(bits, low.astype(np.uint16))
+        assert np.all(np.abs(found - of_bits(bits)) <= 2.0**-8 * np.abs(of_bits(tiny)))
+    inf, largest = np.uint32([0x7F800000]), np.uint32([0x7F7FFFFF])
+    assert not np.isnan(join(inf, largest.astype(np.uint16))).any()
+    assert not np.isnan(join(largest, inf.astype(np.uint16))).any()
 
 
 def train(tx, params, steps, seed=0):
@@ -327,14 +334,31 @@ def test_bytes_a_parameter_and_a_step_that_changes_nothing():
 
 
 @promotes
-def test_moments_that_optax_keeps_in_bfloat16_are_stored_in_bytes_too():
-    params = jax.tree.map(lambda p: p.astype(BF16), PARAMS)
-    tx = jamp.quantized_state(optax.adamw(1e-2))
-    state = tx.init(params)
-    assert len(stored(state)) == 4
-    after = jax.jit(tx.update)(params, state, params)[1]
-    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
-    assert {x.dtype for x in stored(after).values()} == {np.dtype(np.int8), np.dtype(np.uint8)}
+@pytest.mark.parametrize("mu_dtype", [None, BF16])
+def test_moments_in_bfloat16_stay_and_conditional_wrappers_work(mu_dtype):
+    params = jax.tree.map(lambda p: p.astype(BF16) if mu_dtype is None else p, PARAMS)
+    adam = optax.adam(1e-2, mu_dtype=mu_dtype)
+    plain = adam.update(params, adam.init(params), params)
+    for wrap in (jamp.quantized_state, lambda tx: jamp.quantized_state(optax.apply_if_finite(tx, 5))):
+        tx = wrap(adam)
+        state = tx.init(params)
+        assert len(stored(state)) == (0 if mu_dtype is None else 2)  # of nu
+        updates, after = jax.jit(optax.apply_if_finite(tx, 5).update)(params, optax.apply_if_finite(tx, 5).init(params))
+        assert jax.tree.map(jnp.result_type, after.inner_state) == jax.tree.map(jnp.result_type, state)
+        assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, plain[0])
+
+
+def test_an_inner_optimizer_is_called_twice_only_for_codes_and_other_bytes_stay():
+    calls = []
+    count = optax.stateless(lambda updates, params: calls.append(1) or updates)
+    tx = jamp.quantized_state(optax.chain(count, optax.sgd(0.1, momentum=0.9)))
+    params = {"w": jnp.ones((64, 256)), "b": jnp.ones(8)}
+    for p, times in ((params, 2), ({"b": params["b"]}, 1)):
+        calls.clear()
+        tx.update(p, tx.init(p), p)
+        assert len(calls) == times
+    trace = optax.TraceState({"w": jnp.ones((64, 256)), "k": jnp.ones(8, jnp.int8), "step": 3})
+    assert_equal(jamp.interop.dequantize_state(jamp.interop.quantize_state(trace)), trace)
 
 
 def test_rows_in_groups_of_8_have_the_codes_that_they_have_alone():

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jax.tree_util import tree_map_with_path
 
-from jamp._cast import is_floating
+from jamp._cast import is_float32
 from jamp._step.block_codes import BlockCodes, decode, encode
 from jamp._step.moments import map_moments
 from jamp._step.state import contains
@@ -45,16 +45,19 @@ def quantized_state(
     AdamW's moments take 2.06 bytes a parameter in place of 8. A step decodes them, runs `inner` in float32, and rounds
     the new ones stochastically, so that slow averages keep moving.
 
-    Stored in eight bits are the moments of Optax's and `optax.contrib`'s states that have 16 or 32 bits, at least 4096
+    Stored in eight bits are the float32 moments of Optax's and `optax.contrib`'s states that have at least 4096
     elements and a last axis of at least 16. Everything else stays as it is: sums of gradients, copies of parameters,
-    masters, and the states of other libraries.
+    masters, and the states of other libraries. For bfloat16 parameters Optax makes bfloat16 moments, which stay too:
+    put `stochastic_rounding` or `master_params` around, as `inner` then sees float32.
+
+    `inner` is called twice in a step, for the scales and for the codes, and must have no side effects.
 
     Args:
       inner: The optimizer.
       block_size: The number of elements along the last axis that share a float32 scale. Where that axis is sharded,
-        make its shards multiples of it, so that no block is cut.
+        make its shards multiples of it, so that no block is cut. On Explicit axes JAX demands it.
       keep: A function of an array's path in the inner state and the array. What it returns True for stays as it is.
-      never_negative: A function of a path and an array, for a state that jamp does not know. It is asked about floating
+      never_negative: A function of a path and an array, for a state that jamp does not know. It is asked about float32
         arrays in no field of Optax's that is a moment. True, if no element is ever negative, as in a second moment, and
         False store the array in eight bits. None leaves it.
 
@@ -89,17 +92,22 @@ def quantized_state(
         if contains(state, lambda x: isinstance(x, QuantizedState)):
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
-        state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_floating(x) else x, state)
+        state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
         return quantize_state(state, block_size, keep, never_negative)
 
     def update(
         grads: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, QuantizedState]:
         step = lambda state: inner.update(grads, dequantize_state(state, block_size), params, **extra_args)
+        if not contains(state, _is_codes):
+            updates, new = step(state)
+            return updates, QuantizedState(new)
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
         # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once.
         scaled = quantize_state(step(state)[1], block_size, keep, never_negative)
-        updates, new = step(jax.tree.map(lambda x: lax.optimization_barrier(x) if _is_code(x) else x, state))
+        barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
+        apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
+        updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
         return updates, _with_scales_of(scaled, new, block_size)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -118,13 +126,13 @@ def quantize_state(
     """
 
     def stored(path: Any, x: Any, is_square: bool | None) -> Any:
-        if not is_floating(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS or x.dtype.itemsize > 4:
+        if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
             return x
         if is_square is None and never_negative is not None:
             is_square = never_negative(path, x)
         if is_square is None or (keep is not None and keep(path, x)):
             return x
-        return encode(x.astype(jnp.float32), block_size, is_square)
+        return encode(x, block_size, is_square)
 
     def field(start: Any, tree: Any, is_square: bool | None) -> Any:
         new = tree_map_with_path(lambda path, x: stored((*start, *path), x, is_square), tree)
@@ -143,9 +151,7 @@ def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> Quan
     """A state of the inner optimizer, stored like another one and with its scales."""
 
     def one(code: Any, scales: Any, x: Any) -> Any:
-        if not _is_code(code):
-            return x
-        return encode(x.astype(jnp.float32), block_size, code.dtype == jnp.uint8, scales).codes
+        return encode(x, block_size, code.dtype == jnp.uint8, scales).codes if _is_array(scales) else x
 
     def field(stored: Any, tree: Any) -> Any:
         if not _is_codes(stored):
@@ -166,7 +172,7 @@ def dequantize_state(state: QuantizedState, block_size: int = 128) -> Any:
     """
 
     def whole(codes: Any, scales: Any) -> Any:
-        return decode(BlockCodes(codes, scales), block_size) if _is_code(codes) else codes
+        return decode(BlockCodes(codes, scales), block_size) if _is_array(scales) else codes
 
     def field(x: Any) -> Any:
         return jax.tree.map(whole, x.codes, x.scales) if _is_codes(x) else x
@@ -178,5 +184,6 @@ def _is_codes(x: Any) -> bool:
     return isinstance(x, BlockCodes)
 
 
-def _is_code(x: Any) -> bool:
-    return x.dtype in (jnp.int8, jnp.uint8)
+def _is_array(scales: Any) -> bool:
+    """Whether there are scales: not of an array that stays whole."""
+    return bool(jax.tree.leaves(scales))

@@ -13,6 +13,9 @@ from jamp._cast import is_floating, to_float32
 from jamp._step.params import rounds_params
 
 
+_INF = np.uint32(0x7F800000)
+
+
 class MasterParamsState(NamedTuple):
     """State of `master_params`.
 
@@ -147,8 +150,9 @@ def upper_half(master: Array, low_bits: Array) -> Array:
     bits, low = lax.bitcast_convert_type(master, jnp.uint32), low_bits.astype(jnp.uint32)
     # A carry moves to the exponent where it should. Rounded up, some NaNs would become -0.
     carry = jnp.where(_is_nan(bits), bits & np.uint32(0x400000) ^ np.uint32(0x400000), (low & np.uint32(0x8000)) << 1)
-    sign = bits & np.uint32(0x80000000)
-    high = jnp.where(bits - sign < low, sign, bits - low + carry)  # 0 if the other master was not 0
+    size = bits & np.uint32(0x7FFFFFFF)
+    # Where the other master was not 0 or not inf, this is 0 or inf.
+    high = jnp.where(size < low, bits - size, jnp.where(size == _INF, bits, bits - low + carry))
     return lax.bitcast_convert_type(high, jnp.float32)
 
 
@@ -158,8 +162,9 @@ def join_master(param: Array, low_bits: Array) -> Array:
     high, low = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.uint32), low_bits.astype(jnp.uint32)
     # Low bits of a half and more mean that the bfloat16 was rounded up. No number is rounded up to 0: such a parameter
     # was flushed to 0, or is of another step, and to borrow from it would make a NaN.
-    is_zero = (high & np.uint32(0x7FFFFFFF)) == 0
-    borrow = jnp.where((low >= 0x8000) & ~_is_nan(high) & ~is_zero, np.uint32(0x10000), np.uint32(0))
+    size = high & np.uint32(0x7FFFFFFF)
+    borrow = jnp.where((low >= 0x8000) & ~_is_nan(high) & (size != 0), np.uint32(0x10000), np.uint32(0))
+    low = jnp.where((low < 0x8000) & (size == _INF), np.uint32(0), low)  # of another step; inf has none
     return lax.bitcast_convert_type(high + low - borrow, jnp.float32)
 
 
