@@ -72,9 +72,9 @@ def test_a_master_that_xla_computes_twice_and_rounds_differently_is_one_of_the_t
     assert_equal(join(second, low), of_bits(first))
     # One of the two is 0: the result is of their size. One is inf: the other is the largest number.
     tiny = np.uint32([0x2F00ABCD, 0x2F001234, 0xAF00ABCD])
-    for bits, low in ((tiny, 0 * tiny), (0 * tiny, tiny)):
-        found = join(bits, low.astype(np.uint16))
-        assert np.all(np.abs(found - of_bits(bits)) <= 2.0**-8 * np.abs(of_bits(tiny)))
+    for upper, low in ((tiny, 0 * tiny), (0 * tiny, tiny)):
+        found = join(upper, low.astype(np.uint16))
+        assert np.all(np.abs(found - of_bits(upper)) <= 2.0**-8 * np.abs(of_bits(tiny)))
     inf, largest = np.uint32([0x7F800000]), np.uint32([0x7F7FFFFF])
     assert not np.isnan(join(inf, largest.astype(np.uint16))).any()
     assert not np.isnan(join(largest, inf.astype(np.uint16))).any()

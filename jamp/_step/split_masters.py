@@ -12,7 +12,6 @@ from jax.tree_util import keystr
 from jamp._cast import is_floating, to_float32
 from jamp._step.params import rounds_params
 
-
 _INF = np.uint32(0x7F800000)
 
 
