@@ -3,7 +3,8 @@
 The TPU needs `pip install libtpu`; the GPU, `pip install "jax[cuda13]"` (5 GB).
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -33,6 +34,18 @@ TARGETS: dict[str, dict[str, str]] = {
     "tpu": {"platform": "tpu", "topology_name": "v5e:2x2"},
     "h200": {"topology_name": "one", "platform": "cuda", "target_config": H200, "topology": "1x1x1"},
 }
+
+
+def in_shapes(make: Callable[[], Case]) -> Case:
+    """The case that `make` makes of arrays, with their shapes in place of them."""
+    made: list[Case] = []
+
+    def arrays() -> Any:
+        made.append(make())
+        return made[0].carry, made[0].args
+
+    carry, args = jax.eval_shape(arrays)
+    return dataclasses.replace(made[0], carry=carry, args=args)
 
 
 def compile_for(target: str, cases: Iterable[Case]) -> Rows:

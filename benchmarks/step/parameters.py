@@ -9,7 +9,6 @@ has to read the gradients once more, so that read is a case of its own.
 rounding: gradients have the dtype of the parameters.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 import jamp
-from benchmarks.ahead_of_time import compile_for
+from benchmarks.ahead_of_time import compile_for, in_shapes
 from benchmarks.record import Rows, parser, record, write
 from benchmarks.step.peers import plain
 from benchmarks.step.update import like
@@ -95,22 +94,9 @@ def millions(*sizes: Any) -> float:
 
 def case(what: str, optimizer: str, name: str, leaves: int, width: int) -> Case:
     dtype, wrap = WAYS[what][name]
-    tx = wrap(OPTIMIZERS[what][optimizer])
     params = {f"p{i}": jnp.full(x, 0.01, dtype) for i, x in enumerate(shapes(what, leaves, width))}
-    recipe = plain(tx, params)
+    recipe = plain(wrap(OPTIMIZERS[what][optimizer]), params)
     return Case(name, recipe.step, recipe.carry, (like(params, 1e-3),))
-
-
-def in_shapes(*which: Any) -> Case:
-    """A case of shapes instead of arrays, for a compiler."""
-    made: list[Case] = []
-
-    def arrays() -> Any:
-        made.append(case(*which))
-        return made[0].carry, made[0].args
-
-    carry, args = jax.eval_shape(arrays)
-    return dataclasses.replace(made[0], carry=carry, args=args)
 
 
 def measure(what: str, optimizer: str, leaves: int, width: int, rounds: int) -> Rows:
@@ -134,7 +120,8 @@ def ahead(what: str, target: str, quick: bool) -> Rows:
     leaves, width = (4, 64) if quick else (8, 4096) if what == "rounding" else (40, 1024)
     rows, size = [], millions(what, leaves, width)
     for optimizer in OPTIMIZERS[what]:
-        made = [in_shapes(what, optimizer, name, leaves, width) for name in WAYS[what] if not name.endswith("again")]
+        ways = [name for name in WAYS[what] if not name.endswith("again")]
+        made = [in_shapes(partial(case, what, optimizer, name, leaves, width)) for name in ways]
         for one, row in zip(made, compile_for(target, made), strict=True):
             stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((one.carry, one.args))) / size / 1e6
             each = {"stored": stored, "temporary": row["temporary_megabytes"] / size, "moved": row["megabytes"] / size}

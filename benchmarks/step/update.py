@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import jamp
-from benchmarks.ahead_of_time import compile_for
+from benchmarks.ahead_of_time import compile_for, in_shapes
 from benchmarks.record import Rows
 from benchmarks.step import frameworks, peers
 from benchmarks.timing import Case, across, compare
@@ -146,11 +146,10 @@ def like(params: Any, value: float) -> Any:
 
 def shapes(name: str, optimizer: str, leaves: int, width: int) -> Case:
     """A case of shapes instead of arrays, for a compiler."""
-    made: list[peers.Recipe] = []
 
-    def carry() -> Any:
-        made.append(peers.JAX[name](OPTIMIZERS[optimizer](), parameters(leaves, width)))
-        return made[0].carry
+    def make() -> Case:
+        params = parameters(leaves, width)
+        recipe = peers.JAX[name](OPTIMIZERS[optimizer](), params)
+        return Case(name, recipe.step, recipe.carry, (params,))
 
-    shape = jax.eval_shape(carry)
-    return Case(name, made[0].step, shape, (jax.eval_shape(lambda: parameters(leaves, width)),))
+    return in_shapes(make)
