@@ -1,7 +1,7 @@
 """Build equations and jaxprs, and evaluate them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any
 
 def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -> list[JaxprEqn]:
     """The equations of a jaxpr, with `inputs` and `outputs` in place of its own, and new variables in between."""
-    names = _arguments(closed, inputs)
+    names = arguments(closed, inputs)
     given = dict(zip(closed.jaxpr.outvars, outputs, strict=True))
     eqns = []
     for eqn in closed.jaxpr.eqns:
@@ -67,7 +67,7 @@ def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -
     return eqns
 
 
-def _arguments(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Env:
+def arguments(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Env:
     """A mapping from a jaxpr's constants to literals, and from its inputs to `inputs`."""
     literal = lambda x: core().Literal(x, jax.typeof(x))
     names = dict(zip(closed.jaxpr.constvars, map(literal, closed.consts), strict=True))
@@ -82,13 +82,13 @@ def flattened(closed: ClosedJaxpr) -> tuple[list[JaxprEqn], list[Any]]:
         rename = lambda atoms: [v if is_literal(v) else names[v] for v in atoms]
         for eqn in body.jaxpr.eqns:
             if inner := inlinable(eqn):
-                names.update(zip(eqn.outvars, add(inner, _arguments(inner, rename(eqn.invars))), strict=True))
+                names.update(zip(eqn.outvars, add(inner, arguments(inner, rename(eqn.invars))), strict=True))
             else:
                 names.update((v, core().Var(v.aval)) for v in eqn.outvars)
                 eqns.append(eqn.replace(invars=rename(eqn.invars), outvars=rename(eqn.outvars)))
         return rename(body.jaxpr.outvars)
 
-    return eqns, add(closed, _arguments(closed, closed.jaxpr.invars))
+    return eqns, add(closed, arguments(closed, closed.jaxpr.invars))
 
 
 def with_bodies(
@@ -138,6 +138,15 @@ def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
     """An equation with another dtype in its parameters (preferred_element_type, new_dtype)."""
     is_old = lambda param: isinstance(param, (np.dtype, type)) and param == old
     return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
+
+
+def widened(eqn: JaxprEqn, narrow: Iterable[Any], wide: np.dtype[Any]) -> JaxprEqn:
+    """An equation in a `wide` dtype in place of some `narrow` ones. A product has the highest precision."""
+    for dtype in narrow:
+        eqn = replace_dtype(eqn, dtype, wide)
+    if "precision" not in eqn.params:
+        return eqn
+    return eqn.replace(params={**eqn.params, "precision": (jax.lax.Precision.HIGHEST,) * 2})
 
 
 def with_result(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:

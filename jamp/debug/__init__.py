@@ -1,7 +1,12 @@
-"""Tools that find inf, NaN and underflow: which operation, on which line, in which parameter."""
+"""Tools that find inf, NaN, underflow and lost digits: which operation, on which line, in which parameter."""
 
 from ._find import find_nonfinite as find_nonfinite
 from ._finding import Finding as Finding, NonfiniteSearch as NonfiniteSearch, Values as Values
 from ._lost import lost_updates as lost_updates
 from ._nonfinite import NonfiniteReport as NonfiniteReport, nonfinite_report as nonfinite_report
 from ._underflow import UnderflowReport as UnderflowReport, underflow_report as underflow_report
+from ._rounding import (
+    RoundingReport as RoundingReport,
+    RoundingRow as RoundingRow,
+    rounding_report as rounding_report,
+)

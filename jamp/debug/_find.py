@@ -12,7 +12,7 @@ from jamp import _jaxpr
 from jamp._autocast.arguments import Call, named, paths
 from jamp._cast import is_inexact
 from jamp.debug._finding import Finding, NonfiniteSearch, Values
-from jamp.debug._walk import Value, Walker, known, worst
+from jamp.debug._origin import OriginWalker, Value, known, worst
 
 
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
@@ -57,9 +57,9 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
 
 def _walk(
     flat: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str]
-) -> tuple[Walker, list[Value]]:
+) -> tuple[OriginWalker, list[Value]]:
     closed = jax.make_jaxpr(flat)(*leaves)
-    walker = Walker()
+    walker = OriginWalker()
     named_leaves = zip(leaves, parameters, strict=True)
     return walker, walker.run(closed, [known(jnp.asarray(x), "input", path) for x, path in named_leaves])
 
@@ -79,7 +79,7 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[An
 
 
 def _report(
-    walker: Walker, results: Sequence[Value], held: tuple[str, ...], forward: set[tuple[str, str]] | None = None
+    walker: OriginWalker, results: Sequence[Value], held: tuple[str, ...], forward: set[tuple[str, str]] | None = None
 ) -> NonfiniteSearch:
     """The result of a search. `forward` has the findings of the forward pass, if the backward pass was run after it."""
     origins = [x.origin for x in results if x.origin is not None]

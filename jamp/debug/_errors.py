@@ -1,0 +1,121 @@
+"""The errors that roundings cause in the value of a function and in its gradients, measured and predicted."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from jamp import _jaxpr
+from jamp._autocast.arguments import Call, paths
+from jamp._autocast.transform import autocast
+from jamp._cast import check_floating, is_floating
+from jamp.debug._program import ON, Program
+from jamp.debug._rounded import Damage, Data
+
+_LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # of float16's gradients: the first with which they are finite
+
+
+class Errors:
+    """A call of a function under autocast, with its gradients.
+
+    Attributes:
+      dtype: The name of the compute dtype.
+      program: The function and its gradient.
+      has_gradients: Whether the first result is a scalar, so that there are gradients.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        compute_dtype: DTypeLike,
+        rules: Mapping[str, str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ):
+        _jaxpr.core()
+        call = Call(args, kwargs)
+        dtype = check_floating("compute_dtype", compute_dtype)
+        self.dtype, self.has_gradients = str(dtype), False
+        flat = call.traceable(autocast(fun, compute_dtype, rules=rules, recompute=False))
+        first = {id(x) for x in Call((args or tuple(kwargs.values()))[:1], {}).leaves}
+        inputs = [i for i, x in enumerate(call.leaves) if id(x) in first and is_floating(x)]
+        def value_and_gradients(scale: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
+            def loss(*xs: Any) -> tuple[Any, list[Any]]:
+                given = dict(zip(inputs, xs, strict=True))
+                results = [jnp.asarray(x) for x in flat(*[given.get(i, x) for i, x in enumerate(leaves)])]
+                self.has_gradients = bool(inputs and results) and is_floating(results[0]) and not results[0].shape
+                return (results[0] * scale if self.has_gradients else jnp.zeros(())), results
+
+            value, pull_back, results = jax.vjp(loss, *[leaves[i] for i in inputs], has_aux=True)
+            if not self.has_gradients:
+                return results, []
+            return results[:1], [g / scale for g in pull_back(jnp.ones_like(value))]
+
+        closed, (values, _) = jax.make_jaxpr(value_and_gradients, return_shape=True)(jnp.float32(1), *call.leaves)
+        self._leaves, self._n = call.leaves, len(values)
+        self._scale = jnp.float32(_LOSS_SCALES[0] if dtype == jnp.float16 else 1)
+        self.program = Program(closed, ["", *paths(fun, args, kwargs)])
+
+    @functools.cached_property
+    def exact(self) -> list[Array]:
+        """The results without any rounding."""
+        return self.program.run([self._scale, *self._leaves], {})[0]
+
+    @functools.cached_property
+    def total(self) -> tuple[float, float]:
+        """The errors of value and gradients with all roundings. In float16 it lowers the loss scale while they overflow."""
+        everything = dict.fromkeys(range(len(self.program.places)), ON)
+        for scale in [x for x in _LOSS_SCALES if x <= self._scale]:
+            self._scale = jnp.float32(scale)
+            errors = self.of(everything)
+            if np.all(np.isfinite(errors)):
+                break
+        return errors
+
+    def of(self, on: Data) -> tuple[float, float]:
+        """The measured errors of value and gradients with some roundings."""
+        results, _ = self.program.run([self._scale, *self._leaves], on)
+        pairs = list(zip(results, self.exact, strict=True))
+        return _distance(pairs[: self._n]), _distance(pairs[self._n :])
+
+    def damages(self) -> list[dict[int, Damage]]:
+        """The predicted damage of each place to the value, and to the gradients. Inside scans it has their axes.
+
+        Raises:
+          ValueError: If the function or its gradients are not finite in float32.
+        """
+        self.exact, env = self.program.run([self._scale, *self._leaves], {}, keep=True)
+        if not all(bool(jnp.all(jnp.isfinite(x))) for x in self.exact if is_floating(x)):
+            raise ValueError(
+                "The function or its gradients are inf or NaN in float32, so there are no errors to measure. "
+                "jamp.debug.find_nonfinite(fun, grad=True) names the operation."
+            )
+        value, gradients = self.exact[: self._n], self.exact[self._n :]
+        probes = [*_probe(value, 0), *[None] * len(gradients)], [*[None] * len(value), *_probe(gradients, 1)]
+        found = self.program.damages(env, probes[: 1 + self.has_gradients])
+        add = lambda first, *rest: functools.reduce(np.add, rest, first)
+        return [{place: jax.tree.map(add, *damages) for place, damages in mine.items()} for mine in found]
+
+
+def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
+    """The norm of the differences of several arrays over that of the second ones."""
+    wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs if is_floating(y)]
+    size = sum(float(np.sum(y**2)) for _, y in wide)
+    error = math.sqrt(sum(float(np.sum((x - y) ** 2)) for x, y in wide))
+    if not math.isfinite(error) or (error and not size):
+        return math.inf
+    return error / math.sqrt(size) if size else math.nan
+
+
+def _probe(values: Sequence[Any], seed: int) -> list[Any]:
+    """Random signs over the norm of all values. The product with an error has the relative error as its deviation."""
+    size = math.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in values if is_floating(x))) or math.inf
+    keys = jax.random.split(jax.random.key(seed), max(1, len(values)))
+    sign = lambda key, x: jax.random.rademacher(key, x.shape, x.dtype) / size
+    return [sign(key, x) if is_floating(x) else None for key, x in zip(keys, values, strict=False)]

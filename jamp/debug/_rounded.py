@@ -1,0 +1,190 @@
+"""Run steps in float32 with roundings to 16 bit that can be switched on and off, or tapped for the damage they do.
+
+Every value of fewer than 32 bits becomes float32. An operation that rounds has two switches: for its operands, and for
+its result. A tap rounds nothing. It takes the error that rounding would make, and in the backward pass multiplies it
+by the cotangent: to first order, this is what the rounding changes in the function's result.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jamp import _evaluate, _jaxpr
+from jamp._cast import is_floating
+from jamp.debug._steps import CAST, Body, Step, is_narrow
+
+# At the dtypes they were traced with: they work on bits, or on random keys.
+_AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_bits", "shard_map")
+
+
+class Switches(NamedTuple):
+    """Whether the operations at a place round their operands and their results, bool[] each."""
+
+    operands: Any
+    result: Any
+
+
+class Damage(NamedTuple):
+    """What the roundings of an operation do, f32[] each; in a scan, with an axis of its steps.
+
+    Attributes:
+      total: The sum of the products of the errors of its result and their cotangents.
+      operands, result: The expected square of this sum, for the rounding of operands and of the result.
+      overflows: How many values become inf or NaN.
+      error, size: The sums of the squares of the errors of its result, and of its result.
+    """
+
+    total: Any
+    operands: Any
+    result: Any
+    overflows: Any
+    error: Any
+    size: Any
+
+
+Data = Mapping[int, Any]  # by the index of the place: `Switches` to round, or a `Damage` of zeros to tap
+
+
+def damage(y: Array, with_operands: Array, cotangent: Array, dtype: Any) -> Damage:
+    """The damage of rounding operands, which gives `with_operands` in place of `y`, and of rounding `y` to `dtype`."""
+    errors = [with_operands - y, rounded(y, dtype) - y]
+    is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
+    errors = [jnp.where(is_finite, error, 0) for error in errors]
+    products = [cotangent * error for error in errors]
+    number = lambda x: jnp.sum(x).astype(jnp.float32)
+    # Errors are independent, but for those from one rounding of an operand, which are in a row or a column, and for those
+    # of equal rows.
+    operands = [(-1,), (-2,), tuple(range(y.ndim - 1))] if y.ndim > 1 else []
+    number = lambda x: jnp.sum(x).astype(jnp.float32)
+    return Damage(
+        number(products[0] + products[1]),
+        _expected_square(products[0], operands),
+        _expected_square(products[1], operands[-1:]),
+        number(~is_finite),
+        number((errors[0] + errors[1]) ** 2),
+        number(y**2),
+    )
+
+
+def _expected_square(x: Array, dependent: Sequence[tuple[int, ...]]) -> Array:
+    """The expected square of the sum of errors of mean 0, some of which may depend on each other along some axes."""
+    squares = [jnp.sum(jnp.sum(x, axis) ** 2) for axis in ((), *dict.fromkeys(dependent))]
+    return functools.reduce(jnp.maximum, squares).astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _tap(y: Array, zeros: Damage, with_operands: Array, dtype: Any) -> Array:
+    """The value `y`. The cotangent of `zeros` is its `damage`."""
+    return y
+
+
+_tap.defvjp(
+    lambda y, zeros, with_operands, dtype: (y, (y, with_operands)),
+    lambda dtype, kept, cotangent: (cotangent, damage(*kept, cotangent, dtype), None),
+)
+
+
+def wide() -> np.dtype[Any]:
+    """The dtype of the reference: float64 if x64 is on, else float32."""
+    return np.dtype(np.float64 if jax.config.jax_enable_x64 else np.float32)
+
+
+def _widens(aval: Any) -> bool:
+    return is_floating(aval) and aval.dtype.itemsize < wide().itemsize
+
+
+def widen(x: Any) -> Any:
+    """A narrower floating value in the dtype of the reference."""
+    return jnp.asarray(x, wide()) if _widens(x) else x
+
+
+def rounded(x: Array, dtype: Any) -> Array:
+    """Values of the reference rounded to a dtype of fewer than 32 bits. XLA may leave out a cast to it and back."""
+    if np.dtype(dtype).itemsize >= 4:
+        return x
+    info = jnp.finfo(dtype)
+    y = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.minexp <= -126:
+        return y
+    unit = 2.0 ** (info.minexp - info.nmant)  # `reduce_precision` has no subnormal numbers.
+    return jnp.where(jnp.abs(x) < 2.0**info.minexp, jnp.round(x / unit) * unit, y)
+
+
+def _read(env: Mapping[Any, Any], atom: Any) -> Any:
+    return widen(_jaxpr.read({}, atom)) if _jaxpr.is_literal(atom) else env[atom]
+
+
+def _run_body(body: Body, data: Data, xs: Sequence[Any]) -> list[Any]:
+    env = {v: widen(x) for v, x in body.constants.items()} | dict(zip(body.inputs, xs, strict=True))
+    run_steps(body.steps, data, env)
+    return [_read(env, v) for v in body.outputs]
+
+
+def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
+    """Add the results of some steps, in float32, to the values by their variables."""
+    for step in steps:
+        xs = [_read(env, v) for v in step.reads]
+        if step.bodies:
+            mine = {i: data[i] for i in step.places if i in data}
+            results = _LOOPS[step.eqn.primitive.name](step, mine, xs)
+        else:
+            results = _operate(step, data.get(step.place), xs)
+        env.update(zip(step.eqn.outvars, results, strict=True))
+
+
+def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
+    eqn, before, after = step.eqn, _jaxpr.avals(step.eqn.invars), _jaxpr.avals(step.eqn.outvars)
+    if eqn.primitive.name in _AS_TRACED or _jaxpr.has_body(eqn):
+        given = [x.astype(aval.dtype) if _widens(aval) else x for x, aval in zip(xs, before, strict=True)]
+        return list(map(widen, _evaluate.bind(eqn, given, after)))
+    types = [aval.update(dtype=wide()) if _widens(aval) else aval for aval in after]
+    widened = _evaluate.widened(eqn, {aval.dtype for aval in (*before, *after) if _widens(aval)}, wide())
+    compute = lambda values: _evaluate.bind(widened, values, types)
+    if data is None:
+        return compute(xs)
+    reads = zip(xs, before, step.rounds, strict=True)
+    low = [rounded(x, aval.dtype) if rounds else x for x, aval, rounds in reads]
+    if isinstance(data, Damage):
+        results = compute(xs)
+        others = compute(list(map(lax.stop_gradient, low))) if any(step.rounds) else results
+        return [_tap(y, data, z, aval.dtype) for y, z, aval in zip(results, others, after, strict=True)]
+    results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, low, strict=True)])
+    on = data.operands if eqn.primitive.name == CAST else data.result
+    return [jnp.where(on, rounded(y, aval.dtype), y) for y, aval in zip(results, after, strict=True)]
+
+
+def _cond(step: Step, data: Data, xs: list[Any]) -> list[Any]:
+    branches = [lambda mine, *ys, body=body: _run_body(body, mine, ys) for body in step.bodies]
+    return list(lax.switch(xs[0], branches, data, *xs[1:]))
+
+
+def _while(step: Step, data: Data, xs: list[Any]) -> list[Any]:
+    if any(isinstance(x, Damage) for x in data.values()):
+        data, xs = {}, list(map(lax.stop_gradient, xs))  # It has no derivative in reverse mode.
+    n, carry = _jaxpr.condition_constants(step.eqn), _jaxpr.carry(step.eqn)
+    again, body = step.bodies
+    condition = lambda state: _run_body(again, data, [*xs[:n], *state])[0]
+    step_once = lambda state: _run_body(body, data, [*xs[n : carry.start], *state])
+    return list(lax.while_loop(condition, step_once, xs[carry.start :]))
+
+
+def _scan(step: Step, data: Data, xs: list[Any]) -> list[Any]:
+    carry = _jaxpr.carry(step.eqn)
+    consts, state, n = xs[: carry.start], xs[carry.start : carry.stop], len(carry)
+    taps = {i: x for i, x in data.items() if isinstance(x, Damage)}
+
+    def iteration(state: Any, inputs: Any) -> Any:
+        slices, mine = inputs
+        results = _run_body(step.bodies[0], data | mine, [*consts, *state, *slices])
+        return results[:n], results[n:]
+
+    state, stacked = lax.scan(iteration, state, (xs[carry.stop :], taps), **_jaxpr.scan_options(step.eqn))
+    return [*state, *stacked]
+
+
+_LOOPS = {"cond": _cond, "while": _while, "scan": _scan}

@@ -1,0 +1,106 @@
+"""The smallest set of rules with which a function under autocast has an error below a bound."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jamp._autocast.rules import ACCUMULATE, FLOAT32
+from jamp._primitives import PRODUCTS
+from jamp.debug._errors import Errors
+from jamp.debug._program import OFF, ON
+from jamp.debug._rounded import Damage, Data, Switches
+from jamp.debug._steps import Place
+
+
+class _Rule(NamedTuple):
+    """A rule, what the places that it covers still round, the damage that it prevents, and its FLOPs in float32."""
+
+    key: str
+    category: str
+    on: Mapping[int, Switches]
+    prevents: float
+    flops: float
+
+
+def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
+    """Take rules by the damage that each prevents for its FLOPs, the fewest that do. At last, run them with autocast."""
+    errors = errors_of({})
+    kind = int(errors.has_gradients)
+    if errors.total[kind] <= bound:
+        return {}
+    places = errors.program.places
+    accumulate, float32 = _candidates(places, errors.damages()[kind])
+    error = lambda rules: errors.of(_switches(len(places), rules))[kind]
+    if not (least := error(float32)) <= bound:
+        raise ValueError(_unreachable(places, float32, least, bound))
+    target, found = bound, dict[str, str]()
+    for _ in range(3):  # With autocast, the last digits differ from those of the search.
+        needed = _fewest(float32, lambda rules: error([*accumulate, *rules]) <= target)
+        others = [x for x in accumulate if x.key not in {y.key for y in needed}]
+        kept = _fewest(others, lambda rules: error([*rules, *needed]) <= target)
+        # The first rule that matches decides, so the longer name stands first.
+        found = {x.key: x.category for x in sorted([*needed, *kept], key=lambda x: -len(x.key))}
+        if len(needed) == len(float32):
+            warnings.warn(_all_needed(places, errors.total[kind], bound), stacklevel=4)
+            return {key.partition("[")[0]: FLOAT32 for key in found}
+        if (reached := errors_of(found).total[kind]) <= bound:
+            return found
+        target *= 0.7
+    raise ValueError(f"The error is {reached:.1e} with the rules {found}, where {bound:g} was expected.")
+
+
+def _candidates(places: Sequence[Place], damages: Mapping[int, Damage]) -> tuple[list[_Rule], list[_Rule]]:
+    """The rules that keep the results of products in float32, and those that keep products in float32."""
+    accumulate, float32 = [], []
+    keys = dict.fromkeys((name, x.scope) for x in places for name in sorted(x.operations.keys() & PRODUCTS))
+    for name, scope in keys:
+        is_covered = lambda x: name in x.operations and (not scope or f"/{scope}/" in f"/{x.scope}/")
+        covered = [i for i, x in enumerate(places) if is_covered(x)]
+        forward = [i for i in covered if not places[i].backward]
+        squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
+        key = f"{name}[{scope}]" if scope else name
+        flops = sum(sum(places[i].operations.values()) for i in covered)
+        results = Switches(ON.operands, OFF.result)
+        accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, results), squares("result", forward), 0.0))
+        prevents = squares("operands", covered) + squares("result", covered)
+        float32.append(_Rule(key, FLOAT32, dict.fromkeys(covered, OFF), prevents, flops))
+    by_damage = lambda x: -x.prevents / (x.flops + 1)
+    return sorted(accumulate, key=by_damage), sorted(float32, key=by_damage)
+
+
+def _switches(places: int, rules: Sequence[_Rule]) -> Data:
+    on = dict.fromkeys(range(places), ON)
+    for rule in rules:
+        on |= {i: Switches(*map(np.logical_and, on[i], x)) for i, x in rule.on.items()}
+    return on
+
+
+def _fewest(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]) -> Sequence[_Rule]:
+    """The first rules that are enough. All of them are."""
+    low, high = -1, len(rules)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(rules[:middle]) else (middle, high)
+    return rules[:high]
+
+
+def _all_needed(places: Sequence[Place], error: float, bound: float) -> str:
+    nameless = sorted({x.source for x in places if not x.scope and x.operations.keys() & PRODUCTS})
+    message = f"An error of {bound:g} needs all products in float32. In 16 bit it is {error:.1e}."
+    if nameless:
+        message += (
+            f" Rules tell products apart by their name scopes, and these lines have none: {', '.join(nameless[:5])}. "
+            "Put them into `with jax.named_scope(...):`."
+        )
+    return message
+
+
+def _unreachable(places: Sequence[Place], rules: Sequence[_Rule], error: float, bound: float) -> str:
+    covered = {i for rule in rules for i in rule.on}
+    lines = sorted({x.source or x.scope for i, x in enumerate(places) if i not in covered})
+    return (
+        f"No rules for products bring the error below {bound:g}. With all of them in float32 it is {error:.1e}, because "
+        f"other operations round to 16 bit: {', '.join(lines[:5])}."
+    )

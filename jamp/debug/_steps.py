@@ -1,0 +1,158 @@
+"""A jaxpr as steps: every operation that rounds to 16 bit has a place, which is a line of source and a layer."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jamp import _evaluate, _jaxpr
+from jamp._autocast.equations import flops
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._primitives import MOVING, PRODUCTS, REARRANGES, holds_product
+from jamp._source_line import is_transposed, scope, user_line
+
+CAST = "convert_element_type"
+LOOPS = ("scan", "while", "cond")
+_INLINED = ("jit", "pjit", "closed_call", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call")
+
+
+@dataclasses.dataclass
+class Place:
+    """The operations of one line and layer that round, forward or backward, in the same loops."""
+
+    source: str
+    scope: str
+    backward: bool
+    steps: tuple[int, ...]  # the lengths of the scans around it
+    operations: dict[str, float] = dataclasses.field(default_factory=dict)  # the FLOPs of each primitive
+    dtypes: set[str] = dataclasses.field(default_factory=set)
+    parameters: dict[str, None] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """An operation, or a loop with its bodies."""
+
+    eqn: JaxprEqn
+    reads: Sequence[Any]
+    place: int | None = None
+    rounds: tuple[bool, ...] = ()  # which operands it rounds: a cast its one, a product those of fewer than 32 bits
+    bodies: tuple["Body", ...] = ()
+
+    @functools.cached_property
+    def places(self) -> frozenset[int]:
+        """All places in it."""
+        inner = (step.places for body in self.bodies for step in body.steps)
+        return frozenset().union(*inner, () if self.place is None else (self.place,))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """A jaxpr as steps. Calls in it are inlined."""
+
+    inputs: Sequence[Any]
+    constants: Mapping[Any, Any]
+    steps: Sequence[Step]
+    outputs: Sequence[Any]
+
+
+def is_narrow(aval: Any) -> bool:
+    """Whether a value is a float of fewer than 32 bits."""
+    dtype = getattr(aval, "dtype", np.dtype(bool))
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+class Builder:
+    """Reads jaxprs into steps, and collects the places that round."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.flops = 0.0
+        self._index: dict[Any, int] = {}
+
+    def body(self, closed: ClosedJaxpr, parameters: Sequence[str], around: Place) -> Body:
+        """A jaxpr, whose inputs have the paths `parameters`, inside a construct at the place `around`."""
+        jaxpr = closed.jaxpr
+        names = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+        known = {v: path for v, path in zip(jaxpr.invars, parameters, strict=True) if path}
+        steps = _without_casts(list(self._steps(closed, names, known, around)))
+        constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        return Body(jaxpr.invars, constants, steps, [_rename(names, v) for v in jaxpr.outvars])
+
+    def _steps(
+        self, closed: ClosedJaxpr, names: dict[Any, Any], known: dict[Any, str], around: Place
+    ) -> Iterator[Step]:
+        """The steps of a jaxpr whose variables are called `names` outside."""
+        for eqn in closed.jaxpr.eqns:
+            reads = [_rename(names, v) for v in eqn.invars]
+            source, layer = user_line(eqn) or around.source, scope(eqn, around.scope)
+            here = Place(source, layer, around.backward or is_transposed(eqn), around.steps)
+            bodies, name = _entered(eqn), eqn.primitive.name
+            paths = ["" if _jaxpr.is_literal(v) else known.get(v, "") for v in reads]
+            if bodies and name in _INLINED:
+                inside = _evaluate.arguments(bodies[0], reads)
+                yield from self._steps(bodies[0], inside, known, here)
+                names.update(zip(eqn.outvars, (_rename(inside, v) for v in bodies[0].jaxpr.outvars), strict=True))
+                continue
+            outs = [_jaxpr.core().Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
+            names.update(zip(eqn.outvars, outs, strict=True))
+            eqn = eqn.replace(outvars=outs)
+            if bodies:
+                here.steps += (_jaxpr.iterations(eqn),) * (name == "scan")
+                operands = zip(bodies, _jaxpr.body_operands(eqn), strict=True)
+                found = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
+                yield Step(eqn, reads, bodies=tuple(found))
+                continue
+            times = math.prod(here.steps)
+            self.flops += times * flops(eqn)
+            if name in REARRANGES and paths[0]:
+                known[outs[0]] = paths[0]
+            place = self._place(eqn, here, times, paths) if _rounds(eqn) else None
+            yield Step(eqn, reads, place, tuple(name in PRODUCTS and is_narrow(v.aval) for v in reads))
+
+    def _place(self, eqn: JaxprEqn, here: Place, times: float, paths: Sequence[str]) -> int:
+        key = here.source, here.scope, here.backward, here.steps
+        i = self._index.setdefault(key, len(self.places))
+        if i == len(self.places):
+            self.places.append(here)
+        place, name = self.places[i], eqn.primitive.name
+        place.operations[name] = place.operations.get(name, 0.0) + times * flops(eqn)
+        place.dtypes.update(str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrow(aval))
+        place.parameters.update(dict.fromkeys(filter(None, paths)))
+        return i
+
+
+def _rename(names: Mapping[Any, Any], atom: Any) -> Any:
+    return atom if _jaxpr.is_literal(atom) else names[atom]
+
+
+def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
+    """The bodies of a call or loop. A custom rule without products is one operation, so that its author's rule holds."""
+    name = eqn.primitive.name
+    if name.startswith("custom_") and not holds_product(eqn):
+        return None
+    return _jaxpr.bodies(eqn) if name in (*_INLINED, *LOOPS) else None
+
+
+def _rounds(eqn: JaxprEqn) -> bool:
+    """Whether an operation rounds its result or reads rounded operands."""
+    name, before, after = eqn.primitive.name, _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+    if name == CAST:
+        size = before[0].dtype.itemsize if jnp.issubdtype(before[0].dtype, jnp.floating) else 0
+        return is_narrow(after[0]) and size > after[0].dtype.itemsize
+    return any(map(is_narrow, after)) and name not in MOVING or name in PRODUCTS and any(map(is_narrow, before))
+
+
+def _without_casts(steps: list[Step]) -> list[Step]:
+    """The steps, in which a cast that only products read does not round: they round their operands themselves."""
+    readers: dict[Any, set[bool]] = {}
+    for step in steps:
+        for v in step.reads:
+            if not _jaxpr.is_literal(v):
+                readers.setdefault(v, set()).add(step.eqn.primitive.name in PRODUCTS)
+    is_idle = lambda step: step.eqn.primitive.name == CAST and readers.get(step.eqn.outvars[0]) == {True}
+    return [dataclasses.replace(step, place=None) if is_idle(step) else step for step in steps]
