@@ -10,3 +10,4 @@ from ._rounding import (
     RoundingRow as RoundingRow,
     rounding_report as rounding_report,
 )
+from ._compare import ComparedRow as ComparedRow, Comparison as Comparison, compare as compare

@@ -2,8 +2,9 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,10 +30,12 @@ class Walker(abc.ABC, Generic[V]):
 
     Attributes:
       path: The constructs around the operation that runs: "scan, iteration 3 of 12".
+      loops: For each loop around it, a number of the loop and that of the iteration.
     """
 
     def __init__(self) -> None:
         self.path: list[str] = []
+        self.loops: list[tuple[int, int]] = []
 
     @abc.abstractmethod
     def operation(self, eqn: JaxprEqn, values: list[V], here: Place) -> list[V]:
@@ -69,7 +72,7 @@ class Walker(abc.ABC, Generic[V]):
             if bodies is None:
                 results = self.operation(eqn, values, here)
             else:
-                inside = lambda step, body, args, here=here: self._inside(step, body, args, here)
+                inside = functools.partial(self._inside, here, id(eqn))
                 results = _ENTER[eqn.primitive.name](self, eqn, bodies, values, inside)
             env.update(zip(eqn.outvars, results, strict=True))
             for v in {v for v in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(v)}:
@@ -77,15 +80,22 @@ class Walker(abc.ABC, Generic[V]):
                     del env[v]  # The activations of a model would not all fit in memory.
         return [read(v) for v in jaxpr.outvars]
 
-    def _inside(self, step: str, body: ClosedJaxpr, args: Sequence[V], here: Place) -> list[V]:
+    def _inside(
+        self, here: Place, loop: int, step: str, body: ClosedJaxpr, args: Sequence[V], iteration: int | None = None
+    ) -> list[V]:
         self.path.append(step)
+        self.loops += [] if iteration is None else [(loop, iteration)]
         results = self.run(body, args, here)
-        self.path.pop()
+        del self.path[-1], self.loops[len(self.loops) - (iteration is not None) :]
         return results
 
 
-# Evaluates a body on its arguments. The string is the body's entry in the path, such as "cond, branch 1".
-Inside = Callable[[str, "ClosedJaxpr", Sequence[Any]], list[Any]]
+class Inside(Protocol):
+    """Evaluates a body on its arguments. `step` is its entry in the path, such as "cond, branch 1"."""
+
+    def __call__(self, step: str, body: ClosedJaxpr, args: Sequence[Any], iteration: int | None = None) -> list[Any]: ...
+
+
 Bodies = Sequence["ClosedJaxpr"]
 
 
@@ -104,8 +114,8 @@ def _cond(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
 def _while(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
     n, carry = _jaxpr.condition_constants(eqn), _jaxpr.carry(eqn)
     consts, state, iteration = values[n : carry.start], values[carry.start :], 0
-    while walker.array(inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state])[0]):
-        state = inside(f"while, iteration {iteration}", bodies[1], [*consts, *state])
+    while walker.array(inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state], iteration)[0]):
+        state = inside(f"while, iteration {iteration}", bodies[1], [*consts, *state], iteration)
         iteration += 1
     return state
 
@@ -117,7 +127,7 @@ def _scan(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
     rows: list[list[Any]] = []
     for i in reversed(range(length)) if is_reverse else range(length):
         slices = [walker.item(x, i) for x in xs]
-        results = inside(f"scan, iteration {i} of {length}", bodies[0], [*consts, *state, *slices])
+        results = inside(f"scan, iteration {i} of {length}", bodies[0], [*consts, *state, *slices], i)
         state = results[: len(carry)]
         rows.append(results[len(carry) :])
     rows = rows[::-1] if is_reverse else rows

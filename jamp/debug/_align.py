@@ -1,0 +1,110 @@
+"""Find which operations of two programs compute the same, although each has some that the other one has not."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jamp.debug._observe import Numbers, Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An operation in all iterations of the loops that are merged."""
+
+    operation: Operation  # in the first iteration
+    numbers: Numbers
+    reads: frozenset[int]  # entries
+    parts: int  # the iterations
+
+
+class Alignment(NamedTuple):
+    """The entries of two programs, which of them compute the same, in order, and the entry of each operation."""
+
+    ours: list[Entry]
+    theirs: list[Entry]
+    pairs: list[tuple[int, int]]
+    entry_of: dict[int, int]  # of ours
+
+
+def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
+    """Align two programs.
+
+    An iteration of a loop may be an operation of its own in the other program (layers), or a part of one (micro-batches,
+    or tokens that are decoded one by one). Each loop is merged if more operations are aligned then.
+    """
+    merged: list[set[int]] = [set(), set()]
+    entries = [_entries(x, set()) for x in (ours, theirs)]
+    best, pairs = _pairs(entries[0][0], entries[1][0])
+    for side, operations in enumerate((ours, theirs)):
+        for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops):
+            tried = list(entries)
+            tried[side] = _entries(operations, merged[side] | {loop})
+            score, found = _pairs(tried[0][0], tried[1][0])
+            if score > best:
+                best, pairs, entries = score, found, tried
+                merged[side].add(loop)
+    return Alignment(entries[0][0], entries[1][0], pairs, entries[0][1])
+
+
+def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[Entry], dict[int, int]]:
+    seen: Counter[Any] = Counter()
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(operations):
+        # A function may be called several times in an iteration.
+        seen[x.site, x.loops] += 1
+        kept = tuple(pair for pair in x.loops if pair[0] not in merged)
+        groups.setdefault((x.site, kept, seen[x.site, x.loops]), []).append(i)
+    number = {i: j for j, group in enumerate(groups.values()) for i in group}
+    entries = []
+    for j, group in enumerate(groups.values()):
+        numbers = [operations[i].numbers for i in group]
+        total = Numbers(*(sum(column) for column in zip(*numbers, strict=True)))
+        reads = {number[k] for i in group for k in operations[i].reads} - {j}
+        entries.append(Entry(operations[group[0]], total, frozenset(reads), len(group)))
+    return entries, number
+
+
+def _pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[float, list[tuple[int, int]]]:
+    """The pairs in order with the largest sum of weights, and this sum."""
+    if not ours or not theirs:
+        return 0.0, []
+    weights = _weights(ours, theirs)
+    best = np.zeros((len(ours) + 1, len(theirs) + 1), np.float32)
+    for i, row in enumerate(weights):
+        best[i + 1, 1:] = np.maximum.accumulate(np.maximum(best[i, 1:], best[i, :-1] + row))
+    i, j = len(ours), len(theirs)
+    pairs = []
+    while i and j:
+        if best[i, j] == best[i - 1, j]:
+            i -= 1
+        elif best[i, j] == best[i, j - 1]:
+            j -= 1
+        else:
+            i, j = i - 1, j - 1
+            pairs.append((i, j))
+    return float(best[-1, -1]), pairs[::-1]
+
+
+def _weights(ours: Sequence[Entry], theirs: Sequence[Entry]) -> np.ndarray[Any, Any]:
+    """How likely two entries are the same, f32[ours, theirs]. 0 if they cannot be."""
+
+    def equal(key: Callable[[Entry], Any]) -> np.ndarray[Any, Any]:
+        codes: dict[Any, int] = {}
+        left, right = ([codes.setdefault(key(x), len(codes)) for x in side] for side in (ours, theirs))
+        return np.equal.outer(np.array(left), np.array(right))
+
+    logs = [np.log([max(float(x.numbers.square), 1e-300) for x in side]) for side in (ours, theirs)]
+    apart = np.abs(np.subtract.outer(*logs))
+    same_size, same_primitive = equal(lambda x: x.numbers.size), equal(lambda x: x.operation.primitive)
+    hints = [
+        (2.0, equal(lambda x: (x.operation.place.line, x.operation.place.backward)) ),
+        (2.0, equal(lambda x: (x.operation.place.scope, x.operation.place.backward))),
+        (1.0, equal(lambda x: x.operation.shape[-1:])),
+        (3.0, apart < 0.02),
+    ]
+    weights = same_primitive * (1 + sum(weight * hint for weight, hint in hints)) + ~same_primitive * (apart < 1e-5)
+    found: np.ndarray[Any, Any] = (weights * same_size).astype(np.float32)
+    return found
