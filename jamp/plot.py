@@ -1,10 +1,12 @@
-"""Plots of a loss scale and of gradients. They need Matplotlib: `pip install 'jax-amp[plot]'`.
+"""Plots of a loss scale, of gradients and of differences. They need Matplotlib: `pip install 'jax-amp[plot]'`.
 
 Every function returns a Matplotlib figure that follows `plt.style.use`. If you make many, close each with
 `plt.close(figure)`.
 """
 
+import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jamp.debug import UnderflowReport
+    from jamp.debug import Comparison, UnderflowReport
     from jamp.history import History
 
 # Readable on white and on black.
@@ -149,6 +151,40 @@ def layer_ranges(report: "UnderflowReport") -> "Figure":
     _limits(axes, min(low[drawn], default=0.0), max(top[drawn], default=0.0), report.dtype)
     axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6))
     axes.set_xlabel(f"magnitude of the gradients times the loss scale, {_power(2.0**scale)} (powers of 2)")
+    return figure
+
+
+def differences(comparisons: "Mapping[str, Comparison]") -> "Figure":
+    """Plot how the differences that `jamp.debug.compare` finds grow from the arguments to the results.
+
+    Only operations whose difference reaches a result are drawn, in the order of the program. A mark is the first one
+    that rounding does not explain.
+
+    Args:
+      comparisons: The results of `compare` by their names, such as the names of dtypes.
+
+    Raises:
+      ValueError: If no operation of any of them differs.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp, jamp.debug, jamp.plot
+      >>> fun, x = lambda x: jnp.sin(x @ x), jnp.eye(4) / 3
+      >>> found = {dtype: jamp.debug.compare(fun, jamp.autocast(fun, dtype))(x) for dtype in ("float16", "bfloat16")}
+      >>> figure = jamp.plot.differences(found)
+    """
+    figure, axes = _new((8, 4))
+    colors = itertools.cycle((_BLUE, _ORANGE, _GREY, _RED))
+    is_drawn = False
+    for (name, found), color in zip(comparisons.items(), colors, strict=False):
+        rows = [(i, row) for i, row in enumerate(found.rows) if row.reaches_results and row.difference > 0]
+        axes.semilogy([i for i, _ in rows], [row.difference for _, row in rows], color=color, label=name, linewidth=1)
+        first = [(i, row.difference) for i, row in rows if row is found.first]
+        axes.semilogy(*zip(*first, strict=True), "v", color=color) if first else None
+        is_drawn |= bool(rows)
+    if not is_drawn:
+        raise ValueError("There is nothing to draw: no operation differs.")
+    axes.set(xlabel="operations of both functions, in order", ylabel="relative difference")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

@@ -22,15 +22,19 @@ def variance_of_squares(h: Array) -> Array:
 
 
 def long_sum(h: Array) -> Array:
-    """A running sum of 1e5 terms, in 16 bit by hand."""
-    terms = jnp.broadcast_to(jnp.ravel(h)[None, :], (1 + 100_000 // h.size, h.size))
-    sums = jnp.cumsum(jnp.ravel(terms.astype(jnp.bfloat16) + 0.1), dtype=jnp.bfloat16)  # here
-    return h * (sums[-1] - sums[-2 * h.size]).astype(h.dtype)
+    """A sum of 1e5 terms, in 16 bit by hand."""
+
+    def add(total: Array, term: Array) -> tuple[Array, None]:
+        return total + term, None  # here
+
+    terms = jnp.broadcast_to(0.1 + jnp.ravel(h) / 1000, (100_000 // h.size, h.size))
+    total, _ = lax.scan(add, jnp.bfloat16(0), jnp.ravel(terms).astype(jnp.bfloat16))
+    return h * (total.astype(h.dtype) / 1e4)
 
 
 def positions(h: Array) -> Array:
     """Positions of a few thousand in 16 bit."""
-    steps = jnp.arange(h.shape[-2]) * 300 + 0.37
+    steps = jnp.arange(float(h.shape[-2])) * 300 + 0.37
     angles = steps.astype(jnp.bfloat16).astype(jnp.float32)[:, None] + h  # here
     return jnp.sin(angles)
 
@@ -58,7 +62,8 @@ def slow_average(h: Array) -> Array:
         return state, state
 
     rows = jnp.concatenate([h.reshape(-1, h.shape[-1])] * 8)
-    return h * (1 + lax.scan(step, jnp.ones(h.shape[-1], jnp.bfloat16), rows)[0].astype(jnp.float32))
+    average = lax.scan(step, jnp.ones(h.shape[-1], jnp.bfloat16), rows)[0]
+    return h * (20 * average.astype(jnp.float32) - 19)
 
 
 def near_one(h: Array) -> Array:

@@ -14,15 +14,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import accuracy, parameters, pictures, quantized, reinforce, step
+from benchmarks.report import accuracy, digits, parameters, pictures, quantized, reinforce, step
 from benchmarks.report.markdown import fill, origin
 
 Results = dict[str, Any]
 PAGE, README, COMPARISON = "docs/benchmarks/index.md", "README.md", "docs/comparison.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
 PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
-QUANTIZED = "docs/8-bit.md"
-PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED)
+QUANTIZED, DIAGNOSIS = "docs/8-bit.md", "docs/diagnosis.md"
+PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED, DIAGNOSIS)
 # The tables that are made of the rows under some keys of the results, or of whole files of them: their page, these keys
 # or files, and what makes them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
@@ -44,6 +44,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "gpu_models": (PAGE, ("gpu_models",), step.models),
     "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200", "rounding.json", "codes.json"), parameters.ways),
     "cost": (README, ("tpu", "h200"), step.cost),
+    "mismatch_lines": (DTYPES, ("digits.json",), digits.mismatch),
     "speed": (COMPARISON, ("tpu", "h200", "step"), step.speed),
 }
 # The tables of a whole file of results, by the file's name: their page, and what makes each.
@@ -58,6 +59,7 @@ FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "rounding": (PARAMETERS, {"training": parameters.training}),
     "rounding_optimizers": (PARAMETERS, {"optimizers": accuracy.rounding_optimizers}),
     "codes": (PARAMETERS, {"codes": parameters.codes}),
+    "digits": (DIAGNOSIS, digits.TABLES),
     "rounding_step": (PARAMETERS, {"step": step.rounding}),
     **{name: (QUANTIZED, tables) for name, tables in quantized.FILES.items()},
 }

@@ -1,13 +1,11 @@
 """Tools that find inf, NaN, underflow and lost digits: which operation, on which line, in which parameter."""
 
+from ._compare import compare as compare
+from ._comparison import ComparedRow as ComparedRow, Comparison as Comparison
 from ._find import find_nonfinite as find_nonfinite
 from ._finding import Finding as Finding, NonfiniteSearch as NonfiniteSearch, Values as Values
 from ._lost import lost_updates as lost_updates
 from ._nonfinite import NonfiniteReport as NonfiniteReport, nonfinite_report as nonfinite_report
+from ._rounding import rounding_report as rounding_report
+from ._rounding_report import RoundingReport as RoundingReport, RoundingRow as RoundingRow
 from ._underflow import UnderflowReport as UnderflowReport, underflow_report as underflow_report
-from ._rounding import (
-    RoundingReport as RoundingReport,
-    RoundingRow as RoundingRow,
-    rounding_report as rounding_report,
-)
-from ._compare import ComparedRow as ComparedRow, Comparison as Comparison, compare as compare

@@ -32,8 +32,8 @@ class Alignment(NamedTuple):
 def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
     """Align two programs.
 
-    An iteration of a loop may be an operation of its own in the other program (layers), or a part of one (micro-batches,
-    or tokens that are decoded one by one). Each loop is merged if more operations are aligned then.
+    In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
+    (micro-batches, or tokens that are decoded one by one). Each loop is merged if more operations are aligned then.
     """
     merged: list[set[int]] = [set(), set()]
     entries = [_entries(x, set()) for x in (ours, theirs)]
@@ -96,11 +96,12 @@ def _weights(ours: Sequence[Entry], theirs: Sequence[Entry]) -> np.ndarray[Any, 
         left, right = ([codes.setdefault(key(x), len(codes)) for x in side] for side in (ours, theirs))
         return np.equal.outer(np.array(left), np.array(right))
 
-    logs = [np.log([max(float(x.numbers.square), 1e-300) for x in side]) for side in (ours, theirs)]
-    apart = np.abs(np.subtract.outer(*logs))
+    log = lambda square: np.log(square) if 0 < square < np.inf else np.sign(square) * 1e3  # 0, inf and NaN, too
+    left, right = (np.nan_to_num([log(float(x.numbers.square)) for x in side], nan=2e3) for side in (ours, theirs))
+    apart = np.abs(np.subtract.outer(left, right))
     same_size, same_primitive = equal(lambda x: x.numbers.size), equal(lambda x: x.operation.primitive)
     hints = [
-        (2.0, equal(lambda x: (x.operation.place.line, x.operation.place.backward)) ),
+        (2.0, equal(lambda x: (x.operation.place.line, x.operation.place.backward))),
         (2.0, equal(lambda x: (x.operation.place.scope, x.operation.place.backward))),
         (1.0, equal(lambda x: x.operation.shape[-1:])),
         (3.0, apart < 0.02),

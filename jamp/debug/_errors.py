@@ -45,6 +45,7 @@ class Errors:
         flat = call.traceable(autocast(fun, compute_dtype, rules=rules, recompute=False))
         first = {id(x) for x in Call((args or tuple(kwargs.values()))[:1], {}).leaves}
         inputs = [i for i, x in enumerate(call.leaves) if id(x) in first and is_floating(x)]
+
         def value_and_gradients(scale: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
             def loss(*xs: Any) -> tuple[Any, list[Any]]:
                 given = dict(zip(inputs, xs, strict=True))
@@ -61,27 +62,32 @@ class Errors:
         self._leaves, self._n = call.leaves, len(values)
         self._scale = jnp.float32(_LOSS_SCALES[0] if dtype == jnp.float16 else 1)
         self.program = Program(closed, ["", *paths(fun, args, kwargs)])
+        self._exact: tuple[list[Array], dict[Any, Any]] | None = None
 
-    @functools.cached_property
-    def exact(self) -> list[Array]:
-        """The results without any rounding."""
-        return self.program.run([self._scale, *self._leaves], {})[0]
+    def exact(self) -> tuple[list[Array], dict[Any, Any]]:
+        """The results without any rounding, and all values until they were used."""
+        self._exact = self._exact or self.program.run([self._scale, *self._leaves], {}, keep=True)
+        return self._exact
+
+    def values(self, on: Data) -> list[Array]:
+        """The results of the function and its gradients with some roundings."""
+        return self.program.run([self._scale, *self._leaves], on)[0]
 
     @functools.cached_property
     def total(self) -> tuple[float, float]:
-        """The errors of value and gradients with all roundings. In float16 it lowers the loss scale while they overflow."""
+        """The errors of value and gradients with all roundings. In float16 it lowers a loss scale that overflows."""
         everything = dict.fromkeys(range(len(self.program.places)), ON)
         for scale in [x for x in _LOSS_SCALES if x <= self._scale]:
             self._scale = jnp.float32(scale)
             errors = self.of(everything)
             if np.all(np.isfinite(errors)):
                 break
+            self._exact = None
         return errors
 
     def of(self, on: Data) -> tuple[float, float]:
         """The measured errors of value and gradients with some roundings."""
-        results, _ = self.program.run([self._scale, *self._leaves], on)
-        pairs = list(zip(results, self.exact, strict=True))
+        pairs = list(zip(self.values(on), self.exact()[0], strict=True))
         return _distance(pairs[: self._n]), _distance(pairs[self._n :])
 
     def damages(self) -> list[dict[int, Damage]]:
@@ -90,14 +96,16 @@ class Errors:
         Raises:
           ValueError: If the function or its gradients are not finite in float32.
         """
-        self.exact, env = self.program.run([self._scale, *self._leaves], {}, keep=True)
-        if not all(bool(jnp.all(jnp.isfinite(x))) for x in self.exact if is_floating(x)):
+        exact, env = self.exact()
+        self._exact = exact, {}
+        if not all(bool(jnp.all(jnp.isfinite(x))) for x in exact if is_floating(x)):
             raise ValueError(
                 "The function or its gradients are inf or NaN in float32, so there are no errors to measure. "
                 "jamp.debug.find_nonfinite(fun, grad=True) names the operation."
             )
-        value, gradients = self.exact[: self._n], self.exact[self._n :]
+        value, gradients = exact[: self._n], exact[self._n :]
         probes = [*_probe(value, 0), *[None] * len(gradients)], [*[None] * len(value), *_probe(gradients, 1)]
+        env = env or self.program.run([self._scale, *self._leaves], {}, keep=True)[1]
         found = self.program.damages(env, probes[: 1 + self.has_gradients])
         add = lambda first, *rest: functools.reduce(np.add, rest, first)
         return [{place: jax.tree.map(add, *damages) for place, damages in mine.items()} for mine in found]

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jamp import _evaluate, _jaxpr
-from jamp._cast import is_floating
+from jamp._cast import cast_leaf, is_floating
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import MOVING
 from jamp.debug._walk import Place, Walker
@@ -83,7 +83,8 @@ class Observer(Walker[Value]):
         made_by = frozenset[int]().union(*(x.made_by for x in values))
         first = next((x for x in results if is_floating(x)), None)
         if first is not None and eqn.primitive.name not in MOVING:
-            numbers = Numbers(*_numbers(first), first.size)
+            flat, rows, square = _numbers(first)
+            numbers = Numbers(flat, rows, square, first.size)
             loops = tuple(self.loops)
             name = eqn.primitive.name
             self._found.append(Operation(id(eqn), name, here, first.shape, first.dtype, loops, made_by, numbers))
@@ -114,17 +115,17 @@ def observe(closed: Any, args: Sequence[Any]) -> tuple[list[Operation], list[Val
 
 @jax.jit
 def _numbers(x: Array) -> tuple[Array, Array, Array]:
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = cast_leaf(x, jnp.float32)
     columns = jnp.sum(x, range(x.ndim - 1)) if x.ndim > 1 else jnp.ravel(x)
 
-    def sketch(key: Array) -> tuple[Array, Array]:
-        return tuple(jnp.sum(y * jax.random.rademacher(key, y.shape, y.dtype)) for y in (jnp.ravel(x), columns))
-
-    return *jax.lax.map(sketch, jax.random.split(jax.random.key(0), _SKETCHES)), jnp.sum(x**2)
+    sketch = lambda key, y: jnp.sum(y * jax.random.rademacher(key, y.shape, y.dtype))
+    keys = jax.random.split(jax.random.key(0), _SKETCHES)
+    flat, rows = jax.lax.map(lambda key: (sketch(key, jnp.ravel(x)), sketch(key, columns)), keys)
+    return flat, rows, jnp.sum(x**2)
 
 
 def difference(x: Numbers, y: Numbers, same_rows: bool, is_split: bool) -> float:
-    """The relative difference of two arrays, estimated from less if the rows are split, and still less if they differ."""
+    """The relative difference of two arrays, estimated from less if the rows are split or not the same."""
     finite = np.isfinite([x.square, y.square])
     if not all(finite):
         return 0.0 if not any(finite) else math.inf

@@ -83,7 +83,9 @@ class _Segment:
             return [results[i] for i in floating]
 
         results, pull_back = jax.vjp(results_of, data, [given[v] for v in self.moving])
-        dense = lambda cts: [jnp.zeros_like(y) if cts[i] is None else cts[i] for i, y in zip(floating, results, strict=True)]
+        dense = lambda cts: [
+            jnp.zeros_like(y) if cts[i] is None else cts[i] for i, y in zip(floating, results, strict=True)
+        ]
         return [pull_back(dense(cts)) for cts in cotangents]
 
 
@@ -135,10 +137,10 @@ class Program:
                 for i in active:
                     dtype = segment.writes[0].aval.dtype
                     found[i].setdefault(place, []).append(_damage(y, others, now[i][0], dtype))
-            places = segment.places if segment.is_loop else []
+            places = sorted(segment.steps[0].tapped) if segment.is_loop else []
             if active and (places or segment.moving):
-                zeros = [Damage(*[jnp.zeros(self.places[i].steps)] * len(Damage._fields)) for i in places]
-                data = zeros if segment.is_loop else [None] * len(segment.places)
+                zeros = {i: Damage(*[jnp.zeros(self.places[i].steps)] * len(Damage._fields)) for i in places}
+                data = [zeros.get(i) for i in segment.places]
                 try:
                     pulled = self._backward(segment)(data, xs, [now[i] for i in active])
                 except NotImplementedError:  # JAX has no derivative for some derivatives.
@@ -146,8 +148,8 @@ class Program:
                     continue
                 for i, (damages, values) in zip(active, pulled, strict=True):
                     _add(given[i], segment.moving, values)
-                    for place, x in zip(places, damages, strict=False):
-                        found[i].setdefault(place, []).append(x)
+                    for place in places:
+                        found[i].setdefault(place, []).append(damages[segment.places.index(place)])
         return jax.device_get(found)
 
     def _forward(self, segment: _Segment) -> Callable[..., Any]:

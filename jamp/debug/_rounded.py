@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
-from jamp.debug._steps import CAST, Body, Step, is_narrow
+from jamp.debug._steps import CAST, Body, Step
 
 # At the dtypes they were traced with: they work on bits, or on random keys.
 _AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_bits", "shard_map")
@@ -51,14 +51,15 @@ Data = Mapping[int, Any]  # by the index of the place: `Switches` to round, or a
 
 
 def damage(y: Array, with_operands: Array, cotangent: Array, dtype: Any) -> Damage:
-    """The damage of rounding operands, which gives `with_operands` in place of `y`, and of rounding `y` to `dtype`."""
-    errors = [with_operands - y, rounded(y, dtype) - y]
+    """The damage of rounding operands, which gives `with_operands` in place of `y`, and of rounding that to `dtype`."""
+    low = rounded(with_operands, dtype)
+    errors = [with_operands - y, low - with_operands]
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
     number = lambda x: jnp.sum(x).astype(jnp.float32)
-    # Errors are independent, but for those from one rounding of an operand, which are in a row or a column, and for those
-    # of equal rows.
+    # Errors are independent, but for those from one rounding of an operand, which are in a row or a column, and for
+    # those of equal rows.
     operands = [(-1,), (-2,), tuple(range(y.ndim - 1))] if y.ndim > 1 else []
     number = lambda x: jnp.sum(x).astype(jnp.float32)
     return Damage(
@@ -85,13 +86,13 @@ def _tap(y: Array, zeros: Damage, with_operands: Array, dtype: Any) -> Array:
 
 _tap.defvjp(
     lambda y, zeros, with_operands, dtype: (y, (y, with_operands)),
-    lambda dtype, kept, cotangent: (cotangent, damage(*kept, cotangent, dtype), None),
+    lambda dtype, kept, cotangent: (cotangent, damage(kept[0], kept[1], cotangent, dtype), None),
 )
 
 
 def wide() -> np.dtype[Any]:
     """The dtype of the reference: float64 if x64 is on, else float32."""
-    return np.dtype(np.float64 if jax.config.jax_enable_x64 else np.float32)
+    return np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
 
 
 def _widens(aval: Any) -> bool:
@@ -133,7 +134,7 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
             mine = {i: data[i] for i in step.places if i in data}
             results = _LOOPS[step.eqn.primitive.name](step, mine, xs)
         else:
-            results = _operate(step, data.get(step.place), xs)
+            results = _operate(step, None if step.place is None else data.get(step.place), xs)
         env.update(zip(step.eqn.outvars, results, strict=True))
 
 
@@ -164,7 +165,7 @@ def _cond(step: Step, data: Data, xs: list[Any]) -> list[Any]:
 
 
 def _while(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    if any(isinstance(x, Damage) for x in data.values()):
+    if not all(isinstance(x, Switches) for x in data.values()):
         data, xs = {}, list(map(lax.stop_gradient, xs))  # It has no derivative in reverse mode.
     n, carry = _jaxpr.condition_constants(step.eqn), _jaxpr.carry(step.eqn)
     again, body = step.bodies

@@ -1,5 +1,6 @@
 """The smallest set of rules with which a function under autocast has an error below a bound."""
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -25,7 +26,7 @@ class _Rule(NamedTuple):
 
 
 def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
-    """Take rules by the damage that each prevents for its FLOPs, the fewest that do. At last, run them with autocast."""
+    """The fewest rules, by the damage that each prevents for its FLOPs. At last they are run with autocast."""
     errors = errors_of({})
     kind = int(errors.has_gradients)
     if errors.total[kind] <= bound:
@@ -33,22 +34,29 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
     places = errors.program.places
     accumulate, float32 = _candidates(places, errors.damages()[kind])
     error = lambda rules: errors.of(_switches(len(places), rules))[kind]
-    if not (least := error(float32)) <= bound:
-        raise ValueError(_unreachable(places, float32, least, bound))
-    target, found = bound, dict[str, str]()
-    for _ in range(3):  # With autocast, the last digits differ from those of the search.
-        needed = _fewest(float32, lambda rules: error([*accumulate, *rules]) <= target)
+
+    def is_enough(rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> bool:
+        return error([*rules, *others]) <= bound
+
+    for target in (bound, 0.7 * bound, 0.5 * bound):  # With autocast, the last digits differ from those of the search.
+        if not is_enough(float32, [], target):
+            break
+        needed = _uncovered(_fewest(float32, functools.partial(is_enough, others=accumulate, bound=target)))
         others = [x for x in accumulate if x.key not in {y.key for y in needed}]
-        kept = _fewest(others, lambda rules: error([*rules, *needed]) <= target)
+        kept = _fewest(others, functools.partial(is_enough, others=needed, bound=target))
         # The first rule that matches decides, so the longer name stands first.
         found = {x.key: x.category for x in sorted([*needed, *kept], key=lambda x: -len(x.key))}
-        if len(needed) == len(float32):
-            warnings.warn(_all_needed(places, errors.total[kind], bound), stacklevel=4)
-            return {key.partition("[")[0]: FLOAT32 for key in found}
-        if (reached := errors_of(found).total[kind]) <= bound:
+        is_all = {i for x in needed for i in x.on}.issuperset(i for x in float32 for i in x.on)
+        if not is_all and errors_of(found).total[kind] <= bound:
+            if message := _nameless(places, needed):
+                warnings.warn(message.strip(), stacklevel=3)
             return found
-        target *= 0.7
-    raise ValueError(f"The error is {reached:.1e} with the rules {found}, where {bound:g} was expected.")
+    everything = dict.fromkeys((x.key.partition("[")[0] for x in float32), FLOAT32)
+    if (least := errors_of(everything).total[kind]) > bound:
+        raise ValueError(_unreachable(places, float32, least, bound))
+    message = f"An error of {bound:g} needs all products in float32. In 16 bit it is {errors.total[kind]:.1e}."
+    warnings.warn(message + _nameless(places, float32), stacklevel=3)
+    return everything
 
 
 def _candidates(places: Sequence[Place], damages: Mapping[int, Damage]) -> tuple[list[_Rule], list[_Rule]]:
@@ -56,8 +64,8 @@ def _candidates(places: Sequence[Place], damages: Mapping[int, Damage]) -> tuple
     accumulate, float32 = [], []
     keys = dict.fromkeys((name, x.scope) for x in places for name in sorted(x.operations.keys() & PRODUCTS))
     for name, scope in keys:
-        is_covered = lambda x: name in x.operations and (not scope or f"/{scope}/" in f"/{x.scope}/")
-        covered = [i for i, x in enumerate(places) if is_covered(x)]
+        inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.scope}/"
+        covered = [i for i, x in enumerate(places) if name in x.operations and inside(x)]
         forward = [i for i in covered if not places[i].backward]
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
@@ -86,21 +94,31 @@ def _fewest(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]
     return rules[:high]
 
 
-def _all_needed(places: Sequence[Place], error: float, bound: float) -> str:
-    nameless = sorted({x.source for x in places if not x.scope and x.operations.keys() & PRODUCTS})
-    message = f"An error of {bound:g} needs all products in float32. In 16 bit it is {error:.1e}."
-    if nameless:
-        message += (
-            f" Rules tell products apart by their name scopes, and these lines have none: {', '.join(nameless[:5])}. "
-            "Put them into `with jax.named_scope(...):`."
-        )
-    return message
+def _uncovered(rules: Sequence[_Rule]) -> list[_Rule]:
+    """The rules without those whose places others cover: a name scope covers what is in it."""
+    kept = list(rules)
+    for rule in rules:
+        others = {i for x in kept if x is not rule for i in x.on}
+        if others.issuperset(rule.on):
+            kept.remove(rule)
+    return kept
+
+
+def _nameless(places: Sequence[Place], rules: Sequence[_Rule]) -> str:
+    """What to do about products that only a rule for all products covers."""
+    lines = sorted({places[i].source for x in rules if "[" not in x.key for i in x.on if not places[i].scope})
+    if not lines:
+        return ""
+    return (
+        f" Rules tell products apart by their name scopes, and these lines have none: {', '.join(lines[:5])}. Put them "
+        'into `with jax.named_scope("a name"):`, or into `jamp.full_precision`.'
+    )
 
 
 def _unreachable(places: Sequence[Place], rules: Sequence[_Rule], error: float, bound: float) -> str:
     covered = {i for rule in rules for i in rule.on}
     lines = sorted({x.source or x.scope for i, x in enumerate(places) if i not in covered})
     return (
-        f"No rules for products bring the error below {bound:g}. With all of them in float32 it is {error:.1e}, because "
-        f"other operations round to 16 bit: {', '.join(lines[:5])}."
+        f"No rules for products bring the error below {bound:g}. With all of them in float32 it is {error:.1e}, "
+        f"because other operations round to 16 bit: {', '.join(lines[:5])}."
     )

@@ -49,6 +49,14 @@ class Step:
         inner = (step.places for body in self.bodies for step in body.steps)
         return frozenset().union(*inner, () if self.place is None else (self.place,))
 
+    @functools.cached_property
+    def tapped(self) -> frozenset[int]:
+        """All places in it but those in a while loop, which has no derivative in reverse mode."""
+        if self.eqn.primitive.name == "while":
+            return frozenset()
+        inner = (step.tapped for body in self.bodies for step in body.steps)
+        return frozenset().union(*inner, () if self.place is None else (self.place,))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
@@ -79,9 +87,10 @@ class Builder:
         jaxpr = closed.jaxpr
         names = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
         known = {v: path for v, path in zip(jaxpr.invars, parameters, strict=True) if path}
-        steps = _without_casts(list(self._steps(closed, names, known, around)))
+        steps = list(self._steps(closed, names, known, around))
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        return Body(jaxpr.invars, constants, steps, [_rename(names, v) for v in jaxpr.outvars])
+        outputs = [_rename(names, v) for v in jaxpr.outvars]
+        return Body(jaxpr.invars, constants, _without_casts(steps, outputs), outputs)
 
     def _steps(
         self, closed: ClosedJaxpr, names: dict[Any, Any], known: dict[Any, str], around: Place
@@ -131,7 +140,7 @@ def _rename(names: Mapping[Any, Any], atom: Any) -> Any:
 
 
 def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
-    """The bodies of a call or loop. A custom rule without products is one operation, so that its author's rule holds."""
+    """The bodies of a call or loop. A custom rule without products is one operation, so that the rule is used."""
     name = eqn.primitive.name
     if name.startswith("custom_") and not holds_product(eqn):
         return None
@@ -144,15 +153,19 @@ def _rounds(eqn: JaxprEqn) -> bool:
     if name == CAST:
         size = before[0].dtype.itemsize if jnp.issubdtype(before[0].dtype, jnp.floating) else 0
         return is_narrow(after[0]) and size > after[0].dtype.itemsize
-    return any(map(is_narrow, after)) and name not in MOVING or name in PRODUCTS and any(map(is_narrow, before))
+    return (any(map(is_narrow, after)) and name not in MOVING) or (name in PRODUCTS and any(map(is_narrow, before)))
 
 
-def _without_casts(steps: list[Step]) -> list[Step]:
-    """The steps, in which a cast that only products read does not round: they round their operands themselves."""
-    readers: dict[Any, set[bool]] = {}
-    for step in steps:
-        for v in step.reads:
-            if not _jaxpr.is_literal(v):
-                readers.setdefault(v, set()).add(step.eqn.primitive.name in PRODUCTS)
-    is_idle = lambda step: step.eqn.primitive.name == CAST and readers.get(step.eqn.outvars[0]) == {True}
-    return [dataclasses.replace(step, place=None) if is_idle(step) else step for step in steps]
+def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
+    """The steps, in which a cast that only products read, perhaps moved, does not round: they round their operands."""
+    kept = {v for v in outputs if not _jaxpr.is_literal(v)}  # what anything but a product reads
+    found = []
+    for step in reversed(steps):
+        name, outs = step.eqn.primitive.name, step.eqn.outvars
+        if name == CAST and kept.isdisjoint(outs):
+            step = dataclasses.replace(step, place=None)
+        is_move = name in MOVING and name != CAST and kept.isdisjoint(outs)
+        if name not in PRODUCTS and not is_move:
+            kept.update(v for v in step.reads if not _jaxpr.is_literal(v))
+        found.append(step)
+    return found[::-1]

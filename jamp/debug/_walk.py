@@ -93,7 +93,9 @@ class Walker(abc.ABC, Generic[V]):
 class Inside(Protocol):
     """Evaluates a body on its arguments. `step` is its entry in the path, such as "cond, branch 1"."""
 
-    def __call__(self, step: str, body: ClosedJaxpr, args: Sequence[Any], iteration: int | None = None) -> list[Any]: ...
+    def __call__(
+        self, step: str, body: ClosedJaxpr, args: Sequence[Any], iteration: int | None = None
+    ) -> list[Any]: ...
 
 
 Bodies = Sequence["ClosedJaxpr"]

@@ -254,6 +254,24 @@ def test_diagnose_finds_both_faults_and_writes_the_pictures(tmp_path):
     assert len((tmp_path / "history.csv").read_text().splitlines()) == 61
 
 
+@pytest.mark.slow
+def test_lost_digits_names_the_fault_and_mends_it(tmp_path):
+    text, _ = finish("lost_digits.py", "--out", tmp_path)
+    source = (ROOT / "examples" / "lost_digits.py").read_text().splitlines()
+    line = lambda part: next(i for i, x in enumerate(source, start=1) if part in x)
+    report, decoder, sound = (part.splitlines() for part in re.split("The decoder .*:\n", text))
+    assert report[3].endswith(f"lost_digits.py:{line('+ offset')} (attention)")
+    before, after = (
+        float(re.search(r"gradients is ([^ ]+)\.$|gradients (\S+)$", x)[i])
+        for x, i in ((report[0], 2), (report[-4], 1))
+    )
+    assert (before > 0.1, after < 0.02) == (True, True)
+    assert decoder[0].startswith("The functions part at add")
+    assert decoder[1].endswith(f"lost_digits.py:{line('+ mistake *')} (step)")
+    assert sound[0].startswith("The functions agree")
+    assert matplotlib.image.imread(tmp_path / "lost_digits.png").shape[:2] == (400, 800)
+
+
 @pytest.mark.parametrize(("name", "extra"), [("linen", "flax"), ("nnx", "flax"), ("equinox", "equinox")])
 def test_a_missing_package_is_an_error_that_names_the_extra(name, extra, monkeypatch):
     for module in {extra, *(module for module in sys.modules if module.startswith(f"{extra}."))}:

@@ -13,7 +13,7 @@ from jaxprs import normal
 
 import jamp
 import jamp.plot
-from jamp.debug import underflow_report
+from jamp.debug import compare, underflow_report
 from jamp.history import History
 
 STATE = jamp.StaticLossScale(2.0**16).init()
@@ -31,6 +31,10 @@ def history(config):
 
 
 DYNAMIC, ADAPTIVE = map(history, (jamp.DynamicLossScale(growth_interval=5), jamp.AdaptiveLossScale(windows=(2, 4, 8))))
+W, X = normal(16, 16, scale=0.3), normal(8, 16)
+network = lambda w, x, factor=1.0: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w * factor) ** 2)
+COMPARED = {dtype: compare(network, jamp.autocast(network, dtype))(W, X) for dtype in ("float16", "bfloat16")}
+COMPARED["a mistake"] = compare(network, lambda w, x: network(w, x, 1.1))(W, X)
 FIGURES = {
     "dynamic": lambda: jamp.plot.loss_scale_history(DYNAMIC),
     "adaptive": lambda: jamp.plot.loss_scale_history(ADAPTIVE),
@@ -39,6 +43,7 @@ FIGURES = {
     "layers": lambda: jamp.plot.layer_ranges(underflow_report(GRADS, STATE)),
     "wild layers": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE)),
     "bfloat16": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE, jnp.bfloat16)),
+    "differences": lambda: jamp.plot.differences(COMPARED),
 }
 STYLES = [("default", name) for name in FIGURES]
 STYLES += [("dark_background", name) for name in ("adaptive", "range", "layers")]
@@ -58,7 +63,7 @@ def test_a_figure_is_800_pixels_wide_with_labels_and_no_overlapping_text(style, 
         figure.canvas.draw()
     assert figure.canvas.get_width_height()[0] == 800
     axes = figure.axes[0]
-    assert "powers of 2" in axes.get_xlabel() + axes.get_ylabel()
+    assert ("powers of 2" if name != "differences" else "relative") in axes.get_xlabel() + axes.get_ylabel()
     ticks = [t for t in axes.get_xticklabels() if axes.viewLim.x0 <= t.get_position()[0] <= axes.viewLim.x1]
     texts = [*axes.texts, axes.xaxis.label, axes.yaxis.label, *ticks, *axes.get_yticklabels()]
     texts += [t for legend in figure.legends for t in legend.get_texts()]
@@ -94,10 +99,21 @@ def test_gradients_are_counted_before_and_after_scaling_and_by_layer():
     assert beside == ["33.3 %", "all 0", "0.0 %"]
 
 
+def test_differences_are_drawn_in_order_and_the_first_jump_is_marked():
+    lines = FIGURES["differences"]().axes[0].lines
+    assert [line.get_label() for line in lines[:3]] == ["float16", "bfloat16", "a mistake"]
+    low, lower = (np.median(line.get_ydata()) for line in (lines[1], lines[0]))
+    assert 4 < low / lower < 16  # three more bits
+    found = COMPARED["a mistake"]
+    assert lines[3].get_xydata().tolist() == [[found.rows.index(found.first), found.first.difference]]
+
+
 def test_nothing_to_draw_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="The history is empty"):
         jamp.plot.loss_scale_history(History())
     with pytest.raises(ValueError, match="none of 3 gradients is finite and nonzero"):
         jamp.plot.gradient_range(jnp.zeros(3), STATE)
+    with pytest.raises(ValueError, match="no operation differs"):
+        jamp.plot.differences({"same": compare(network, network)(W, X)})
     with pytest.raises(ValueError, match="no leaves"):
         jamp.plot.layer_ranges(underflow_report({}, STATE))

@@ -1,0 +1,245 @@
+"""`rounding_report`: which operation needs its digits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from faults import FAULTS, planted
+from jax import lax
+
+import jamp
+import jamp.debug
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+WEIGHTS = jax.random.normal(KEYS[0], (4, 16, 16)) / 4
+X, Y = jax.random.normal(KEYS[1], (2, 8, 16)), jax.random.normal(KEYS[2], (2, 8, 16))
+
+
+def loss_with(fault, weights, x, y):
+    h = jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1])
+    h = jnp.tanh(fault(h) @ weights[2])
+    return jnp.mean((h @ weights[3] - y) ** 2)
+
+
+def healthy(weights, x, y):
+    with jax.named_scope("body"):
+        h = jnp.tanh(x @ weights[0])
+    with jax.named_scope("head"):
+        return jnp.mean((h @ weights[1] - y) ** 2)
+
+
+def relative_error(tree, exact):
+    pairs = [(np.float64(x), np.float64(y)) for x, y in zip(*map(jax.tree.leaves, (tree, exact)), strict=True)]
+    return np.sqrt(sum(np.sum((x - y) ** 2) for x, y in pairs) / sum(np.sum(y**2) for _, y in pairs))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_the_first_row(fault):
+    first, *rest = jamp.debug.rounding_report(functools.partial(loss_with, fault), jnp.bfloat16)(WEIGHTS, X, Y).rows
+    assert first.source.startswith(planted(fault))
+    assert first.damage > 2 * max(row.damage for row in rest if planted(fault) not in row.source)
+
+
+def scanned(weights, x, y):
+    return jnp.mean((lax.scan(lambda h, w: (jnp.tanh(h @ w + h), None), x, weights)[0] - y) ** 2)
+
+
+def branched(weights, x, y):
+    f = jax.checkpoint(jax.jit(lambda h, w: lax.cond(h[0, 0, 0] < 9, lambda: jnp.tanh(h @ w), lambda: h)))
+    return jnp.mean((f(f(x, weights[0]), weights[1]) - y) ** 2)
+
+
+@jax.custom_vjp
+def custom(h, w):
+    return jnp.tanh(h @ w)
+
+
+custom.defvjp(lambda h, w: (custom(h, w), (h, w)), lambda r, g: (g @ r[1].T, jnp.einsum("bti,btj->ij", r[0], g)))
+
+
+def with_custom_rule(weights, x, y):
+    return jnp.mean((custom(jax.nn.relu(custom(x, weights[0])), weights[1]) - y) ** 2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("fun", [healthy, scanned, branched, with_custom_rule])
+def test_the_errors_are_those_of_autocast(fun, dtype):
+    """XLA may leave out roundings. Without that, the report computes what autocast computes, digit for digit."""
+    report = jamp.debug.rounding_report(fun, dtype)(WEIGHTS, X, Y)
+    scale = 2.0**15 if dtype == jnp.float16 else 1.0
+    low = jax.value_and_grad(lambda *args: scale * jamp.autocast(fun, dtype)(*args))
+    low = jax.jit(low, compiler_options={"xla_allow_excess_precision": False})
+    value, grads = jax.tree.map(lambda x: x / scale, low(WEIGHTS, X, Y))
+    exact, exact_grads = jax.value_and_grad(fun)(WEIGHTS, X, Y)
+    assert report.value_error == pytest.approx(relative_error(value, exact), rel=0.05, abs=1e-6)
+    assert report.gradient_error == pytest.approx(relative_error(grads, exact_grads), rel=0.05)
+
+
+def test_the_prediction_is_near_to_the_measurement():
+    report = jamp.debug.rounding_report(healthy, jnp.bfloat16)(WEIGHTS, X, Y)
+    for row in report.rows[:2]:
+        assert row.gradient_error == pytest.approx(row.measured[1], rel=0.5)
+    assert [row.measured for row in report.rows[2:]] == [None] * len(report.rows[2:])
+
+
+def test_every_error_of_a_row_is_what_it_says():
+    """One product of which only the weights are inexact: its own error is that of the weights and of its result."""
+    w, x = jnp.full((4, 4), 1 + 2.0**-9), jnp.eye(4)
+    (row,) = jamp.debug.rounding_report(lambda w, x: (x @ w,), jnp.bfloat16)(w, x).rows
+    expected = 2.0**-9 / (1 + 2.0**-9)
+    assert row.own_error == pytest.approx(expected, rel=1e-3)
+    assert row.value_error == pytest.approx(expected, rel=1e-3)  # 16 errors that depend on each other
+    assert np.isnan(row.gradient_error)
+
+
+def test_the_worst_step_of_a_scan_is_named():
+    def fun(weights, x, offsets):
+        step = lambda h, inputs: (jnp.tanh((h + inputs[1]) @ (inputs[0] - inputs[0].mean(0))), None)
+        return jnp.mean(lax.scan(step, x, (weights, offsets))[0] ** 2)
+
+    offsets = jnp.array([0.0, 0.0, 300.0, 0.0])
+    row = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X[0], offsets).rows[0]
+    assert (row.step, row.steps, row.backward) == ((2,), (4,), False)
+    assert "step 2 of 4" in str(row)
+
+
+def test_rules_name_the_one_product_that_needs_its_digits():
+    def fun(weights, x, y):
+        with jax.named_scope("body"):
+            h = jnp.tanh(x @ weights[0])
+        with jax.named_scope("attention"):
+            h = FAULTS[0](h)
+        with jax.named_scope("head"):
+            return jnp.mean((h @ weights[1] - y) ** 2)
+
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X, Y)
+    assert report.rules(error=1.0) == {}
+    rules = report.rules(error=0.05)
+    assert rules == {"dot_general[attention]": "float32"}
+    assert jamp.debug.rounding_report(fun, jnp.bfloat16, rules=rules)(WEIGHTS, X, Y).gradient_error <= 0.05
+    with pytest.warns(UserWarning, match="needs all products in float32"):
+        assert report.rules(error=1e-6) == {"dot_general": "float32"}
+
+
+def test_rules_accumulate_where_the_result_alone_is_rounded_too_much():
+    def fun(w, x):
+        with jax.named_scope("logits"):
+            logits = x @ w  # 257 to 272, of operands that 16 bit holds
+        return (jnp.cos(logits),)
+
+    w = jnp.zeros((16, 16)).at[0].set(256.0).at[1].set(jnp.arange(1.0, 17.0))
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(w, jnp.ones((4, 16)))
+    assert report.value_error > 0.1
+    assert report.rules(error=1e-3) == {"dot_general[logits]": "accumulate"}
+
+
+def test_products_without_a_name_scope_are_named_in_a_warning():
+    def fun(weights, x, y):
+        with jax.named_scope("body"):
+            h = jnp.tanh(x @ weights[0])
+        return jnp.mean((FAULTS[0](h) - y) ** 2)
+
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X, Y)
+    with pytest.warns(UserWarning, match=r"faults\.py:\d+ \(large_logits\).*named_scope"):
+        assert report.rules(error=0.01) == {"dot_general": "float32"}
+
+
+def test_no_rule_helps_code_that_computes_in_16_bit():
+    fun = lambda w, x: jnp.mean((x * w.astype(jnp.bfloat16).astype(jnp.float32)) ** 2)
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS[0, 0], X)
+    assert report.rows[0].operation == "convert_element_type"
+    with pytest.raises(ValueError, match="other operations round"):
+        report.rules(error=1e-6)
+
+
+def test_float16_is_reported_at_a_loss_scale_that_fits():
+    large = lambda weights, x, y: 1e4 * healthy(weights, x, y)  # overflows at 2**15
+    report = jamp.debug.rounding_report(large, jnp.float16)(WEIGHTS, X, Y)
+    assert report.gradient_error < 1e-2
+    assert not any(row.overflows for row in report.rows)
+    row = jamp.debug.rounding_report(lambda w, x: x @ w, jnp.float16)(jnp.full((4, 4), 300.0), jnp.full((4, 4), 300.0))
+    assert row.rows[0].overflows
+    assert row.rows[0].damage == np.inf
+    assert "overflows" in str(row)
+
+
+def test_only_the_first_argument_has_gradients():
+    report = jamp.debug.rounding_report(lambda x, w: jnp.mean((x @ w) ** 2), jnp.bfloat16)(X[0], WEIGHTS[0])
+    backward = [row for row in report.rows if row.backward]
+    (forward,) = (row for row in report.rows if not row.backward)
+    assert sum(row.flops for row in backward) == pytest.approx(forward.flops)  # of one operand
+
+
+def test_a_loss_with_other_results_and_arguments_that_are_no_arrays():
+    fun = lambda params, x, kind: (jnp.mean((x @ params["w"]) ** 2), {"kind": 3 if kind == "a" else 4})
+    report = jamp.debug.rounding_report(fun, "bfloat16")({"w": WEIGHTS[0], "name": "layer"}, X[0], kind="a")
+    assert report.gradient_error > 0
+    assert report.rows[0].parameter == "params['w']"
+
+
+def test_errors_say_what_to_do():
+    fun = lambda w, x: jnp.log(x @ w - 1e9).mean()
+    with pytest.raises(ValueError, match="find_nonfinite"):
+        jamp.debug.rounding_report(fun)(WEIGHTS[0], X)
+    with pytest.raises(ValueError, match="16 bit, got Float8"):
+        jamp.debug.rounding_report(fun, jamp.Float8())
+    with pytest.raises(ValueError, match="compute_dtype must be float16 or bfloat16, got int8"):
+        jamp.debug.rounding_report(fun, jnp.int8)
+
+
+def test_what_jax_cannot_differentiate_twice_is_named():
+    fun = lambda w, x: jnp.mean(lax.ragged_dot(x, w, jnp.array([2, 2, 2, 2])) ** 2)
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X[0])
+    assert len(report.opaque) == 1
+    assert "is not counted" in str(report)
+
+
+def test_a_while_loop_is_measured_but_not_predicted():
+    def fun(w, x):
+        h = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ lax.stop_gradient(w))), (0, x))[1]
+        return jnp.mean((lax.stop_gradient(h) @ w) ** 2)
+
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS[0], X[0])
+    assert report.value_error > 0
+    assert any(np.isnan(row.gradient_error) for row in report.rows)
+
+
+@pytest.mark.promotes("x64 makes Python numbers float64")
+def test_the_reference_is_float64_if_x64_is_on():
+    with jax.enable_x64(True):
+        w, x = (jnp.float32(v) for v in (WEIGHTS[0], X[0]))
+        report = jamp.debug.rounding_report(lambda w, x: jnp.mean(jnp.sin(x @ w)), jnp.bfloat16)(w, x)
+    assert 1e-5 < report.gradient_error < 1e-1
+
+
+def test_equal_segments_are_compiled_once():
+    def deep(layers, w, x):
+        for i in range(layers):
+            with jax.named_scope(f"h_{i}"):
+                x = jnp.tanh(x @ w[0] + x)
+        return jnp.mean(x**2)
+
+    from jamp.debug._errors import Errors
+
+    compiled = []
+    for layers in (4, 12):
+        errors = Errors(functools.partial(deep, layers), jnp.bfloat16, {}, (WEIGHTS, X), {})
+        errors.damages()
+        compiled.append(len(errors.program._compiled))
+    assert compiled[0] == compiled[1]
+
+
+def test_the_table_fits_a_terminal_and_says_how_many_rows_it_leaves_out():
+    def deep(w, x):
+        for i in range(8):
+            with jax.named_scope(f"h_{i}"):
+                x = jnp.tanh(x @ w[0] + x)
+        return jnp.mean(x**2)
+
+    report = jamp.debug.rounding_report(deep, jnp.bfloat16)(WEIGHTS, X)
+    lines = str(report).splitlines()
+    assert lines[0].startswith("rounding to bfloat16: error of the value ")
+    assert max(map(len, lines)) < 140
+    assert lines[-1] == f"... and {len(report.rows) - 12} rows with less damage, in `.rows`"
