@@ -130,6 +130,47 @@ def test_a_cached_decode_and_a_full_forward_pass():
     assert "(at_once)" in late.first.other_source
 
 
+def attention(params, x):
+    q, k, v = x @ params["q"], x @ params["k"] + params["bias"], x @ params["v"]
+    return jnp.sum((jax.nn.softmax(q @ k.T) @ v) ** 2)
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_no_difference():
+    """That of a bias of the keys: a constant changes no softmax."""
+    names = zip("qkv", jax.random.split(KEYS[0], 3), strict=True)
+    params = {name: jax.random.normal(key, (16, 16)) / 4 for name, key in names} | {"bias": jnp.ones(16)}
+    assert not jamp.debug.compare(jax.grad(attention), jax.grad(jamp.autocast(attention, jnp.bfloat16)))(params, X)
+    batch = jax.random.normal(KEYS[1], (4, 8, 16))
+    of_batch = lambda params, x: jnp.sum(jax.vmap(lambda x: attention(params, x))(x))
+    add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(of_batch)(params, x)), None)
+    parts = lambda params, x: lax.scan(add, jax.tree.map(jnp.zeros_like, params), x.reshape(2, 2, 8, 16))[0]
+    assert not jamp.debug.compare(jax.grad(of_batch), parts)(params, batch)
+
+
+PAIRS = {
+    "NaN": (lambda w, x: x @ x.T, lambda w, x: (x @ x.T) * jnp.nan),
+    "NaN behind a value": (lambda w, x: jnp.log(x).at[0].set(5.0), lambda w, x: jnp.log(x).at[0].set(7.0)),
+    "an index": (lambda w, x: jnp.argmax(x), lambda w, x: jnp.argmin(x)),
+    "a shape": (lambda w, x: x @ x.T, lambda w, x: (x @ x.T)[:3]),
+    "complex": (lambda w, x: jnp.fft.fft(x) * 2.0, lambda w, x: jnp.fft.fft(x) * 3.0),
+    "a factor at the end": (lambda w, x: jnp.tanh(x @ w[0]), lambda w, x: jnp.tanh(x @ w[0]) * 1.5),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_results_that_differ_are_never_called_equal(name):
+    found = jamp.debug.compare(*PAIRS[name])(WEIGHTS, X)
+    assert found
+    assert "agree:" not in str(found)
+    if name == "a factor at the end":
+        assert any(text.startswith("mul at test_compare.py") for text in found.only_there)
+
+
+def test_results_of_other_structures_are_an_error():
+    with pytest.raises(ValueError, match="the same results"):
+        jamp.debug.compare(lambda x: x, lambda x: (x, x))(X)
+
+
 def test_inserted_and_removed_operations_are_left_out():
     extra = lambda w, x: unrolled(w, jnp.abs(x) * jnp.sign(x))
     found = jamp.debug.compare(unrolled, extra)(WEIGHTS, X)

@@ -123,6 +123,31 @@ def test_rules_name_the_one_product_that_needs_its_digits():
         assert report.rules(error=1e-6) == {"dot_general": "float32"}
 
 
+def test_a_harmless_product_without_a_scope_costs_no_other_its_16_bit():
+    def fun(weights, x, y):
+        out = y
+        for i, factor in enumerate((100.0, 10.0, 1.0)):
+            with jax.named_scope(f"layer_{i}"):
+                out = out + factor * jnp.sin(x @ weights[i])
+        return jnp.mean((out + 0.01 * (x @ weights[3])) ** 2)
+
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X, Y)
+    assert report.rules(error=0.3 * report.gradient_error).keys() == {"dot_general[layer_0]"}
+
+
+def test_rules_need_an_error_and_a_bound():
+    report = jamp.debug.rounding_report(lambda w, x: jnp.argmax(x @ w), jnp.bfloat16)(WEIGHTS[0], X)
+    with pytest.raises(ValueError, match="no floating result"):
+        report.rules(error=1e-3)
+    with pytest.raises(ValueError, match="got error=-1"):
+        report.rules(error=-1)
+
+
+def test_an_empty_scan_has_no_worst_step():
+    fun = lambda w, x: jnp.sum(lax.scan(lambda c, y: (c @ w, c), x, x[:0])[0])
+    assert jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS[0], X[0]).value_error == 0
+
+
 def test_rules_accumulate_where_the_result_alone_is_rounded_too_much():
     def fun(w, x):
         with jax.named_scope("logits"):
@@ -204,6 +229,7 @@ def test_a_while_loop_is_measured_but_not_predicted():
     report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS[0], X[0])
     assert report.value_error > 0
     assert any(np.isnan(row.gradient_error) for row in report.rows)
+    assert "has no derivative" in str(report)
 
 
 @pytest.mark.promotes("x64 makes Python numbers float64")

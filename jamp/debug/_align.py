@@ -9,6 +9,8 @@ import numpy as np
 
 from jamp.debug._observe import Numbers, Operation
 
+_MOST = 4_000_000  # pairs
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -27,6 +29,7 @@ class Alignment(NamedTuple):
     theirs: list[Entry]
     pairs: list[tuple[int, int]]
     entry_of: dict[int, int]  # of ours
+    other_entry_of: dict[int, int]
 
 
 def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
@@ -35,18 +38,20 @@ def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
     In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
     (micro-batches, or tokens that are decoded one by one). Each loop is merged if more operations are aligned then.
     """
-    merged: list[set[int]] = [set(), set()]
-    entries = [_entries(x, set()) for x in (ours, theirs)]
+    # A long loop would need too much memory.
+    long = len(ours) * len(theirs) > _MOST
+    merged = [{loop for x in side for loop, _ in x.loops} if long else set[int]() for side in (ours, theirs)]
+    entries = [_entries(x, loops) for x, loops in zip((ours, theirs), merged, strict=True)]
     best, pairs = _pairs(entries[0][0], entries[1][0])
     for side, operations in enumerate((ours, theirs)):
-        for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops):
+        for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops if loop not in merged[side]):
             tried = list(entries)
             tried[side] = _entries(operations, merged[side] | {loop})
             score, found = _pairs(tried[0][0], tried[1][0])
             if score > best:
                 best, pairs, entries = score, found, tried
                 merged[side].add(loop)
-    return Alignment(entries[0][0], entries[1][0], pairs, entries[0][1])
+    return Alignment(entries[0][0], entries[1][0], pairs, entries[0][1], entries[1][1])
 
 
 def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[Entry], dict[int, int]]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ import numpy as np
 
 from jamp import _jaxpr
 from jamp._autocast.arguments import Call
-from jamp._cast import is_floating
+from jamp._cast import is_floating, is_inexact
 from jamp.debug._align import Alignment, Entry, align
 from jamp.debug._comparison import JUMP, ComparedRow, Comparison
-from jamp.debug._observe import Operation, Value, difference, observe
+from jamp.debug._observe import Operation, Value, difference, gain, observe, rows_gain
 
 
 def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Comparison]:
@@ -24,8 +24,9 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
     aligned by name scope, line, primitive, shape and values, so that each function may have some that the other one has
     not. A loop may be unrolled in one of them, a batch split into micro-batches, and tokens decoded one by one.
 
-    Two values of the same operation part if they differ by more than eight roundings, and eight times more than their
-    operands do. If the functions compute in different dtypes, the coarser one counts.
+    Two values of the same operation part if they differ by more than eight roundings, and by eight times more than the
+    differences of their operands explain. If the functions compute in different dtypes, the coarser one counts, so look
+    for mistakes in float32. The memory of the alignment grows with the product of the numbers of operations.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
@@ -34,6 +35,9 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
 
     Returns:
       A function of the arguments that returns a `Comparison`. It is false if the functions agree.
+
+    Raises:
+      ValueError: If the results have different structures.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp.debug
@@ -48,42 +52,101 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
 
     def comparison(*args: Any, **kwargs: Any) -> Comparison:
         _jaxpr.core()
-        (ours, results, compiled), (theirs, others, other_compiled) = (_run(f, args, kwargs) for f in (fun, other))
-        aligned = align(ours, theirs)
-        rows = _rows(aligned)
-        apart = [_result_difference(x.array, y.array) for x, y in zip(results, others, strict=False)]
-        reaching = _reaching(aligned, rows, list(zip(results, apart, strict=False)))
+        here, there = (_run(f, args, kwargs) for f in (fun, other))
+        if here.tree != there.tree:
+            raise ValueError(f"compare needs functions with the same results, got {here.tree} and {there.tree}.")
+        aligned = align(here.operations, there.operations)
+        rows, known = _rows(aligned)
+        apart = [_apart(x.array, y.array) for x, y in zip(here.results, there.results, strict=True)]
+        sides = zip(known, (aligned.entry_of, aligned.other_entry_of), (here, there), strict=True)
+        origins = [[[known[entry_of[i]] for i in x.made_by] for x in side.results] for known, entry_of, side in sides]
+        units, explained = [], []
+        for x, y, ours, theirs in zip(here.results, there.results, *origins, strict=True):
+            units.append(max([_unit(x.array), _unit(y.array), *(unit for _, unit in (*ours, *theirs))]))
+            explained.append(max([units[-1], *(apart for apart, _ in (*ours, *theirs))]))
+        limits = [JUMP * max(pair) for pair in zip(apart, units, strict=True)]
+        reaching = _reaching(aligned, rows, here.results, limits)
         rows = [dataclasses.replace(row, reaches_results=k in reaching) for k, row in enumerate(rows)]
         i = next((i for i, row in enumerate(rows) if row.is_jump and row.reaches_results), None)
-        only: list[tuple[str, ...]] = [(), ()]
-        if i is not None:
-            agreed = [k for k in range(i) if rows[k].reaches_results and rows[k].difference <= JUMP * rows[k].rounding]
-            starts, stops = aligned.pairs[agreed[-1]] if agreed else (-1, -1), aligned.pairs[i]
-            sides = zip((aligned.ours, aligned.theirs), starts, stops, zip(*aligned.pairs, strict=True), strict=True)
-            only = [
-                tuple(_name(side[k].operation) for k in range(start + 1, stop) if k not in matched)
-                for side, start, stop, matched in sides
-            ]
+        results_part = any(x > JUMP * y for x, y in zip(apart, explained, strict=True))
+        only = _only(aligned, rows, i) if i is not None or results_part else ((), ())
+        first = None if i is None else rows[i]
         return Comparison(
-            tuple(rows),
-            None if i is None else rows[i],
-            only[0],
-            only[1],
-            tuple(x for x in apart if x is not None),
-            (compiled, other_compiled),
+            tuple(rows), first, only[0], only[1], tuple(apart), results_part, (here.compiled, there.compiled)
         )
 
     return comparison
 
 
+class _Run(NamedTuple):
+    """The operations and results of a function, their tree, and how much they change if it is compiled whole."""
+
+    operations: list[Operation]
+    results: list[Value]
+    tree: Any
+    compiled: float
+
+
+def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+    call = Call(args, kwargs)
+    flat = call.traceable(fun)
+    closed = jax.make_jaxpr(flat)(*call.leaves)
+    operations, results = observe(closed, call.leaves)
+    compiled = jax.jit(flat)(*call.leaves)
+    tree: Any = jax.tree.structure(call.finish([x.array for x in results]))
+    pairs = [(x, y.array) for x, y in zip(compiled, results, strict=True) if is_floating(x)]
+    return _Run(operations, results[: tree.num_leaves], tree, max((_apart(*pair) for pair in pairs), default=0.0))
+
+
+def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[float, float]]]]:
+    """The rows, and of each entry of both sides the difference and the unit of rounding."""
+    known: list[dict[int, tuple[float, float]]] = [{}, {}]
+    of = lambda side, entry: [known[side][k] for k in entry.reads if k in known[side]]
+
+    def add_alone(side: int, k: int, entry: Entry) -> None:
+        """What only one function has differs as much as what it reads."""
+        reads = of(side, entry)
+        unit = gain(entry.numbers) * max([_unit(entry.operation), *(unit for _, unit in reads)])
+        known[side].setdefault(k, (max((apart for apart, _ in reads), default=0.0), unit))
+
+    rows, partner, done = [], dict(aligned.pairs), 0
+    for i, x in enumerate(aligned.ours):
+        j = partner.get(i)
+        if j is None:
+            add_alone(0, i, x)
+            continue
+        for k in range(done, j):
+            add_alone(1, k, aligned.theirs[k])
+        done, y = j + 1, aligned.theirs[j]
+        a, b = x.operation, y.operation
+        is_split = a.shape != b.shape or x.parts != y.parts
+        apart = difference(x.numbers, y.numbers, a.shape[-1:] == b.shape[-1:], is_split)
+        amplified = max(gain(x.numbers), gain(y.numbers))
+        if is_split:
+            amplified = max(amplified, rows_gain(x.numbers), rows_gain(y.numbers))
+        reads = [*of(0, x), *of(1, y)]
+        unit = amplified * max([_unit(a), _unit(b), *(unit for _, unit in reads)])
+        # What differs much more than the result was masked, or is not the same operation.
+        near = [z for z, _ in reads if z <= JUMP * max(apart, unit)]
+        known[0][i] = known[1][j] = apart, unit
+        rows.append(
+            ComparedRow(
+                *(a.primitive, a.place.line, a.place.scope, str(a.dtype)),
+                *(b.primitive, b.place.line, b.place.scope, str(b.dtype)),
+                *(a.place.backward, apart, amplified * max(near, default=0.0), unit),
+            )
+        )
+    for k in range(done, len(aligned.theirs)):
+        add_alone(1, k, aligned.theirs[k])
+    return rows, known
+
+
 def _reaching(
-    aligned: Alignment, rows: Sequence[ComparedRow], results: Sequence[tuple[Value, float | None]]
+    aligned: Alignment, rows: Sequence[ComparedRow], results: Sequence[Value], limits: Sequence[float]
 ) -> set[int]:
     """The rows whose difference reaches a result. That of a masked value does not."""
     row_of = {i: k for k, (i, _) in enumerate(aligned.pairs)}
-    unit = max((row.rounding for row in rows), default=0.0)
-    limits = [math.inf if apart is None else JUMP * max(apart, unit) for _, apart in results]
-    todo = [(aligned.entry_of[i], limit) for (x, _), limit in zip(results, limits, strict=True) for i in x.made_by]
+    todo = [(aligned.entry_of[i], limit) for x, limit in zip(results, limits, strict=True) for i in x.made_by]
     limit_of: dict[int, float] = {}
     reaching = set()
     while todo:
@@ -98,73 +161,44 @@ def _reaching(
     return reaching
 
 
-def _run(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Operation], list[Value], float]:
-    """The operations of a function, its results, and how much they change if it is compiled whole."""
-    call = Call(args, kwargs)
-    flat = call.traceable(fun)
-    operations, results = observe(jax.make_jaxpr(flat)(*call.leaves), call.leaves)
-    compiled = jax.jit(flat)(*call.leaves)
-    return operations, results, _distance([(x, y.array) for x, y in zip(compiled, results, strict=True)])
+def _only(aligned: Alignment, rows: Sequence[ComparedRow], first: int | None) -> tuple[tuple[str, ...], ...]:
+    """The operations that only one function has, between the last that agrees and the first that does not."""
+    stop = len(rows) if first is None else first
+    agreed = [k for k in range(stop) if rows[k].reaches_results and rows[k].difference <= JUMP * rows[k].rounding]
+    sides = aligned.ours, aligned.theirs
+    starts = aligned.pairs[agreed[-1]] if agreed else (-1, -1)
+    stops = [len(side) for side in sides] if first is None else aligned.pairs[first]
+    matched = [{pair[side] for pair in aligned.pairs} for side in (0, 1)]
+    return tuple(
+        tuple(_name(side[k].operation) for k in range(start + 1, stop) if k not in found)
+        for side, start, stop, found in zip(sides, starts, stops, matched, strict=True)
+    )
 
 
-def _rows(aligned: Alignment) -> list[ComparedRow]:
-    ours, theirs = aligned.ours, aligned.theirs
-    differences: list[dict[int, float]] = [{}, {}]
-    units: list[dict[int, float]] = [{}, {}]
-    partner = dict(aligned.pairs)
-    of = lambda known, entry: max((known.get(k, 0.0) for k in entry.reads), default=0.0)
-    # What only one function has differs as much as what it reads.
-    rows, done = [], 0
-    for i, entry in enumerate(ours):
-        j = partner.get(i)
-        if j is None:
-            differences[0][i] = of(differences[0], entry)
-            units[0][i] = max(_unit(entry), of(units[0], entry))
-            continue
-        for k in range(done, j):
-            differences[1].setdefault(k, of(differences[1], theirs[k]))
-            units[1].setdefault(k, max(_unit(theirs[k]), of(units[1], theirs[k])))
-        done = j + 1
-        x, y = entry, theirs[j]
-        a, b = x.operation, y.operation
-        is_split = a.shape != b.shape or x.parts != y.parts
-        apart = difference(x.numbers, y.numbers, a.shape[-1:] == b.shape[-1:], is_split)
-        unit = max(_unit(x), _unit(y), of(units[0], x), of(units[1], y))
-        # What differs much more than the result was masked, or is not the same operation.
-        read = [differences[0].get(k, 0.0) for k in x.reads] + [differences[1].get(k, 0.0) for k in y.reads]
-        operands = max((z for z in read if z <= JUMP * max(apart, unit)), default=0.0)
-        differences[0][i] = differences[1][j] = apart
-        units[0][i] = units[1][j] = unit
-        rows.append(
-            ComparedRow(
-                *(a.primitive, a.place.line, a.place.scope, str(a.dtype)),
-                *(b.primitive, b.place.line, b.place.scope, str(b.dtype)),
-                *(a.place.backward, apart, operands, unit),
-            )
-        )
-    return rows
-
-
-def _unit(entry: Entry) -> float:
+def _unit(x: Any) -> float:
     """Half the distance of 1 to the next number. Float32 has more, because sums may be in another order."""
-    eps = float(jnp.finfo(entry.operation.dtype).eps)
-    return eps / 2 if entry.operation.dtype.itemsize < 4 else 4 * eps
+    if not is_floating(x):
+        return 0.0
+    eps = float(jnp.finfo(x.dtype).eps)
+    return eps / 2 if x.dtype.itemsize < 4 else 4 * eps
 
 
 def _name(x: Operation) -> str:
     return f"{x.primitive} at {x.place.line or 'an unknown line'}" + f" in {x.place.scope}" * bool(x.place.scope)
 
 
-def _result_difference(x: Any, y: Any) -> float | None:
-    """The relative difference of two results, or None if they are no floating arrays of one shape."""
-    return _distance([(x, y)]) if is_floating(x) and is_floating(y) and x.shape == y.shape else None
-
-
-def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
-    """The norm of the differences of several arrays over that of the second ones."""
-    wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs if is_floating(y)]
-    size = math.sqrt(sum(float(np.sum(y**2)) for _, y in wide))
-    error = math.sqrt(sum(float(np.sum((x - y) ** 2)) for x, y in wide))
-    return error / size if size else error
+def _apart(x: Any, y: Any) -> float:
+    """The relative difference of two arrays. inf if they differ in shape, or in where inf and NaN are."""
+    if np.shape(x) != np.shape(y):
+        return math.inf
+    if not is_inexact(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        same = jax.random.key_data(x) == jax.random.key_data(y) if is_key else x == y
+        return float(np.mean(~np.asarray(same))) if np.size(same) else 0.0
+    wide = [np.asarray(z).astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y)]
+    finite = np.isfinite(wide[0])
+    if not np.array_equal(finite, np.isfinite(wide[1])):
+        return math.inf
+    left, right = (z[finite] for z in wide)
+    size = max(np.linalg.norm(left), np.linalg.norm(right))
+    return float(np.linalg.norm(left - right) / size) if size else 0.0

@@ -1,7 +1,6 @@
 """The result of `compare`."""
 
 import dataclasses
-import math
 
 JUMP = 8.0  # A result that differs by more than this, times what its operands differ by, is not explained by rounding.
 _SHOWN = 12
@@ -16,8 +15,8 @@ class ComparedRow:
       other_operation, other_source, other_scope, other_dtype: The same in the other function.
       backward: Whether it is part of a backward pass.
       difference: How much the results differ, estimated to about 15 %.
-      operands: How much its operands differ.
-      rounding: The unit of rounding of the coarsest dtype up to here.
+      operands: How much of it the differences of its operands explain. A sum of terms that cancel amplifies them.
+      rounding: The unit of rounding of the coarsest dtype up to here, amplified likewise.
       reaches_results: Whether a result still shows the difference. That of masked values does not.
     """
 
@@ -43,7 +42,7 @@ class ComparedRow:
     def __str__(self) -> str:
         name = self.operation if self.operation == self.other_operation else f"{self.operation}, {self.other_operation}"
         dtypes = self.dtype if self.dtype == self.other_dtype else f"{self.dtype}, {self.other_dtype}"
-        lines = [f"{name}, {dtypes}: differs by {self.difference:.1e}, and its operands by {self.operands:.1e}"]
+        lines = [f"{name}, {dtypes}: differs by {self.difference:.1e}; its operands explain {self.operands:.1e}"]
         for title, line, scope in (("line", self.source, self.scope), ("other", self.other_source, self.other_scope)):
             lines.append(f"  {title:<7} {line or 'unknown'}{f' in {scope}' if scope else ''}")
         return "\n".join(lines)
@@ -57,7 +56,9 @@ class Comparison:
       rows: The operations that both functions have, in order.
       first: The first operation that differs by more than rounding explains.
       only_here, only_there: The operations before it that only one of the functions has.
-      results: How much each floating result differs.
+      results: How much each result differs: by the norm, or the share of unequal integers. inf if the shapes differ, or
+        where they are inf or NaN.
+      results_part: Whether a result differs by more than rounding explains.
       compiled: How much the results of each function differ if XLA compiles it whole.
     """
 
@@ -66,22 +67,25 @@ class Comparison:
     only_here: tuple[str, ...]
     only_there: tuple[str, ...]
     results: tuple[float, ...]
+    results_part: bool
     compiled: tuple[float, float]
 
     def __bool__(self) -> bool:
-        rounding = max((row.rounding for row in self.rows), default=0.0) * math.sqrt(len(self.rows))
-        return self.first is not None or max(self.results, default=0.0) > JUMP * rounding
+        return self.first is not None or self.results_part
 
     def __str__(self) -> str:
         worst = max(self.results, default=0.0)
         if not self:
             lines = [f"The functions agree: the results differ by {worst:.1e}, which rounding explains"]
         elif self.first is None:
-            lines = [f"The results differ by {worst:.1e}, but of {len(self.rows)} operations in both no one parts"]
+            lines = [f"The results differ by {worst:.1e}, but none of the {len(self.rows)} operations in both parts"]
         else:
             lines = [f"The functions part at {self.first}"]
+        if self:
             for title, names in (("here", self.only_here), ("there", self.only_there)):
                 lines += [f"  only {title:<5} {', '.join(names[-3:])}"] if names else []
+            if not (self.only_here or self.only_there):
+                lines += ["  its operands agree, so they are moved, masked or indexed differently, or arguments are"]
         grown, largest = [], 0.0
         for row in self.rows:
             if row.reaches_results and row.difference > 1.5 * largest:

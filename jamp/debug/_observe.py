@@ -13,7 +13,7 @@ from jax import Array
 from jamp import _evaluate, _jaxpr
 from jamp._cast import cast_leaf, is_floating
 from jamp._jaxpr import JaxprEqn
-from jamp._primitives import MOVING
+from jamp._primitives import MOVING, PRODUCTS
 from jamp.debug._walk import Place, Walker
 
 _SKETCHES = 24
@@ -28,12 +28,16 @@ class Numbers(NamedTuple):
       rows: The same with signs that depend on the index along the last axis only, so that the order of rows, and how
         they are split, does not matter.
       square: The sum of the squares.
+      terms: The same if the terms of each sum in the operation had random signs. It is larger where they cancel.
+      bad: How many elements are inf or NaN. The other numbers are without them.
       size: The number of elements.
     """
 
     flat: Any
     rows: Any
     square: Any
+    terms: Any
+    bad: Any
     size: int
 
 
@@ -82,11 +86,11 @@ class Observer(Walker[Value]):
         results = _evaluate.bind(eqn, [x.array for x in values], _jaxpr.avals(eqn.outvars))
         made_by = frozenset[int]().union(*(x.made_by for x in values))
         first = next((x for x in results if is_floating(x)), None)
-        if first is not None and eqn.primitive.name not in MOVING:
-            flat, rows, square = _numbers(first)
-            numbers = Numbers(flat, rows, square, first.size)
+        name = eqn.primitive.name
+        if first is not None and (name not in MOVING or _narrows(eqn)):
+            flat, rows, square, bad = _numbers(first)
+            numbers = Numbers(flat, rows, square, _terms(eqn, [x.array for x in values], square), bad, first.size)
             loops = tuple(self.loops)
-            name = eqn.primitive.name
             self._found.append(Operation(id(eqn), name, here, first.shape, first.dtype, loops, made_by, numbers))
             made_by = frozenset({len(self._found) - 1})
         return [Value(x, made_by) for x in results]
@@ -113,22 +117,60 @@ def observe(closed: Any, args: Sequence[Any]) -> tuple[list[Operation], list[Val
     return observer.operations(), results
 
 
-@jax.jit
-def _numbers(x: Array) -> tuple[Array, Array, Array]:
-    x = cast_leaf(x, jnp.float32)
-    columns = jnp.sum(x, range(x.ndim - 1)) if x.ndim > 1 else jnp.ravel(x)
+def _narrows(eqn: JaxprEqn) -> bool:
+    """Whether an operation is a cast that rounds."""
+    (before, *_), (after, *_) = _jaxpr.avals(eqn.invars) or [None], _jaxpr.avals(eqn.outvars)
+    is_cast = eqn.primitive.name == "convert_element_type" and is_floating(before) and is_floating(after)
+    return is_cast and after.dtype.itemsize < before.dtype.itemsize
 
+
+@jax.jit
+def _numbers(x: Array) -> tuple[Array, Array, Array, Array]:
+    x = cast_leaf(x, jnp.float32)
+    bad = jnp.sum(~jnp.isfinite(x))
+    x = jnp.where(jnp.isfinite(x), x, 0)
+    columns = jnp.sum(x, range(x.ndim - 1)) if x.ndim > 1 else jnp.ravel(x)
     sketch = lambda key, y: jnp.sum(y * jax.random.rademacher(key, y.shape, y.dtype))
     keys = jax.random.split(jax.random.key(0), _SKETCHES)
     flat, rows = jax.lax.map(lambda key: (sketch(key, jnp.ravel(x)), sketch(key, columns)), keys)
-    return flat, rows, jnp.sum(x**2)
+    return flat, rows, jnp.sum(x**2), bad
+
+
+def _terms(eqn: JaxprEqn, operands: Sequence[Any], square: Array) -> Any:
+    name = eqn.primitive.name
+    if name == "reduce_sum":
+        return _square(operands[0])
+    if name in ("add", "sub", "add_any"):
+        return sum(_square(jnp.broadcast_to(x, _jaxpr.avals(eqn.outvars)[0].shape)) for x in operands)
+    if name in PRODUCTS and all(map(is_floating, operands[:2])):
+        wide = _evaluate.widened(eqn, {x.dtype for x in operands[:2]}, np.dtype(np.float32))
+        squares = [jnp.square(cast_leaf(x, jnp.float32)) for x in operands[:2]]
+        types = [aval.update(dtype=np.dtype(np.float32)) for aval in _jaxpr.avals(eqn.outvars)]
+        return jnp.sum(_evaluate.bind(wide, [*squares, *operands[2:]], types)[0])
+    return square
+
+
+@jax.jit
+def _square(x: Array) -> Array:
+    x = cast_leaf(x, jnp.float32)
+    return jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2)
+
+
+def gain(x: Numbers) -> float:
+    """How much a sum amplifies relative errors of its terms, because they cancel. 1 for any other operation."""
+    return max(1.0, math.sqrt(x.terms / x.square)) if x.square else math.inf if x.terms else 1.0
+
+
+def rows_gain(x: Numbers) -> float:
+    """The same of the sums over rows, by which arrays are compared whose rows are split."""
+    rows = _root_mean_square(x.rows)
+    return max(1.0, math.sqrt(x.square) / rows) if rows else math.inf
 
 
 def difference(x: Numbers, y: Numbers, same_rows: bool, is_split: bool) -> float:
     """The relative difference of two arrays, estimated from less if the rows are split or not the same."""
-    finite = np.isfinite([x.square, y.square])
-    if not all(finite):
-        return 0.0 if not any(finite) else math.inf
+    if x.bad != y.bad:
+        return math.inf
     norm, other = math.sqrt(x.square), math.sqrt(y.square)
     size = max(norm, other) or 1.0
     if same_rows and not is_split:

@@ -138,6 +138,8 @@ class Program:
                     dtype = segment.writes[0].aval.dtype
                     found[i].setdefault(place, []).append(_damage(y, others, now[i][0], dtype))
             places = sorted(segment.steps[0].tapped) if segment.is_loop else []
+            if active and segment.is_loop and set(places) != set(segment.places):
+                self.opaque.add(user_line(segment.steps[0].eqn) or "while")
             if active and (places or segment.moving):
                 zeros = {i: Damage(*[jnp.zeros(self.places[i].steps)] * len(Damage._fields)) for i in places}
                 data = [zeros.get(i) for i in segment.places]

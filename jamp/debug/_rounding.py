@@ -30,7 +30,8 @@ def rounding_report(
     It runs the function and its gradient in float32. To first order, the damage of a rounding is its error times the
     sensitivity of the result to it, which one more backward pass gives for all operations. For the gradients, this
     result is their sum with random signs, which estimates the norm of their error. For the first two rows the function
-    also runs with nothing else rounded, to check the prediction.
+    also runs with nothing else rounded, to check the prediction. That for a scalar value is its expected size, and
+    what is measured is one draw.
 
     The gradients are those of a scalar first result with respect to the floating arrays in the first argument. In
     float16 they are computed at a loss scale of 2**15, or a lower one if that overflows. If x64 is on, the reference is
@@ -87,8 +88,8 @@ def _row(place: Place, damages: Sequence[Damage | None], flops: float) -> Roundi
     of_value, of_gradients, *_ = [*(none if x is None else _predicted(x) for x in damages), math.nan]
     error, size = (float(np.sum(getattr(known[0], name))) if known else 0.0 for name in ("error", "size"))
     step: tuple[int, ...] = ()
-    if place.steps and known:
-        squares = known[-1].operands + known[-1].result
+    squares = known[-1].operands + known[-1].result if known else np.zeros(0)
+    if place.steps and np.size(squares):
         step = tuple(int(i) for i in np.unravel_index(np.argmax(squares), place.steps))
     return RoundingRow(
         ", ".join([name for name in names if name in PRODUCTS] or names),

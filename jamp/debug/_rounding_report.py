@@ -87,7 +87,7 @@ class RoundingReport:
     _errors_of: Callable[[Mapping[str, str]], Errors] = dataclasses.field(repr=False, compare=False)
 
     def rules(self, *, error: float) -> dict[str, str]:
-        """The rules for `autocast` with the fewest FLOPs in float32 that bring an error below a bound.
+        """Rules for `autocast`, with few FLOPs in float32, that bring an error below a bound.
 
         Candidates are taken by the damage that they prevent for each FLOP, so another set may have a few FLOPs less.
         Each step of the search runs the function, and the result was run with `autocast`.
@@ -130,7 +130,7 @@ class RoundingReport:
         more = len(self.rows) - len(lines)
         rest = [f"... and {more} rows with less damage, in `.rows`"] if more else []
         unseen = [
-            f"JAX cannot differentiate the gradients of {line}: damage through them is not counted"
+            f"JAX has no derivative of what runs at {line}: damage in it and through it is not counted"
             for line in self.opaque
         ]
         return "\n".join([f"rounding to {self.compute_dtype}: {total}", "", *text, *rest, *unseen])

@@ -1,6 +1,7 @@
 """The smallest set of rules with which a function under autocast has an error below a bound."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from jamp.debug._errors import Errors
 from jamp.debug._program import OFF, ON
 from jamp.debug._rounded import Damage, Data, Switches
 from jamp.debug._steps import Place
+
+_TRIED = 20
 
 
 class _Rule(NamedTuple):
@@ -29,6 +32,9 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
     """The fewest rules, by the damage that each prevents for its FLOPs. At last they are run with autocast."""
     errors = errors_of({})
     kind = int(errors.has_gradients)
+    if not bound > 0 or math.isnan(errors.total[kind]):
+        got = "the function has no floating result that is not 0" if bound > 0 else f"got error={bound}"
+        raise ValueError(f"rules() needs a positive bound and an error to bound: {got}.")
     if errors.total[kind] <= bound:
         return {}
     places = errors.program.places
@@ -41,7 +47,8 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
     for target in (bound, 0.7 * bound, 0.5 * bound):  # With autocast, the last digits differ from those of the search.
         if not is_enough(float32, [], target):
             break
-        needed = _uncovered(_fewest(float32, functools.partial(is_enough, others=accumulate, bound=target)))
+        needed = _fewest(float32, functools.partial(is_enough, others=accumulate, bound=target))
+        needed = _without_needless(needed, functools.partial(is_enough, others=accumulate, bound=target))
         others = [x for x in accumulate if x.key not in {y.key for y in needed}]
         kept = _fewest(others, functools.partial(is_enough, others=needed, bound=target))
         # The first rule that matches decides, so the longer name stands first.
@@ -71,8 +78,18 @@ def _candidates(places: Sequence[Place], damages: Mapping[int, Damage]) -> tuple
         key = f"{name}[{scope}]" if scope else name
         flops = sum(sum(places[i].operations.values()) for i in covered)
         results = Switches(ON.operands, OFF.result)
-        accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, results), squares("result", forward), 0.0))
-        prevents = squares("operands", covered) + squares("result", covered)
+        accumulate.append(
+            _Rule(
+                key,
+                ACCUMULATE,
+                dict.fromkeys(forward, results),
+                squares("result", [i for i in forward if places[i].scope == scope]),
+                0.0,
+            )
+        )
+        # A rule for a scope covers what is in it, but what has a scope of its own has a rule of its own.
+        own = [i for i in covered if places[i].scope == scope]
+        prevents = squares("operands", own) + squares("result", own)
         float32.append(_Rule(key, FLOAT32, dict.fromkeys(covered, OFF), prevents, flops))
     by_damage = lambda x: -x.prevents / (x.flops + 1)
     return sorted(accumulate, key=by_damage), sorted(float32, key=by_damage)
@@ -94,13 +111,13 @@ def _fewest(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]
     return rules[:high]
 
 
-def _uncovered(rules: Sequence[_Rule]) -> list[_Rule]:
-    """The rules without those whose places others cover: a name scope covers what is in it."""
+def _without_needless(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]) -> list[_Rule]:
+    """The rules without those that the others make needless, tried from the most FLOPs on."""
     kept = list(rules)
-    for rule in rules:
-        others = {i for x in kept if x is not rule for i in x.on}
-        if others.issuperset(rule.on):
-            kept.remove(rule)
+    for rule in sorted(rules, key=lambda x: -x.flops)[:_TRIED]:
+        others = [x for x in kept if x is not rule]
+        if is_enough(others):
+            kept = others
     return kept
 
 
