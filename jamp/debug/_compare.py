@@ -101,44 +101,57 @@ def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[float, float]]]]:
     """The rows, and of each entry of both sides the difference and the unit of rounding."""
     known: list[dict[int, tuple[float, float]]] = [{}, {}]
-    of = lambda side, entry: [known[side][k] for k in entry.reads if k in known[side]]
+    sides = aligned.ours, aligned.theirs
 
-    def add_alone(side: int, k: int, entry: Entry) -> None:
+    def carried(side: int, entry: Entry) -> list[tuple[float, float]]:
+        """The differences and units of what an entry reads, as they are in its result."""
+        weights = [(k, _weight(entry, sides[side][k])) for k in entry.reads if k in known[side]]
+        return [(known[side][k][0] * weight, known[side][k][1] * weight) for k, weight in weights]
+
+    def add_alone(side: int, k: int) -> None:
         """What only one function has differs as much as what it reads."""
-        reads = of(side, entry)
-        unit = gain(entry.numbers) * max([_unit(entry.operation), *(unit for _, unit in reads)])
+        entry = sides[side][k]
+        reads = carried(side, entry)
+        unit = max([gain(entry.numbers) * _unit(entry.operation), *(unit for _, unit in reads)])
         known[side].setdefault(k, (max((apart for apart, _ in reads), default=0.0), unit))
 
     rows, partner, done = [], dict(aligned.pairs), 0
     for i, x in enumerate(aligned.ours):
         j = partner.get(i)
         if j is None:
-            add_alone(0, i, x)
+            add_alone(0, i)
             continue
         for k in range(done, j):
-            add_alone(1, k, aligned.theirs[k])
+            add_alone(1, k)
         done, y = j + 1, aligned.theirs[j]
         a, b = x.operation, y.operation
         is_split = a.shape != b.shape or x.parts != y.parts
         apart = difference(x.numbers, y.numbers, a.shape[-1:] == b.shape[-1:], is_split)
-        amplified = max(gain(x.numbers), gain(y.numbers))
-        if is_split:
-            amplified = max(amplified, rows_gain(x.numbers), rows_gain(y.numbers))
-        reads = [*of(0, x), *of(1, y)]
-        unit = amplified * max([_unit(a), _unit(b), *(unit for _, unit in reads)])
+        reads = [*carried(0, x), *carried(1, y)]
+        own = max(_unit(a) * gain(x.numbers), _unit(b) * gain(y.numbers))
+        unit = max([own, *(unit for _, unit in reads)])
+        known[0][i] = known[1][j] = apart, unit
+        seen = max(rows_gain(x.numbers), rows_gain(y.numbers)) if is_split else 1.0
         # What differs much more than the result was masked, or is not the same operation.
         near = [z for z, _ in reads if z <= JUMP * max(apart, unit)]
-        known[0][i] = known[1][j] = apart, unit
         rows.append(
             ComparedRow(
                 *(a.primitive, a.place.line, a.place.scope, str(a.dtype)),
                 *(b.primitive, b.place.line, b.place.scope, str(b.dtype)),
-                *(a.place.backward, apart, amplified * max(near, default=0.0), unit),
+                *(a.place.backward, apart, seen * max(near, default=0.0), seen * unit),
             )
         )
     for k in range(done, len(aligned.theirs)):
-        add_alone(1, k, aligned.theirs[k])
+        add_alone(1, k)
     return rows, known
+
+
+def _weight(entry: Entry, read: Entry) -> float:
+    """How much a relative error of what an entry reads counts in its result: less if it is a small term of a sum."""
+    if entry.operation.primitive not in ("add", "sub", "add_any"):
+        return gain(entry.numbers)
+    of_read, of_result = (float(x.numbers.square) / max(x.numbers.size, 1) for x in (read, entry))
+    return math.sqrt(of_read / of_result) if of_result else math.inf if of_read else 0.0
 
 
 def _reaching(
