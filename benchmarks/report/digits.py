@@ -12,7 +12,7 @@ def models(found: dict[str, Any]) -> str:
     head += ["FLOPs in float32 by `.rules`", "gradients with them"]
     body = []
     for row in select(found["rows"], kind="model"):
-        first = f"{row['first']}: {row['measured']:.1e}"
+        first = f"{row['first'].partition('Module/')[2] or row['first']}: {row['measured']:.1e}"
         rules = (
             [f"{row['float32']:.2%} ({len(row['rules'])})", f"{row['with_rules']:.1e}"] if "rules" in row else ["", ""]
         )

@@ -35,7 +35,7 @@ def rounding_report(
 
     The gradients are those of a scalar first result with respect to the floating arrays in the first argument. In
     float16 they are computed at a loss scale of 2**15, or a lower one if that overflows. If x64 is on, the reference is
-    float64. Code that computes in 16 bit without autocast is reported too. It costs about eight gradients and keeps all
+    float64. Code that computes in 16 bit without autocast is reported too. It costs about ten gradients and keeps all
     values in memory, so use a small batch. Inside `while`, `shard_map` and kernels it does not tell operations apart.
 
     Args:

@@ -61,7 +61,7 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
     everything = dict.fromkeys((x.key.partition("[")[0] for x in float32), FLOAT32)
     if (least := errors_of(everything).total[kind]) > bound:
         raise ValueError(_unreachable(places, float32, least, bound))
-    message = f"An error of {bound:g} needs all products in float32. In 16 bit it is {errors.total[kind]:.1e}."
+    message = f"No smaller set than all products in float32 was found for an error of {bound:g}."
     warnings.warn(message + _nameless(places, float32), stacklevel=3)
     return everything
 
