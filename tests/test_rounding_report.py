@@ -132,7 +132,18 @@ def test_a_harmless_product_without_a_scope_costs_no_other_its_16_bit():
         return jnp.mean((out + 0.01 * (x @ weights[3])) ** 2)
 
     report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X, Y)
-    assert report.rules(error=0.3 * report.gradient_error).keys() == {"dot_general[layer_0]"}
+    assert report.rules(error=0.03 * report.gradient_error).keys() == {"dot_general[layer_0]", "dot_general[layer_1]"}
+
+
+def test_rules_that_others_make_needless_are_left_out():
+    def fun(weights, x, y):
+        with jax.named_scope("small"):  # much damage for its few FLOPs, but not enough to need it
+            out = 200 * jnp.sin(x[..., :2] @ weights[0, :2])
+        with jax.named_scope("large"):
+            return jnp.mean((out + 100 * jnp.sin(x @ weights[1]) - y) ** 2)
+
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X, Y)
+    assert report.rules(error=0.57 * report.gradient_error).keys() == {"dot_general[large]"}
 
 
 def test_rules_need_an_error_and_a_bound():
@@ -269,3 +280,16 @@ def test_the_table_fits_a_terminal_and_says_how_many_rows_it_leaves_out():
     assert lines[0].startswith("rounding to bfloat16: error of the value ")
     assert max(map(len, lines)) < 140
     assert lines[-1] == f"... and {len(report.rows) - 12} rows with less damage, in `.rows`"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_numbers_are_rounded_as_a_cast_does(dtype):
+    from jamp.debug._rounded import rounded
+
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=20_000) * 2.0 ** rng.integers(-30, 20, 20_000))  # subnormal and too large ones, too
+    ties = np.float32(2.0**-24) * np.arange(0, 64, dtype=np.float32) / 2
+    x = np.concatenate([x, ties, np.float32([0, -0.0, np.inf, -np.inf, 65519, 65520])])
+    with np.errstate(over="ignore"):
+        expected = x.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(rounded(jnp.asarray(x), dtype)), expected)
