@@ -23,6 +23,7 @@ from jamp.debug._rounded import Damage, Data, Switches, damage, run_steps, widen
 from jamp.debug._steps import Body, Builder, Place, Step
 
 ON, OFF = (Switches(np.bool_(x), np.bool_(x)) for x in (True, False))
+_OPERANDS = Switches(ON.operands, OFF.result)
 _damage = jax.jit(damage, static_argnums=3)
 
 
@@ -67,6 +68,16 @@ class _Segment:
             return id(self)
         return key
 
+    @functools.cached_property
+    def run_forward(self) -> Callable[..., Any]:
+        """`forward`, compiled."""
+        return jax.jit(self.forward)
+
+    @functools.cached_property
+    def run_backward(self) -> Callable[..., Any]:
+        """`backward`, compiled."""
+        return jax.jit(self.backward)
+
     def forward(self, data: list[Any], xs: list[Any]) -> list[Any]:
         """What it writes, given the data of its places and what it reads."""
         env = dict(zip(self.reads, xs, strict=True))
@@ -104,18 +115,20 @@ class Program:
         self.places, self.flops = builder.places, builder.flops
         self.opaque: set[str] = set()
         self._segments = _segments(self._body)
+        # Equal segments share the first one's compiled functions. A key is long, so it is hashed here and not in a run.
+        first: dict[Any, _Segment] = {}
+        self._compiled = [first.setdefault(segment.key, segment) for segment in self._segments]
         self._last = {v: i for i, segment in enumerate(self._segments) for v in segment.reads}
         self._last |= dict.fromkeys(_variables(self._body.outputs), len(self._segments))
-        self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def run(self, args: Sequence[Any], on: Data, keep: bool = False) -> tuple[list[Array], dict[Any, Any]]:
         """The results with the switches `on`, by default off, and with `keep` all values by their variables."""
         constants = {v: widen(x) for v, x in self._body.constants.items()}
         given = [widen(jnp.asarray(x)) for x in args]
         env: dict[Any, Any] = constants | dict(zip(self._body.inputs, given, strict=True))
-        for i, segment in enumerate(self._segments):
+        for i, (segment, compiled) in enumerate(zip(self._segments, self._compiled, strict=True)):
             xs = [env[v] for v in segment.reads]
-            results = self._forward(segment)([on.get(place, OFF) for place in segment.places], xs)
+            results = compiled.run_forward([on.get(place, OFF) for place in segment.places], xs)
             env.update(zip(segment.writes, results, strict=True))
             for v in () if keep else [v for v in segment.reads if self._last[v] == i]:
                 env.pop(v, None)
@@ -127,13 +140,13 @@ class Program:
         given: list[dict[Any, Any]] = [{} for _ in cotangents]
         for mine, values in zip(given, cotangents, strict=True):
             _add(mine, self._body.outputs, values)
-        for segment in reversed(self._segments):
+        for segment, compiled in zip(reversed(self._segments), reversed(self._compiled), strict=True):
             now = [[mine.pop(v, None) for v in segment.writes] for mine in given]
             active = [i for i, values in enumerate(now) if any(x is not None for x in values)]
             xs = [env[v] for v in segment.reads]
             if active and segment.places and not segment.is_loop:
                 step, (y,), (place,) = segment.steps[0], [env[v] for v in segment.writes], segment.places
-                others = self._forward(segment)([Switches(ON.operands, OFF.result)], xs)[0] if any(step.rounds) else y
+                others = compiled.run_forward([_OPERANDS], xs)[0] if any(step.rounds) else y
                 for i in active:
                     dtype = segment.writes[0].aval.dtype
                     found[i].setdefault(place, []).append(_damage(y, others, now[i][0], dtype))
@@ -144,7 +157,7 @@ class Program:
                 zeros = {i: Damage(*[jnp.zeros(self.places[i].steps)] * len(Damage._fields)) for i in places}
                 data = [zeros.get(i) for i in segment.places]
                 try:
-                    pulled = self._backward(segment)(data, xs, [now[i] for i in active])
+                    pulled = compiled.run_backward(data, xs, [now[i] for i in active])
                 except NotImplementedError:  # JAX has no derivative for some derivatives.
                     self.opaque.update(user_line(step.eqn) or step.eqn.primitive.name for step in segment.steps)
                     continue
@@ -153,12 +166,6 @@ class Program:
                     for place in places:
                         found[i].setdefault(place, []).append(damages[segment.places.index(place)])
         return jax.device_get(found)
-
-    def _forward(self, segment: _Segment) -> Callable[..., Any]:
-        return self._compiled.setdefault((segment.key, "forward"), jax.jit(segment.forward))
-
-    def _backward(self, segment: _Segment) -> Callable[..., Any]:
-        return self._compiled.setdefault((segment.key, "backward"), jax.jit(segment.backward))
 
 
 def _add(cotangents: dict[Any, Any], atoms: Sequence[Any], values: Sequence[Any]) -> None:

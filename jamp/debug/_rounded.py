@@ -57,7 +57,6 @@ def damage(y: Array, with_operands: Array, cotangent: Array, dtype: Any) -> Dama
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
-    number = lambda x: jnp.sum(x).astype(jnp.float32)
     # Errors are independent, but for those from one rounding of an operand, which are in a row or a column, and for
     # those of equal rows.
     operands = [(-1,), (-2,), tuple(range(y.ndim - 1))] if y.ndim > 1 else []

@@ -99,8 +99,8 @@ class RoundingReport:
           Rules to merge into those of `autocast`. They are empty if the error is below the bound without them.
 
         Raises:
-          ValueError: If no rules reach the bound, because the code itself computes in 16 bit or its products have no
-            name scope. It names the lines.
+          ValueError: If no rules reach the bound, because the code itself computes in 16 bit: it names the lines. Or if
+            the bound is not positive, or there is no error.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jamp.debug
