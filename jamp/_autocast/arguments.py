@@ -57,6 +57,11 @@ class Call:
 
         return traced
 
+    @property
+    def result_structure(self) -> Any:
+        """The structure of the function's result, once it was traced."""
+        return self._result
+
     def _check_boxes(self, fun: Callable[..., Any], after: Any, boxes: dict[int, Any]) -> None:
         """Raise if the function added, replaced or removed a box, or changed static parts of an object with boxes."""
         nodes, tree = jax.tree.flatten(after, is_leaf=_is_box)

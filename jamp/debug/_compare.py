@@ -93,7 +93,7 @@ def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     closed = jax.make_jaxpr(flat)(*call.leaves)
     operations, results = observe(closed, call.leaves)
     compiled = jax.jit(flat)(*call.leaves)
-    tree: Any = jax.tree.structure(call.finish([x.array for x in results]))
+    tree = call.result_structure  # The new values of an NNX module stay out of it.
     pairs = [(x, y.array) for x, y in zip(compiled, results, strict=True) if is_floating(x)]
     return _Run(operations, results[: tree.num_leaves], tree, max((_apart(*pair) for pair in pairs), default=0.0))
 

@@ -118,3 +118,18 @@ def test_one_call_finds_the_head_of_a_classifier():
     report = jamp.debug.rounding_report(loss, jnp.bfloat16)(params, X)
     head = max(row.gradient_error for row in report.rows if row.scope.endswith("head"))
     assert head == max(row.gradient_error for row in report.rows)
+
+
+def test_a_model_with_state_is_left_as_it_is():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.drop = nnx.BatchNorm(WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.mean(self.drop(self.norm(x)) ** 2)
+
+    model = Net(nnx.Rngs(0))
+    before = [np.array(x) for x in jax.tree.leaves(nnx.state(model, nnx.BatchStat, nnx.RngCount))]
+    assert not jamp.debug.compare(lambda m, x: m(x), lambda m, x: m(x))(model, 3 * X + 1)
+    after = jax.tree.leaves(nnx.state(model, nnx.BatchStat, nnx.RngCount))
+    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
