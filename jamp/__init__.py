@@ -41,6 +41,7 @@ from ._step.lookup import (
 from ._step.loss_scaled import loss_scaled as loss_scaled
 from ._step.master_params import master_params as master_params, mixed_precision as mixed_precision
 from ._step.quantized_state import QuantizedState as QuantizedState, quantized_state as quantized_state
+from ._step.scaled import scaled as scaled
 from ._step.scaling import scale_loss as scale_loss, unscale_and_check as unscale_and_check
 from ._step.split_masters import (
     MasterParamsState as MasterParamsState,

@@ -127,7 +127,7 @@ def _opened(body: ClosedJaxpr) -> Jaxpr:
 
 def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a call that, unless it is differentiated, only evaluates this body. Otherwise None."""
-    calls = ("custom_jvp_call", "custom_vjp_call", "closed_call")
+    calls = ("custom_jvp_call", "custom_vjp_call", "closed_call", "scaled_call")
     if eqn.primitive.name in calls or (eqn.primitive.name == "remat2" and not eqn.params["differentiated"]):
         found = bodies(eqn)
         return found[0] if found else None

@@ -81,6 +81,7 @@ _READ: dict[str, list[set[str]]] = {
     "custom_jvp_call": [{"call_jaxpr", "jvp_jaxpr_fun"}],
     "custom_vjp_call": [{"call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts"}],
     "shard_map": [{"jaxpr", "in_specs", "out_specs"}],
+    "scaled_call": [{"jaxpr"}],  # of `jamp.scaled`
 }
 CONSTRUCTS = frozenset(_READ)
 BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr", "callee", "fwd_jaxpr")

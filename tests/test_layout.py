@@ -22,7 +22,7 @@ PACKAGES = {name_of(path) for path in ROOT.rglob("__init__.py")}
 # A module imports from its own floor and from those below. One that is not named here is an adapter, on the top.
 FLOORS = [
     {"_cast", "_jaxpr"},
-    {"_evaluate", "_primitives", "_scale", "_shard_map", "_source_line"},
+    {"_evaluate", "_arguments", "_primitives", "_scale", "_shard_map", "_source_line"},
     {"_step", "_autocast"},
     {"_precompute"},
 ]
@@ -37,6 +37,8 @@ ORDER = {
         "finite",
         "scaling",
         "gradients",
+        "scaled_call",
+        "scaled",
         "rounding",
         "params",
         "skip",
@@ -51,7 +53,6 @@ ORDER = {
     ],
     "_autocast": [
         "rules",
-        "arguments",
         "formats",
         "context",
         "barrier",

@@ -89,7 +89,7 @@ class _Pass:
     def _construct(self, eqn: JaxprEqn, live: Sequence[bool], around: "_Around") -> JaxprEqn:
         """An equation that is in no segment, with segments in its bodies if they are part of the same function."""
         bodies = _jaxpr.bodies(eqn)
-        if eqn.primitive.name not in ("jit", "scan", "cond", "shard_map") or bodies is None:
+        if eqn.primitive.name not in ("jit", "scan", "cond", "shard_map", "scaled_call") or bodies is None:
             return eqn
         carry = _jaxpr.carry(eqn)
         live = [x or i in carry for i, x in enumerate(live)]

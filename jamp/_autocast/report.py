@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jamp._autocast.arguments import paths
+from jamp._arguments import paths
 from jamp._autocast.cast import Cast, Caster
 from jamp._autocast.context import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Input, Place
 from jamp._autocast.equations import Found, all_equations, cause, flat_decisions, flops

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
@@ -14,7 +13,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.arguments import Call
+from jamp._arguments import Call
 from jamp._autocast.cast import Cast, Caster
 from jamp._autocast.context import AUTOCAST, FULL_PRECISION, Input, Place
 from jamp._autocast.equations import warnings_of
@@ -85,8 +84,7 @@ def autocast(
             warnings.warn(message, stacklevel=2)
         with jax.named_scope(AUTOCAST):
             values = _evaluate.call(found.closed(recompute), found.call.leaves)
-        types = _jaxpr.avals(found.cast.traced.jaxpr.outvars)
-        return found.call.finish([_as_result(x, aval) for x, aval in zip(values, types, strict=True)])
+        return found.call.finish(values)
 
     return with_casts
 
@@ -146,13 +144,8 @@ def passes(
     table = _merge(rules or {})
 
     def trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passes:
-        if _inside_haiku():
-            raise TypeError(
-                "autocast traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
-                "cannot leave such a trace. Wrap the transformed function: jamp.autocast(hk.transform(net).apply)."
-            )
         call = Call(args, kwargs)
-        closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
+        closed = call.trace(fun, "autocast")
         manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
         body = Caster(dtype, table).cast(closed, [Input(weight=True)] * len(call.leaves), Place(manual=manual))
         if config is None:
@@ -173,20 +166,6 @@ def _check_fun(fun: Any) -> None:
             "function that is called inside: jamp.autocast(loss_fn, jnp.float16)(params, batch). To cast arrays: "
             "jamp.cast_floating(params, jnp.float16)."
         )
-
-
-def _inside_haiku() -> bool:
-    haiku = sys.modules.get("haiku")
-    try:
-        return haiku is not None and haiku.running_init() in (True, False)
-    except ValueError:  # Haiku's answer outside of hk.transform
-        return False
-
-
-def _as_result(x: Any, aval: Any) -> Any:
-    """A result as a `jax.Array` of its traced type. Outside `jit`, a constant of a jaxpr may not be a `jax.Array`."""
-    x = x if isinstance(x, jax.Array) or aval.dtype == jax.dtypes.float0 else jnp.asarray(x)
-    return _evaluate.weaken(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
 
 def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:

@@ -11,7 +11,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.arguments import is_array
+from jamp._arguments import is_array
 from jamp._jaxpr import ClosedJaxpr, Jaxpr
 from jamp._precompute.split import Level, Split, inlined, split
 

@@ -1,10 +1,12 @@
 """Scale losses and unscale gradients: `scale_loss` and `unscale_and_check`."""
 
+import contextlib
 import functools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -22,6 +24,8 @@ from jamp._step.find import (
 from jamp._step.finite import leaves_finite
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
+
+_SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # the function of jamp's that is traced
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -50,7 +54,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
             "A transformation stands before loss_scaled(..., unscale=True) in its chain. A clip or a decay there works "
             "on gradients that are multiplied by the loss scale. Put it inside: "
             "jamp.loss_scaled(optax.chain(clip, tx), unscale=True).",
-            stacklevel=_users_stacklevel(),
+            stacklevel=users_stacklevel(),
         )
     return _scale_by(loss, scale)
 
@@ -67,9 +71,25 @@ def _scale_by(loss: Any, scale: Array | None) -> Any:
         warnings.warn(
             "The loss is float16. Its cotangent is the loss scale, and float16 ends at 65504, so every gradient "
             "overflows at the default scale of 2**16. Compute the loss in float32: `loss.astype(jnp.float32)`.",
-            stacklevel=_users_stacklevel(),
+            stacklevel=users_stacklevel(),
         )
     return _multiply_leaves(loss, scale)
+
+
+@contextlib.contextmanager
+def scales_once(name: str) -> Iterator[None]:
+    """Say that the function that is called inside is scaled. Raise ValueError if it is in one that is."""
+    if outer := _SCALED_BY.get():
+        raise ValueError(
+            f"jamp.{name} inside jamp.{outer}: the backward pass would be scaled twice. Use one of them. "
+            "jamp.scaled(loss_fn) is for trainers that call jax.grad themselves. Where you compute the gradients, use "
+            "jamp.value_and_grad(loss_fn, opt_state) alone."
+        )
+    token = _SCALED_BY.set(name)
+    try:
+        yield
+    finally:
+        _SCALED_BY.reset(token)
 
 
 def with_scaled_loss(fun: Callable[..., Any], scale: Array | None, has_aux: bool) -> Callable[..., Any]:
@@ -77,7 +97,8 @@ def with_scaled_loss(fun: Callable[..., Any], scale: Array | None, has_aux: bool
 
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        with scales_once("value_and_grad"):
+            loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
         return _scale_by(loss, scale), (loss, aux)
 
     return scaled
@@ -131,7 +152,7 @@ def true_gradients(
     return merge(true), grads_finite
 
 
-def _users_stacklevel() -> int:
+def users_stacklevel() -> int:
     """The stacklevel at which a warning of the calling function points at a line outside jamp and jax."""
     frames = traceback.walk_stack(sys._getframe(1))
     modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
@@ -140,7 +161,7 @@ def _users_stacklevel() -> int:
 
 @functools.partial(jax.jit, inline=True)
 def _multiply_leaves(loss: Any, scale: Array) -> Any:
-    return jax.tree.map(lambda x: _multiply(jnp.asarray(cast_leaf(x, jnp.float32)), scale), loss)
+    return jax.tree.map(lambda x: multiply(jnp.asarray(cast_leaf(x, jnp.float32)), scale), loss)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
@@ -159,8 +180,9 @@ def _unscale(grads: list[Any], scale: Array) -> list[Array]:
     quarter = jnp.where(scale > 2.0**126, jnp.float32(0.25), jnp.float32(1.0))
     reciprocal = 1.0 / (scale * quarter)
     wide = [jnp.asarray(cast_leaf(g, jnp.float32)) for g in grads]
-    return [_multiply(_multiply(g, reciprocal), quarter) for g in wide]
+    return [multiply(multiply(g, reciprocal), quarter) for g in wide]
 
 
-def _multiply(x: Array, scale: Array) -> Array:
+def multiply(x: Array, scale: Array) -> Array:
+    """An array times a factor, f32[], at the array's dtype and on its mesh."""
     return x * on_mesh_of(x, scale.astype(x.real.dtype).astype(x.dtype))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp import _jaxpr
-from jamp._autocast.arguments import Call
+from jamp._arguments import Call
 from jamp._cast import is_floating, is_inexact
 from jamp.debug._align import Alignment, Entry, align
 from jamp.debug._comparison import JUMP, ComparedRow, Comparison

@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jamp import _jaxpr
-from jamp._autocast.arguments import Call, paths
+from jamp._arguments import Call, paths
 from jamp._autocast.transform import autocast
 from jamp._cast import check_floating, is_floating
 from jamp.debug._program import ON, Program

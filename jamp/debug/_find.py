@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from jamp import _jaxpr
-from jamp._autocast.arguments import Call, named, paths
+from jamp._arguments import Call, named, paths
 from jamp._cast import is_inexact
 from jamp.debug._finding import Finding, NonfiniteSearch, Values
 from jamp.debug._origin import OriginWalker, Value, known, worst

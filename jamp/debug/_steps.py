@@ -17,7 +17,7 @@ from jamp._source_line import is_transposed, scope, user_line
 
 CAST = "convert_element_type"
 LOOPS = ("scan", "while", "cond")
-_INLINED = ("jit", "pjit", "closed_call", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call")
+_INLINED = ("jit", "pjit", "closed_call", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call", "scaled_call")
 
 
 @dataclasses.dataclass

@@ -144,6 +144,7 @@ _ENTER: dict[str, Callable[[Walker[Any], JaxprEqn, Bodies, list[Any], Inside], l
     "custom_vjp_call": _call,
     "closed_call": _call,
     "linear_call": _call,
+    "scaled_call": _call,
     "cond": _cond,
     "while": _while,
     "scan": _scan,

@@ -1,12 +1,19 @@
 """The arguments and results of a transformed function: arrays to trace, and other leaves."""
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
+
+from jamp import _evaluate
+
+if TYPE_CHECKING:
+    from jamp._jaxpr import ClosedJaxpr
 
 
 class Call:
@@ -30,6 +37,7 @@ class Call:
         self._in_boxes = [x for box in self._boxes for x in jax.tree.leaves(box)]
         self.leaves = [nodes[i] for i in self._arrays] + self._in_boxes
         self._result: Any = None
+        self._types: Sequence[Any] = []
         self._changed: list[int] = []
 
     def traceable(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -51,11 +59,22 @@ class Call:
             given = leaves[len(self._arrays) :]
             after = [x for values in held for x in values]
             if len(after) != len(given):
-                raise ValueError(f"{_name(fun)} changed the structure of a Variable, which autocast cannot trace.")
+                raise ValueError(f"{_name(fun)} changed the structure of a Variable, which cannot be traced.")
             self._changed = [i for i, (x, y) in enumerate(zip(given, after, strict=True)) if x is not y]
             return [*results, *(after[i] for i in self._changed)]
 
         return traced
+
+    def trace(self, fun: Callable[..., Any], caller: str) -> "ClosedJaxpr":
+        """The jaxpr of `fun` over `leaves`, for a transformation that errors name by `caller`."""
+        if _inside_haiku():
+            raise TypeError(
+                f"{caller} traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
+                f"cannot leave such a trace. Wrap the transformed function: jamp.{caller}(hk.transform(net).apply)."
+            )
+        closed: ClosedJaxpr = jax.make_jaxpr(self.traceable(fun))(*self.leaves)
+        self._types = closed.out_avals
+        return closed
 
     @property
     def result_structure(self) -> Any:
@@ -69,13 +88,14 @@ class Call:
         if self._boxes and not (are_same and tree == self._tree):
             raise ValueError(
                 f"{_name(fun)} added, replaced or removed a Variable of a module, or changed one of its attributes. "
-                "Autocast would lose that. Assign to the value of an existing Variable (variable[...] = x), or merge "
+                "That would be lost. Assign to the value of an existing Variable (variable[...] = x), or merge "
                 "the module in the function and also return the new state: graphdef, state = nnx.split(model); inside, "
                 "model = nnx.merge(graphdef, state), and return nnx.state(model, nnx.Intermediate) too."
             )
 
     def finish(self, values: Sequence[Any]) -> Any:
-        """Write the new values into the boxes, and return the function's result."""
+        """Write the new values into the boxes, and return the function's result. `trace` comes before it."""
+        values = [_as_result(x, aval) for x, aval in zip(values, self._types, strict=True)]
         n = self._result.num_leaves
         new = dict(zip(self._changed, values[n:], strict=True))
         start = 0
@@ -126,10 +146,24 @@ def _flatten_result(fun: Callable[..., Any], result: Any) -> tuple[list[Any], An
     for path, x in flat:
         if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             raise TypeError(
-                f"{_name(fun)} returns {type(x).__name__} {x!r} at result{keystr(path)}, which cannot be traced. Under "
-                "autocast a function may return arrays and numbers, and pytrees of them."
+                f"{_name(fun)} returns {type(x).__name__} {x!r} at result{keystr(path)}, which cannot be traced. A "
+                "function that is transformed may return arrays and numbers, and pytrees of them."
             )
     return [x for _, x in flat], tree
+
+
+def _as_result(x: Any, aval: Any) -> Any:
+    """A result as a `jax.Array` of its traced type. Outside `jit`, a constant of a jaxpr may not be a `jax.Array`."""
+    x = x if isinstance(x, jax.Array) or aval.dtype == jax.dtypes.float0 else jnp.asarray(x)
+    return _evaluate.weaken(x) if aval.weak_type and not jax.typeof(x).weak_type else x
+
+
+def _inside_haiku() -> bool:
+    haiku = sys.modules.get("haiku")
+    try:
+        return haiku is not None and haiku.running_init() in (True, False)
+    except ValueError:  # Haiku's answer outside of hk.transform
+        return False
 
 
 def _name(fun: Callable[..., Any]) -> str:

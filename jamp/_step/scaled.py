@@ -1,0 +1,71 @@
+"""`scaled`: a function that scales its own backward pass, for trainers that own the gradient and the optimizer."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from jamp import _evaluate
+from jamp._arguments import Call
+from jamp._step.scaled_call import Scaling, scaled_call
+from jamp._step.scaling import scales_once
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> Callable[P, R]:
+    """Make a function that scales its own backward pass, so that float16 cotangents do not underflow.
+
+    It is for trainers that call `jax.grad` and the optimizer themselves. There is no state. The backward pass
+    multiplies the cotangents of the results by the power of two that brings the largest to `scale`, and divides the
+    gradients by it. What leaves are true gradients. If one is inf or NaN, it tries again, each time with a scale that
+    is 2**8 times smaller.
+
+    Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn))`. What no scale can repair stays inf or NaN. Skip such
+    steps with `jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))`. Where you compute the gradients yourself,
+    `value_and_grad` and a dynamic loss scale are better: they remember the scale and need no second try.
+
+    Args:
+      fun: A function of arrays, or pytrees of them, and any other arguments. It may close over arrays and models.
+      scale: The largest scaled cotangent. It is rounded down to a power of two.
+      retries: How often to try again. Each try computes the forward pass again. With 0, nothing is checked.
+
+    Returns:
+      A function with the results of `fun`, whose gradients have the dtypes of the arguments. Use it under `jax.grad`,
+      `jit`, `vmap`, `scan`, `remat`, `shard_map`, `jvp` and `autocast`. A second reverse pass through the first one
+      needs `retries=0`. Outside `jit` it is traced at every call.
+
+    Raises:
+      TypeError: If `fun` is not a function, or as for `autocast`.
+      ValueError: If `scale` or `retries` is out of range. When called, inside `scaled` or `value_and_grad`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> loss = lambda w: 1e-6 * jnp.sum((w.astype(jnp.float16) / 100).astype(jnp.float32))
+      >>> jax.grad(loss)(jnp.ones(1)).tolist()  # 1e-8 underflows
+      [0.0]
+      >>> abs(float(jax.grad(jamp.scaled(loss))(jnp.ones(1))[0]) - 1e-8) < 1e-11
+      True
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+    """
+    if not callable(fun):
+        raise TypeError(f"scaled takes a function, such as a loss function; got fun={fun!r}.")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 2.0**-126 <= scale < 2.0**127:
+        raise ValueError(f"scale must be a positive number, such as 2.0**15, got scale={scale!r}.")
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise ValueError(f"retries must be a number of tries, 0 or more, got retries={retries!r}.")
+    scaling, call_function = Scaling(math.frexp(scale)[1] - 1, retries), scaled_call()
+
+    @functools.wraps(fun)
+    def with_scaled_gradients(*args: P.args, **kwargs: P.kwargs) -> R:
+        call = Call(args, kwargs)
+        with scales_once("scaled"):
+            closed = call.trace(fun, "scaled")
+        jaxpr = _evaluate.without_constants(closed)
+        result: R = call.finish(call_function.bind(*closed.consts, *call.leaves, jaxpr=jaxpr, scaling=scaling))
+        return result
+
+    return with_scaled_gradients

@@ -1,0 +1,228 @@
+"""The primitives of `jamp.scaled`: a call of a function, and one of its derivative, whose transpose scales.
+
+    scaled_call(inputs)                                the function's results
+    scaled_linear_call(inputs, residuals, tangents)    the results' tangents, by `jax.linearize`
+    its transpose(cotangents)                          the gradients: scale, pull back, unscale, check, try again
+
+The first try of a backward pass reads the residuals of the forward pass. A retry computes the forward pass again, from
+the inputs. So the residuals are freed as they are used, and the temporary memory is that of a gradient without retries.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.interpreters import ad, batching, mlir
+
+from jamp import _evaluate, _jaxpr
+from jamp._cast import is_inexact, to_float32
+from jamp._jaxpr import ClosedJaxpr
+from jamp._step.finite import leaves_finite
+from jamp._step.scaling import multiply, users_stacklevel
+
+RETRY_EXPONENT = 8  # A retry divides the scale by 2**8.
+_Attempt = tuple[
+    Array, Array, list[Array]
+]  # tries so far (i32[]), whether all gradients are finite (bool[]), gradients
+
+
+class Scaling(NamedTuple):
+    """The exponent of the power of two to which the largest cotangent is brought, and the number of retries."""
+
+    exponent: int
+    retries: int
+
+
+class _Derivative(NamedTuple):
+    """The derivative of a function.
+
+    Attributes:
+      function: The function.
+      moving: Which of its inputs have tangents.
+      floating: Which of its results have tangents: those that are floating or complex.
+      linear: Maps residuals and tangents of inputs to tangents of results.
+      residuals: The number of residuals.
+    """
+
+    function: ClosedJaxpr
+    moving: tuple[int, ...]
+    floating: tuple[int, ...]
+    linear: ClosedJaxpr
+    residuals: int
+
+    def of_moving(self, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+        """The function of its moving inputs, with its floating results."""
+
+        def call(*xs: Any) -> list[Any]:
+            results = _evaluate.call(self.function, _replaced(inputs, self.moving, xs))
+            return [results[i] for i in self.floating]
+
+        return call
+
+
+@functools.cache
+def scaled_call() -> Any:
+    """The primitive that evaluates a function, the jaxpr `jaxpr`. Make it before a trace: see `_jaxpr.core`."""
+    _linear_call()
+
+    def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
+        return _evaluate.call(jaxpr, inputs)
+
+    def batch(axis: Any, inputs: Sequence[Any], axes: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling) -> Any:
+        results = call.bind(*inputs, jaxpr=_batched(jaxpr, axis, inputs, axes), scaling=scaling)
+        return results, [0] * len(results)
+
+    call = _primitive("scaled_call", run, batch, lambda *_, jaxpr, scaling: (jaxpr.out_avals, jaxpr.effects))
+    ad.primitive_jvps[call] = _linearize
+    return call
+
+
+@functools.cache
+def _linear_call() -> Any:
+    """The primitive that evaluates a derivative. Its operands are the function's inputs, residuals and tangents."""
+
+    def run(*operands: Any, derivative: _Derivative, scaling: Scaling) -> list[Any]:
+        return _evaluate.call(derivative.linear, operands[len(derivative.function.in_avals) :])
+
+    def batch(
+        axis: Any, operands: Sequence[Any], axes: Sequence[Any], *, derivative: _Derivative, scaling: Scaling
+    ) -> Any:
+        n = len(derivative.function.in_avals)
+        function = _batched(derivative.function, axis, operands[:n], axes[:n])
+        linear = _batched(derivative.linear, axis, operands[n:], axes[n:])
+        new = derivative._replace(function=function, linear=linear)
+        results = call.bind(*operands, derivative=new, scaling=scaling)
+        return results, [0] * len(results)
+
+    def differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        moving = _moving(tangents)
+        of_moving = lambda *xs: run(*_replaced(operands, moving, xs), **params)
+        return jax.jvp(of_moving, [operands[i] for i in moving], [tangents[i] for i in moving])
+
+    types = lambda *_, derivative, scaling: (derivative.linear.out_avals, derivative.linear.effects)
+    call = _primitive("scaled_linear_call", run, batch, types)
+    ad.primitive_jvps[call] = differentiate
+    ad.primitive_transposes[call] = _transpose
+    return call
+
+
+def _primitive(name: str, run: Callable[..., Any], batch: Callable[..., Any], types: Callable[..., Any]) -> Any:
+    call = _jaxpr.core().Primitive(name)
+    call.multiple_results = True
+    call.def_impl(run)
+    call.def_effectful_abstract_eval(types)
+    mlir.register_lowering(call, mlir.lower_fun(run, multiple_results=True))
+    batching.fancy_primitive_batchers[call] = batch
+    return call
+
+
+def _batched(closed: ClosedJaxpr, axis: Any, args: Sequence[Any], axes: Sequence[Any]) -> ClosedJaxpr:
+    run = lambda *xs: _evaluate.call(closed, xs)
+    batched = jax.vmap(run, tuple(axes), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+    return _evaluate.without_constants(jax.make_jaxpr(batched)(*args))
+
+
+def _linearize(
+    inputs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling
+) -> tuple[list[Any], list[Any]]:
+    """The results and their tangents."""
+    moving = _moving(tangents)
+    floating = tuple(i for i, aval in enumerate(jaxpr.out_avals) if is_inexact(aval))
+
+    def of_moving(*xs: Any) -> tuple[list[Any], list[Any]]:
+        results = _evaluate.call(jaxpr, _replaced(inputs, moving, xs))
+        return [results[i] for i in floating], results
+
+    _, push_forward, results = jax.linearize(of_moving, *(inputs[i] for i in moving), has_aux=True)
+    given = [tangents[i] for i in moving]
+    linear = jax.make_jaxpr(push_forward)(*given)
+    derivative = _Derivative(jaxpr, moving, floating, _evaluate.without_constants(linear), len(linear.consts))
+    pushed = _linear_call().bind(*inputs, *linear.consts, *given, derivative=derivative, scaling=scaling)
+    of_results = dict(zip(floating, pushed, strict=True))
+    return results, [of_results.get(i, ad.Zero(aval.to_tangent_aval())) for i, aval in enumerate(jaxpr.out_avals)]
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, derivative: _Derivative, scaling: Scaling
+) -> list[Array | None]:
+    """The gradients of the moving inputs, and None for the other operands."""
+    n = len(derivative.function.in_avals)
+    inputs, residuals, tangents = (
+        operands[:n],
+        operands[n:][: derivative.residuals],
+        operands[n:][derivative.residuals :],
+    )
+    types = [x.aval for x in tangents]
+    if any(aval.dtype == jnp.float16 for aval in types):
+        warnings.warn(
+            "jamp.scaled returns true gradients at the dtypes of the arguments, and a gradient in float16 underflows. "
+            "Keep the parameters in float32 (or bfloat16): jamp.autocast casts them where a product reads them.",
+            stacklevel=users_stacklevel(),
+        )
+    of_tangents = lambda *xs: _evaluate.call(derivative.linear, [*residuals, *xs])
+    given = [ad.instantiate_zeros(x) for x in cotangents]
+    transposed = jax.linear_transpose(of_tangents, *types)
+    pull_back = jax.make_jaxpr(lambda *xs: transposed(list(xs)))(*given)
+
+    def again(tries: Array, scaled: Sequence[Array]) -> Sequence[Array]:
+        # The barrier makes the inputs depend on the loop. Else XLA would compute the forward pass before it, always.
+        _, values = lax.optimization_barrier((tries, list(inputs)))
+        return jax.vjp(derivative.of_moving(values), *(values[i] for i in derivative.moving))[1](list(scaled))
+
+    # Replicas that communicate in the backward pass must scale alike, and try again together.
+    axes = tuple({effect.name: None for effect in pull_back.effects if hasattr(effect, "name")}) or None
+    first, is_usable = _exponent(given, scaling.exponent, axes)
+
+    def attempt(tries: Array, run: Callable[[Sequence[Array]], Sequence[Array]]) -> _Attempt:
+        exponent = jnp.clip(first - RETRY_EXPONENT * tries, -126, 126)
+        scale, inverse = _power(exponent), _power(-exponent)
+        true = [_times(x, inverse) for x in run([_times(x, scale) for x in given])]
+        return tries + 1, leaves_finite(true, ("",) * len(true), axes), true
+
+    def is_retried(last: _Attempt) -> Array:
+        tries, is_finite, _ = last
+        return ~is_finite & is_usable & (tries <= scaling.retries)
+
+    def retry(last: _Attempt) -> _Attempt:
+        return attempt(last[0], functools.partial(again, last[0]))
+
+    last = attempt(jnp.int32(0), functools.partial(_evaluate.call, pull_back))
+    if scaling.retries and isinstance(last[1], jax.core.Tracer):
+        last = lax.while_loop(is_retried, retry, last)
+    elif scaling.retries:  # Outside `jit`, a loop would be compiled in each call.
+        while is_retried(last):
+            last = retry(last)
+    return [None] * (len(operands) - len(tangents)) + last[2]
+
+
+def _exponent(cotangents: Sequence[Array], target: int, axes: Any) -> tuple[Array, Array]:
+    """The exponent of the first factor (i32[]), and whether the largest cotangent is finite and not 0 (bool[])."""
+    sizes = [jnp.max(jnp.abs(to_float32(x))).astype(jnp.float32) for x in cotangents if x.size]
+    largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
+    largest = largest if axes is None else lax.pmax(largest, axes)
+    own = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
+    is_usable = jnp.isfinite(largest) & (largest > 0)
+    return jnp.where(is_usable, target - own, 0), is_usable
+
+
+def _power(exponent: Array) -> Array:
+    """2**exponent, exactly, f32[]. The exponent is i32[], from -126 to 127."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _times(x: Array, factor: Array) -> Array:
+    """The product, computed in at least float32, at the dtype of `x`."""
+    return multiply(to_float32(x), factor).astype(x.dtype)
+
+
+def _moving(tangents: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+
+
+def _replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    given = dict(zip(places, new, strict=True))
+    return [given.get(i, x) for i, x in enumerate(values)]
