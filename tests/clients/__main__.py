@@ -1,0 +1,76 @@
+"""Run jamp inside other people's trainers, each in an environment of its own.
+
+    python -m tests.clients haiku keras                      two clients
+    python -m tests.clients --in-turn                        one of the quick ones, by the date
+    python -m tests.clients --all --record                   all, and write docs/frameworks/clients.json
+
+A client is a row of `clients.toml`: what to install, and on which Python. Its recipe, `recipes/NAME.py`, trains with
+the client's own trainer. `judge.py` says what holds for every recipe. It runs in the client's environment.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CLIENTS = tomllib.loads((HERE / "clients.toml").read_text())
+RECORDED = ROOT / "docs" / "frameworks" / "clients.json"
+
+
+def python_of(client):
+    """The Python that runs a client: this one, or the newer one that it needs."""
+    name = f"python{client.get('python', '')}" if "python" in client else sys.executable
+    pyenv = Path.home() / ".pyenv" / "versions"
+    found = [shutil.which(name), *map(str, pyenv.glob(f"{client.get('python', '-')}*/bin/python"))]
+    chosen = next(filter(None, found), None)
+    if chosen is None:
+        raise SystemExit(f"This client needs {name}, which is not on this machine.")
+    return chosen
+
+
+def run(name, wheel):
+    """Make the environment of a client if it is not there, install jamp into it, and run the recipe."""
+    client, folder = CLIENTS[name], ROOT / "build" / "clients" / name
+    python, result = folder / "bin" / "python", folder / "result.json"
+    install = [python, "-m", "pip", "install", "-q", "--no-compile"]
+    started = time.monotonic()
+    if not python.exists():
+        subprocess.run([python_of(client), "-m", "venv", folder], check=True)
+        subprocess.run([*install, *client["install"], wheel], check=True)
+    subprocess.run([*install, "--no-deps", "--force-reinstall", wheel], check=True)
+    installed = time.monotonic()
+    command = [python, "-m", "tests.clients.judge", name, result]
+    subprocess.run(command, check=True, cwd=ROOT)
+    print(f"{name}: {installed - started:.0f} s to install, {time.monotonic() - installed:.0f} s to run")
+    return json.loads(result.read_text())
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CLIENTS))
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--in-turn", action="store_true")
+    parser.add_argument("--wheel", default=str(ROOT), help="what to install as jamp: by default, this checkout")
+    parser.add_argument("--record", action="store_true", help=f"write the rows into {RECORDED.relative_to(ROOT)}")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(CLIENTS):
+        parser.error(f"no client {', '.join(sorted(unknown))}: choose from {', '.join(CLIENTS)}")
+    quick = [name for name, client in CLIENTS.items() if client["quick"]]
+    turn = [quick[int(time.time() // 86400) % len(quick)]] if options.in_turn else []
+    for name in options.names or turn or (list(CLIENTS) if options.all else parser.error("name a client, or --all")):
+        row = run(name, options.wheel)
+        if options.record:
+            rows = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+            rows = {known: (rows | {name: row})[known] for known in CLIENTS if known in rows | {name: row}}
+            RECORDED.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
