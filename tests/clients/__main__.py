@@ -2,7 +2,7 @@
 
     python -m tests.clients haiku keras                      two clients
     python -m tests.clients --in-turn                        one of the quick ones, by the date
-    python -m tests.clients --all --record                   all, and write docs/frameworks/clients.json
+    python -m tests.clients --all --record                   all, and write docs/frameworks/clients.json and the pages
 
 A client is a row of `clients.toml`: what to install, and on which Python. Its recipe, `recipes/NAME.py`, trains with
 the client's own trainer. `judge.py` says what holds for every recipe. It runs in the client's environment.
@@ -10,6 +10,7 @@ the client's own trainer. `judge.py` says what holds for every recipe. It runs i
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CLIENTS = tomllib.loads((HERE / "clients.toml").read_text())
+OUTPUT = re.compile(r"```text\n.*?```", re.DOTALL)  # in a page
 RECORDED = ROOT / "docs" / "frameworks" / "clients.json"
 
 
@@ -58,7 +60,7 @@ def main():
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("--wheel", default=str(ROOT), help="what to install as jamp: by default, this checkout")
-    parser.add_argument("--record", action="store_true", help=f"write the rows into {RECORDED.relative_to(ROOT)}")
+    parser.add_argument("--record", action="store_true", help="write the results into docs/frameworks")
     options = parser.parse_args()
     if unknown := set(options.names) - set(CLIENTS):
         parser.error(f"no client {', '.join(sorted(unknown))}: choose from {', '.join(CLIENTS)}")
@@ -70,6 +72,8 @@ def main():
             rows = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
             rows = {known: (rows | {name: row})[known] for known in CLIENTS if known in rows | {name: row}}
             RECORDED.write_text(json.dumps(rows, indent=1) + "\n")
+            page = RECORDED.parent / f"{name}.md"
+            page.write_text(OUTPUT.sub(lambda _, row=row: f"```text\n{row['output']}```", page.read_text()))
 
 
 if __name__ == "__main__":
