@@ -43,10 +43,7 @@ from ._step.master_params import master_params as master_params, mixed_precision
 from ._step.quantized_state import QuantizedState as QuantizedState, quantized_state as quantized_state
 from ._step.scaled import scaled as scaled
 from ._step.scaling import scale_loss as scale_loss, unscale_and_check as unscale_and_check
-from ._step.split_masters import (
-    MasterParamsState as MasterParamsState,
-    SplitMasterParamsState as SplitMasterParamsState,
-)
+from ._step.split_masters import MasterParamsState as MasterParamsState
 from ._step.state import LossScaledState as LossScaledState
 from ._step.stochastic_rounding import (
     StochasticRoundingState as StochasticRoundingState,

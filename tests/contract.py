@@ -35,8 +35,8 @@ def loss_fn(p, x):
     return jnp.mean((x @ p["w"].astype(jnp.float32) + p["b"].astype(jnp.float32) - 1.0) ** 2)
 
 
-def plain(tx=INNER, dtype=jnp.float32):
-    """The step without a loss scale."""
+def plain(tx=INNER, dtype=jnp.float32, loss_fn=loss_fn):
+    """The step of a trainer that knows of no loss scale."""
 
     def step(carry, x):
         p, state = carry
@@ -58,6 +58,12 @@ def wrapper(wrap, loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32, unscale
         return optax.apply_updates(p, updates), state
 
     return (params(dtype), tx.init(params(dtype))), step, lambda carry: (carry[0], carry[1].inner_state)
+
+
+def scaled(loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32):
+    """That step with `jamp.scaled(loss_fn)`, under a wrapper that skips what is left."""
+    tx = jamp.loss_scaled(INNER, loss_scale, axis_name=axis_name)
+    return *plain(tx, dtype, jamp.scaled(loss_fn)), lambda carry: (carry[0], carry[1].inner_state)
 
 
 def grad_scaler(loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32):
@@ -129,6 +135,9 @@ ADAPTERS = {
         functools.partial(wrapper, lambda tx, *args, **kwargs: jamp.loss_scaled(quantized(tx), *args, **kwargs)),
         lambda: plain(quantized(INNER)),
         rtol=0.02,
+    ),
+    "scaled": Adapter(  # float16 gradients warn
+        scaled, lambda: plain(loss_fn=jamp.scaled(loss_fn)), dtypes=(jnp.float32, jnp.bfloat16)
     ),
     "GradScaler": Adapter(grad_scaler, dtypes=(jnp.float32, jnp.bfloat16)),  # float16 without masters warns
 }

@@ -42,6 +42,31 @@ MISUSE = {
         r"an inf in the others would be applied.*loss_scaled\(optax\.partition",
         lambda: state(optax.partition({True: SCALED, False: SGD}, LEFT)),
     ),
+    # Scaled twice.
+    "scaled twice": (
+        ValueError,
+        r"jamp\.scaled inside jamp\.scaled: .*twice.*Use one of them",
+        lambda: jamp.scaled(lambda p: jamp.scaled(loss_fn)(p))(PARAMS),
+    ),
+    "value_and_grad of scaled": (
+        ValueError,
+        r"jamp\.scaled inside jamp\.value_and_grad.*Where you compute the gradients",
+        lambda: jamp.value_and_grad(jamp.scaled(loss_fn), state(SCALED))(PARAMS),
+    ),
+    "grad of scaled": (
+        ValueError,
+        r"jamp\.scaled inside jamp\.value_and_grad",
+        lambda: jamp.grad(jax.jit(lambda p: jamp.scaled(loss_fn)(p)), state(STATIC))(PARAMS),
+    ),
+    "GradScaler of scaled": (
+        ValueError,
+        r"jamp\.scaled inside",
+        lambda: jamp.GradScaler().value_and_grad(jamp.scaled(loss_fn))(PARAMS),
+    ),
+    "scaled's scale": (ValueError, r"scale must be a positive number.*got scale=0", lambda: jamp.scaled(loss_fn, 0)),
+    "scaled's inf": (ValueError, r"got scale=inf", lambda: jamp.scaled(loss_fn, np.inf)),
+    "scaled's retries": (ValueError, r"got retries=-1", lambda: jamp.scaled(loss_fn, retries=-1)),
+    "scaled's function": (TypeError, r"scaled takes a function.*got fun=3", lambda: jamp.scaled(3)),
     # The state of another optimizer.
     "plain state": (
         TypeError,

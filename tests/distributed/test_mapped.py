@@ -201,3 +201,27 @@ def test_index_specs_make_stochastic_rounding_in_shard_map_that_of_the_whole():
     local = np.asarray(jax.jit(shards(functools.partial(step, rounding())))(params)[0]["w"], np.float32)
     assert np.array_equal(local, np.tile(local[:2], (8, 1)))  # Without them, equal shards are rounded alike.
     assert len(np.unique(np.asarray(whole[0]["w"], np.float32))) == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scaled_gives_the_gradients_of_a_loss_over_all_replicas(way):
+    """One replica's backward pass overflows in float16, and its collectives would wait for the others for ever."""
+
+    @jax.custom_vjp
+    def through(x, gain):
+        return x
+
+    half = lambda x: x.astype(jnp.float16).astype(jnp.float32)
+    backward = lambda gain, g: (half(g * gain) / gain, jnp.zeros_like(gain))
+    through.defvjp(lambda x, gain: (x, gain), backward)
+
+    def loss_fn(w, x, gain):
+        return lax.pmean(jnp.mean(through(jnp.sin(x @ w), gain) ** 2), "data")
+
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=4), jnp.float32)
+    x = rng.normal(size=(N, 5, 4)).astype(np.float32)
+    gains = np.float32([1] * 6 + [2.0**17, 2.0**9])
+    run = lambda fun, gains: mapped(way, lambda *args: jax.grad(fun)(*args))(everywhere(w), x, gains)
+    ones = np.ones(N, np.float32)
+    np.testing.assert_allclose(run(jamp.scaled(loss_fn, retries=3), gains), run(loss_fn, ones), rtol=5e-3, atol=1e-4)
