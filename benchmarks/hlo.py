@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jamp._step.scaled_call import RETRY
+
 
 class Counts(NamedTuple):
     """What one run of a program does."""
@@ -50,7 +52,10 @@ class Instruction(NamedTuple):
 
 
 def count(text: str) -> Counts:
-    """Bytes and kernels of the main program: of a conditional its larger branch, of a loop as often as it runs."""
+    """Bytes and kernels of the main program: of a conditional its larger branch, of a loop as often as it runs.
+
+    The retries of `jamp.scaled` are not counted, because they almost never run.
+    """
     programs = computations(text)
     return _count(programs["ENTRY"], programs)
 
@@ -90,6 +95,8 @@ def _count(program: list[Instruction], programs: dict[str, list[Instruction]]) -
         if kind == "conditional":
             names = [name for found in BRANCHES.findall(rest) for name in re.findall(r"%[\w.-]+", found)]
             found = max(_count(programs[name], programs) for name in names)
+        elif kind == "while" and RETRY in rest:
+            continue
         elif kind in ("while", "call"):
             body = re.findall(r"(?:body|to_apply)=(%[\w.-]+)", rest)[0]
             found = Counts(*(_trips(rest) * x for x in _count(programs[body], programs)))

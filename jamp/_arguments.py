@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
 
 from jamp import _evaluate
 
@@ -38,7 +38,9 @@ class Call:
         self.leaves = [nodes[i] for i in self._arrays] + self._in_boxes
         self._result: Any = None
         self._types: Sequence[Any] = []
+        self._args = args, kwargs
         self._changed: list[int] = []
+        self._paths: list[tuple[Any, ...]] = []
 
     def traceable(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
         """`fun` as a function of `leaves` that returns a list of arrays, new values of boxes last."""
@@ -55,13 +57,14 @@ class Call:
             args, kwargs = jax.tree.unflatten(self._tree, nodes)
             results, self._result = _flatten_result(fun, fun(*args, **kwargs))
             self._check_boxes(fun, (args, kwargs), boxes)
+            arrays = self._replaced(leaves, tree_flatten_with_path((args, kwargs), is_leaf=_is_box))
             held = [jax.tree.leaves(boxes[id(box)]) for box in self._boxes]
             given = leaves[len(self._arrays) :]
             after = [x for values in held for x in values]
             if len(after) != len(given):
                 raise ValueError(f"{_name(fun)} changed the structure of a Variable, which cannot be traced.")
             self._changed = [i for i, (x, y) in enumerate(zip(given, after, strict=True)) if x is not y]
-            return [*results, *(after[i] for i in self._changed)]
+            return [*results, *(after[i] for i in self._changed), *arrays]
 
         return traced
 
@@ -93,11 +96,21 @@ class Call:
                 "model = nnx.merge(graphdef, state), and return nnx.state(model, nnx.Intermediate) too."
             )
 
+    def _replaced(self, leaves: Sequence[Any], after: tuple[list[tuple[Any, Any]], Any]) -> list[Any]:
+        """The arrays that the function put in place of others, such as attributes of a module. Keep their paths."""
+        nodes, tree = after
+        found = zip((nodes[i] for i in self._arrays if tree == self._tree), leaves, strict=False)
+        new = [(path, x) for (path, x), old in found if x is not old]
+        self._paths = [path for path, _ in new]
+        return [x for _, x in new]
+
     def finish(self, values: Sequence[Any]) -> Any:
-        """Write the new values into the boxes, and return the function's result. `trace` comes before it."""
+        """Write what the function changed into its arguments, and return its result. `trace` comes before it."""
         values = [_as_result(x, aval) for x, aval in zip(values, self._types, strict=True)]
         n = self._result.num_leaves
-        new = dict(zip(self._changed, values[n:], strict=True))
+        new = dict(zip(self._changed, values[n:], strict=False))
+        for path, x in zip(self._paths, values[n + len(new) :], strict=True):
+            _replace(self._args, path, x)
         start = 0
         for box, structure in zip(self._boxes, self._structures, strict=True):
             mine = range(start, start + structure.num_leaves)
@@ -105,6 +118,21 @@ class Call:
             if any(i in new for i in mine):
                 box.set_value(jax.tree.unflatten(structure, [new.get(i, self._in_boxes[i]) for i in mine]).get_value())
         return jax.tree.unflatten(self._result, values[:n])
+
+
+def _replace(tree: Any, path: tuple[Any, ...], x: Any) -> None:
+    """Put another leaf into a tree of mutable objects, in place."""
+    *above, last = path
+    for key in above:
+        tree = getattr(tree, key.name) if isinstance(key, GetAttrKey) else tree[_index(key)]
+    if isinstance(last, GetAttrKey):
+        setattr(tree, last.name, x)
+    else:
+        tree[_index(last)] = x
+
+
+def _index(key: Any) -> Any:
+    return key.key if isinstance(key, DictKey) else key.idx
 
 
 def is_array(x: Any) -> bool:

@@ -258,3 +258,14 @@ def test_a_state_of_numbers_or_objects_among_the_arguments_is_not_traced():
     options = {"power": 2, "name": "x"}
     assert_equal(jax.grad(jamp.scaled(fun))(W, options, np.int64(0)), jax.grad(fun)(W, options, 0))
     assert functools.partial(jamp.scaled(fun), W)(options, 1) == fun(W, options, 1)
+
+
+def test_a_container_that_the_function_changes_is_changed():
+    def fun(state, w):
+        state["inner"]["seen"][0] = state["inner"]["seen"][0] + jnp.sum(w)
+        return jnp.sum(w**2)
+
+    for transform in (jamp.scaled, jamp.autocast):
+        state = {"inner": {"seen": [jnp.float32(1.0), 3]}}
+        transform(fun)(state, W)
+        assert_equal(state["inner"]["seen"][0], 1.0 + jnp.sum(W))

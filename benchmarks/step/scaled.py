@@ -4,7 +4,7 @@
     python -m benchmarks.step.scaled h200 --json docs/benchmarks/scaled_h200.json   needs `pip install "jax[cuda13]"`
 
 Adam with a clip by the global norm, under `autocast`. Temporaries are what the compiler allocates; bytes and kernels
-are counted in the program. The loop of retries is counted as it runs almost always: not once.
+are counted in the program. The retries are not counted: almost always there is none.
 """
 
 import os

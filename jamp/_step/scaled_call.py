@@ -24,6 +24,7 @@ from jamp._jaxpr import ClosedJaxpr
 from jamp._step.finite import leaves_finite
 from jamp._step.scaling import multiply, users_stacklevel
 
+RETRY = "jamp.retry"  # the name scope of retries, for profiles
 RETRY_EXPONENT = 8  # A retry divides the scale by 2**8.
 _Attempt = tuple[
     Array, Array, list[Array]
@@ -192,7 +193,8 @@ def _transpose(
 
     last = attempt(jnp.int32(0), functools.partial(_evaluate.call, pull_back))
     if scaling.retries and isinstance(last[1], jax.core.Tracer):
-        last = lax.while_loop(is_retried, retry, last)
+        with jax.named_scope(RETRY):
+            last = lax.while_loop(is_retried, retry, last)
     elif scaling.retries:  # Outside `jit`, a loop would be compiled in each call.
         while is_retried(last):
             last = retry(last)

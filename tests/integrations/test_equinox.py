@@ -98,3 +98,11 @@ def test_autocast_and_full_precision_on_a_module():
     assert products(functions[0], params) == {jnp.dtype(jnp.float16)}
     assert distance(*jax.jit(lambda p: [f(p) for f in functions])(params)) < 5e-3
     assert products(jamp.autocast(lambda x: Head()(x)), X[0]) == {jnp.dtype(jnp.float32)}
+
+
+def test_scaled_differentiates_a_model_with_leaves_that_are_no_arrays():
+    loss_fn = lambda model, x: jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2)
+    gradients = [eqx.filter_jit(eqx.filter_grad(fun))(Net(), X) for fun in (jamp.scaled(loss_fn), loss_fn)]
+    assert eqx.tree_equal(*gradients, rtol=1e-6, atol=1e-7)
+    closed_over = eqx.filter_grad(lambda model: jamp.scaled(lambda x: loss_fn(model, x))(X))(Net())
+    assert eqx.tree_equal(closed_over, gradients[1], rtol=1e-6, atol=1e-7)

@@ -185,7 +185,7 @@ def test_a_model_under_autocast_gets_its_statistics_and_its_dropout_moves_on():
         losses = [step(model, X) for _ in range(2)]
         assert losses[0][0] != losses[1][0]  # Another dropout mask.
         results.append(nnx.as_pure((losses, model.norm.mean, model.norm.var)))
-        assert (int(model.seen[...]), int(model.drop.rngs.count[...])) == (2, 2)
+        assert (int(model.seen[...]), int(model.drop.rngs.count[...]), int(model.array)) == (2, 2, 2)
     assert distance(*results) < 2e-2
     assert products(lambda s: nnx.grad(low)(nnx.merge(graphdef, s, copy=True), X), state) == {jnp.dtype(jnp.float16)}
     low(model, X)  # outside jit
@@ -240,3 +240,16 @@ def test_what_autocast_would_lose_of_a_module_is_an_error():
     module = Sowing()
     call(module, jnp.ones((2, 4)), "assign")
     assert module.load[...] == 7
+
+
+def test_scaled_differentiates_a_module_and_what_it_changes_stays():
+    models = [nnx.jit(Net, static_argnums=(0, 1))(jnp.float16, jnp.float32) for _ in range(2)]
+    step = lambda fun: nnx.jit(nnx.value_and_grad(fun))
+    found, expected = (step(fun)(model, X) for fun, model in zip((jamp.scaled(loss_fn), loss_fn), models, strict=True))
+    assert_close(found[0], expected[0], 1e-3)
+    assert_close(*(nnx.to_pure_dict(grads) for _, grads in (found, expected)), 1e-2)
+    assert_close(*(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey))) for model in models), 1e-3)
+    assert (int(models[0].seen[...]), int(models[0].array), int(models[0].drop.rngs.count[...])) == (1, 1, 1)
+    model, optimizer = made()
+    with pytest.raises(ValueError, match=r"jamp\.scaled inside jamp\.value_and_grad"):
+        jamp.nnx.value_and_grad(jamp.scaled(loss_fn), optimizer)(model, X)
