@@ -92,15 +92,19 @@ def _fields(x: Any) -> tuple[str, ...]:
 
 
 def _is_plain_nnx_optimizer(x: Any) -> bool:
-    """Whether a node has the attributes of an `nnx.Optimizer` and does not undo skipped steps, as jamp's does."""
-    return hasattr(x, "wrt") and hasattr(x, "opt_state") and not hasattr(x, "undoes_skips") and contains(x.opt_state)
+    """Whether a node has the attributes of an `nnx.Optimizer`, a loss scale that adapts, and undoes no skipped steps."""
+    is_plain = hasattr(x, "wrt") and hasattr(x, "opt_state") and not hasattr(x, "undoes_skips")
+    return is_plain and contains(x.opt_state, _adapts)
 
 
 def _hides_overflows(x: Any) -> bool:
     """Whether a node is the state of `optax.apply_if_finite` around an optimizer whose loss scale adapts."""
+    return isinstance(x, optax.ApplyIfFiniteState) and contains(x.inner_state, _adapts)
+
+
+def _adapts(x: Any) -> bool:
     # The state of a loss scale that never changes holds nothing else.
-    adapts = lambda y: is_scaler_state(y) and len(jax.tree.leaves(y.loss_scale_state)) > 1
-    return isinstance(x, optax.ApplyIfFiniteState) and contains(x.inner_state, adapts)
+    return is_scaler_state(x) and len(jax.tree.leaves(x.loss_scale_state)) > 1
 
 
 def _has_scaled_grads(nodes: _Nodes) -> bool:

@@ -163,6 +163,9 @@ def test_gradients_of_a_scaled_loss_give_the_steps_of_true_ones():
     for call in (jamp.metrics, lambda tree: jamp.value_and_grad(loss_fn, tree), jamp.get_loss_scale):
         with pytest.raises(ValueError, match=r"counts skipped steps.*jamp\.nnx\.Optimizer\(model, tx, wrt"):
             call(plain)
+    skipping = nnx.Optimizer(models[0], jamp.loss_scaled(INNER, jamp.StaticLossScale(1.0)), wrt=nnx.Param)
+    skipping.update(models[0], nnx.grad(jamp.scaled(net_loss))(models[0], BATCHES["inf"]))  # as a trainer does it
+    assert (int(jamp.metrics(skipping)["overflow_steps"]), bool(jamp.get_grads_finite(skipping))) == (1, False)
     unscaled = nnx.Optimizer(models[1], INNER, wrt=nnx.Param)
     assert jamp.get_loss_scale({"g": optimizers[0], "d": unscaled}) == 2.0**9  # two models, one of them scaled
     assert jamp.unscale_and_check(params(), optimizers[0])[1]
