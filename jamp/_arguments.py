@@ -25,17 +25,22 @@ class Call:
 
     Attributes:
       leaves: The arrays.
+      paths: The path of each of them, or of its box, in the arguments.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._tree: Any
-        nodes, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_box)
+        flat, self._tree = tree_flatten_with_path((args, kwargs), is_leaf=_is_box)
+        nodes = [x for _, x in flat]
         self._boxes = list({id(x): x for x in nodes if _is_box(x)}.values())
         self._structures: list[Any] = [jax.tree.structure(box) for box in self._boxes]
         self._nodes = nodes
         self._arrays = [i for i, x in enumerate(nodes) if is_array(x)]
         self._in_boxes = [x for box in self._boxes for x in jax.tree.leaves(box)]
         self.leaves = [nodes[i] for i in self._arrays] + self._in_boxes
+        paths = {id(x): path for path, x in reversed(flat)}
+        in_boxes = [paths[id(box)] for box in self._boxes for _ in jax.tree.leaves(box)]
+        self.paths = [flat[i][0] for i in self._arrays] + in_boxes
         self._result: Any = None
         self._types: Sequence[Any] = []
         self._args = args, kwargs

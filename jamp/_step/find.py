@@ -92,7 +92,7 @@ def _fields(x: Any) -> tuple[str, ...]:
 
 
 def _is_plain_nnx_optimizer(x: Any) -> bool:
-    """Whether a node has the attributes of an `nnx.Optimizer`, a loss scale that adapts, and undoes no skipped steps."""
+    """Whether a node has the attributes of an `nnx.Optimizer` and an adapting loss scale, and undoes no skips."""
     is_plain = hasattr(x, "wrt") and hasattr(x, "opt_state") and not hasattr(x, "undoes_skips")
     return is_plain and contains(x.opt_state, _adapts)
 

@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from jamp import _evaluate
 from jamp._arguments import Call
+from jamp._step.leaves import is_gradient
 from jamp._step.scaled_call import Scaling, scaled_call
 from jamp._step.scaling import scales_once
 
@@ -57,14 +58,15 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
         raise ValueError(f"scale must be a positive number, such as 2.0**15, got scale={scale!r}.")
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise ValueError(f"retries must be a number of tries, 0 or more, got retries={retries!r}.")
-    scaling, call_function = Scaling(math.frexp(scale)[1] - 1, retries), scaled_call()
+    exponent, call_function = math.frexp(scale)[1] - 1, scaled_call()
 
     @functools.wraps(fun)
     def with_scaled_gradients(*args: P.args, **kwargs: P.kwargs) -> R:
         call = Call(args, kwargs)
         with scales_once("scaled"):
             closed = call.trace(fun, "scaled")
-        jaxpr = _evaluate.without_constants(closed)
+        jaxpr, constants = _evaluate.without_constants(closed), [True] * len(closed.consts)
+        scaling = Scaling(exponent, retries, (*constants, *map(is_gradient, call.paths, call.leaves)))
         result: R = call.finish(call_function.bind(*closed.consts, *call.leaves, jaxpr=jaxpr, scaling=scaling))
         return result
 

@@ -32,10 +32,18 @@ _Attempt = tuple[
 
 
 class Scaling(NamedTuple):
-    """The exponent of the power of two to which the largest cotangent is brought, and the number of retries."""
+    """How to scale.
+
+    Attributes:
+      exponent: Of the power of two to which the largest cotangent is brought.
+      retries: How often to try again.
+      are_gradients: Of each input, whether its gradient is to be unscaled and checked. Those of Flax's fp8 scales are
+        no gradients.
+    """
 
     exponent: int
     retries: int
+    are_gradients: tuple[bool, ...]
 
 
 class _Derivative(NamedTuple):
@@ -176,13 +184,16 @@ def _transpose(
 
     # Replicas that communicate in the backward pass must scale alike, and try again together.
     axes = tuple({effect.name: None for effect in pull_back.effects if hasattr(effect, "name")}) or None
+    flags = [scaling.are_gradients[i] for i in derivative.moving]
     first, is_usable = _exponent(given, scaling.exponent, axes)
 
     def attempt(tries: Array, run: Callable[[Sequence[Array]], Sequence[Array]]) -> _Attempt:
         exponent = jnp.clip(first - RETRY_EXPONENT * tries, -126, 126)
         scale, inverse = _power(exponent), _power(-exponent)
-        true = [_times(x, inverse) for x in run([_times(x, scale) for x in given])]
-        return tries + 1, leaves_finite(true, ("",) * len(true), axes), true
+        found = run([_times(x, scale) for x in given])
+        true = [_times(x, inverse) if flag else x for x, flag in zip(found, flags, strict=True)]
+        checked = [x for x, flag in zip(true, flags, strict=True) if flag]
+        return tries + 1, leaves_finite(checked, ("",) * len(checked), axes), true
 
     def is_retried(last: _Attempt) -> Array:
         tries, is_finite, _ = last

@@ -175,11 +175,12 @@ def test_amax_histories_are_those_without_loss_scaling_but_for_output_gradients(
 
 def test_flax_dynamic_scale_divides_fp8_state_by_the_loss_scale_but_jamp_does_not():
     theirs = lambda params, x: DynamicScale(scale=2.0**6).value_and_grad(fp8_loss)(params, x).grad
-    functions = jax.grad(fp8_loss), theirs, jamp.grad(fp8_loss, jamp.StaticLossScale(2.0**6).init())
-    grads = jax.jit(lambda x: [f(FP8_VARIABLES, x) for f in functions])
-    true, theirs, ours = (leaves(x[OWG]) for x in grads(X8))
+    ours = jamp.grad(fp8_loss, jamp.StaticLossScale(2.0**6).init()), jax.grad(jamp.scaled(fp8_loss, 2.0**6))
+    grads = jax.jit(lambda x: [f(FP8_VARIABLES, x) for f in (jax.grad(fp8_loss), theirs, *ours)])
+    true, theirs, *ours = (leaves(x[OWG]) for x in grads(X8))
     for path in (path for path in true if "output_grad" not in path):
-        np.testing.assert_array_equal(ours[path], true[path])
+        for found in ours:
+            np.testing.assert_array_equal(found[path], true[path])
         np.testing.assert_array_equal(theirs[path], true[path] / 2.0**6)
     # The layers clip an infinite batch out of sight, but the histories show it.
     clipped, *_ = grads(X8 * np.float32(np.inf))
