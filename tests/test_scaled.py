@@ -210,6 +210,24 @@ def test_with_autocast_in_either_order_products_are_16_bit_and_digits_stay(order
     assert apart(jax.jit(jax.grad(auto))(*args)) > 0.05  # Without a scale digits are lost.
 
 
+@pytest.mark.parametrize("retries", [0, 2])
+def test_auxiliary_results_take_no_part_in_the_backward_pass(retries):
+    def fun(w, x):
+        h = x @ w
+        return jnp.mean(h**2), {"other": jnp.sin(jnp.tanh(h) @ w) @ w, "n": 3}
+
+    def dots(f):
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(f, has_aux=True))(W, X)
+        wide = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.ndim]
+        return len(wide)
+
+    assert dots(jamp.scaled(fun, retries=retries)) == dots(fun) + (3 + 1) * (retries > 0)
+    (_, aux), grads = jax.value_and_grad(jamp.scaled(fun, retries=retries), has_aux=True)(W, X)
+    assert_equal((aux["other"], grads), (fun(W, X)[1]["other"], jax.grad(fun, has_aux=True)(W, X)[0]))
+    with_zero = jax.vjp(jamp.scaled(lambda w: fun(w, X)[0]), W)[1](jnp.float32(0.0))
+    assert_equal(with_zero[0], jnp.zeros_like(W))
+
+
 def deep(w, x):
     """A chain of products and nonlinearities that keeps an array for each."""
     for _ in range(12):

@@ -14,15 +14,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import accuracy, digits, parameters, pictures, quantized, reinforce, step
+from benchmarks.report import accuracy, digits, parameters, pictures, quantized, reinforce, step, trainers
 from benchmarks.report.markdown import fill, origin
 
 Results = dict[str, Any]
 PAGE, README, COMPARISON = "docs/benchmarks/index.md", "README.md", "docs/comparison.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
 PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
-QUANTIZED, DIAGNOSIS = "docs/8-bit.md", "docs/diagnosis.md"
-PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED, DIAGNOSIS)
+QUANTIZED, DIAGNOSIS, TRAINERS = "docs/8-bit.md", "docs/diagnosis.md", "docs/frameworks.md"
+PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED, DIAGNOSIS, TRAINERS)
 # The tables that are made of the rows under some keys of the results, or of whole files of them: their page, these keys
 # or files, and what makes them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
@@ -60,6 +60,9 @@ FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "rounding_optimizers": (PARAMETERS, {"optimizers": accuracy.rounding_optimizers}),
     "codes": (PARAMETERS, {"codes": parameters.codes}),
     "digits": (DIAGNOSIS, digits.TABLES),
+    "scaled_h200": (TRAINERS, {"scaled_h200": trainers.steps}),
+    "scaled_tpu": (TRAINERS, {"scaled_tpu": trainers.steps}),
+    "retries": (TRAINERS, {"retries": trainers.retries}),
     "rounding_step": (PARAMETERS, {"step": step.rounding}),
     **{name: (QUANTIZED, tables) for name, tables in quantized.FILES.items()},
 }

@@ -63,14 +63,14 @@ class _Derivative(NamedTuple):
     linear: ClosedJaxpr
     residuals: int
 
-    def of_moving(self, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        """The function of its moving inputs, with its floating results."""
+    def pull_back(self, inputs: Sequence[Any], used: Sequence[int], cotangents: Sequence[Array]) -> Sequence[Array]:
+        """The gradients of the moving inputs, of some floating results, with a forward pass of its own."""
 
-        def call(*xs: Any) -> list[Any]:
+        def of_moving(*xs: Any) -> list[Any]:
             results = _evaluate.call(self.function, _replaced(inputs, self.moving, xs))
-            return [results[i] for i in self.floating]
+            return [results[self.floating[i]] for i in used]
 
-        return call
+        return jax.vjp(of_moving, *(inputs[i] for i in self.moving))[1](list(cotangents))
 
 
 @functools.cache
@@ -172,15 +172,21 @@ def _transpose(
             "Keep the parameters in float32 (or bfloat16): jamp.autocast casts them where a product reads them.",
             stacklevel=users_stacklevel(),
         )
-    of_tangents = lambda *xs: _evaluate.call(derivative.linear, [*residuals, *xs])
-    given = [ad.instantiate_zeros(x) for x in cotangents]
+    # Auxiliary results have no cotangents, and their part of the backward pass is left out.
+    used = [i for i, x in enumerate(cotangents) if not isinstance(x, ad.Zero)]
+    given = [cotangents[i] for i in used]
+
+    def of_tangents(*xs: Any) -> list[Any]:
+        pushed = _evaluate.call(derivative.linear, [*residuals, *xs])
+        return [pushed[i] for i in used]
+
     transposed = jax.linear_transpose(of_tangents, *types)
     pull_back = jax.make_jaxpr(lambda *xs: transposed(list(xs)))(*given)
 
     def again(tries: Array, scaled: Sequence[Array]) -> Sequence[Array]:
         # The barrier makes the inputs depend on the loop. Else XLA would compute the forward pass before it, always.
         _, values = lax.optimization_barrier((tries, list(inputs)))
-        return jax.vjp(derivative.of_moving(values), *(values[i] for i in derivative.moving))[1](list(scaled))
+        return derivative.pull_back(values, used, scaled)
 
     # Replicas that communicate in the backward pass must scale alike, and try again together.
     axes = tuple({effect.name: None for effect in pull_back.effects if hasattr(effect, "name")}) or None

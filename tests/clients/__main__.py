@@ -15,14 +15,12 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-CLIENTS = tomllib.loads((HERE / "clients.toml").read_text())
+from tests.clients.table import CLIENTS, INDEX, RECORDED, ROWS, table
+
+ROOT = Path(__file__).parents[2]
 OUTPUT = re.compile(r"```text\n.*?```", re.DOTALL)  # in a page
-RECORDED = ROOT / "docs" / "frameworks" / "clients.json"
 
 
 def python_of(client):
@@ -74,6 +72,7 @@ def main():
             RECORDED.write_text(json.dumps(rows, indent=1) + "\n")
             page = RECORDED.parent / f"{name}.md"
             page.write_text(OUTPUT.sub(lambda _, row=row: f"```text\n{row['output']}```", page.read_text()))
+            INDEX.write_text(ROWS.sub(lambda _: table(), INDEX.read_text()))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 README = (ROOT / "README.md").read_text()
-SLOW = {"frameworks.md", "from-pytorch.md", "from-flax.md", "recipes.md", "walk-through.md"}  # ten seconds each
+SLOW = {
+    "frameworks/flax-nnx-equinox.md",
+    "from-pytorch.md",
+    "from-flax.md",
+    "recipes.md",
+    "walk-through.md",
+}  # ten seconds each
 ROUGHLY = {"walk-through.md"}  # What it prints are the results of training, which differ between processors.
 # Their programs are run, and more is asserted of them, by tests of their own.
 ELSEWHERE = {"from-mindspore.md": "test_mindspore.py", "distributed.md": "distributed/test_mapped.py"}

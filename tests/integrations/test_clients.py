@@ -1,0 +1,36 @@
+"""The pages of other people's trainers say what their recipes did when they last ran: `python -m tests.clients`."""
+
+import json
+import re
+
+import pytest
+
+from tests.clients.table import CLIENTS, DOCS, INDEX, RECORDED, ROWS, added, table
+
+RESULTS = json.loads(RECORDED.read_text())
+RECIPES = DOCS.parent / "tests" / "clients" / "recipes"
+
+
+def test_the_table_is_that_of_the_results_and_has_every_client():
+    assert RESULTS.keys() == CLIENTS.keys()
+    assert ROWS.search(INDEX.read_text())[0] == table()
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_page_changes_at_most_ten_lines_which_its_recipe_runs(name):
+    page, recipe = (DOCS / "frameworks" / f"{name}.md").read_text(), (RECIPES / f"{name}.py").read_text()
+    assert RESULTS[name]["output"] in page
+    assert len(added(name)) <= 10
+    missing = [line[1:].strip() for line in added(name) if line[0] == "+" and line[1:].strip() not in recipe]
+    assert not missing, missing
+    ways = re.findall(r"^\|[^|]*\| `(jamp\.[^`]*|[^`]*jamp\.autocast[^`]*)` \|$", page, re.MULTILINE)
+    assert not [code for code in ways if code not in recipe]
+
+
+@pytest.mark.parametrize("patch", sorted((RECIPES.parent / "patches").glob("*.patch")), ids=lambda path: path.stem)
+def test_a_patch_changes_at_most_ten_lines_as_its_page_says(patch):
+    changed = [line for line in patch.read_text().splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
+    page = (DOCS / "frameworks" / "by-patch.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("|") and patch.stem in row.lower()]
+    assert [row.split("|")[3].strip() for row in rows] == [str(len(changed))]
+    assert len(changed) <= 10
