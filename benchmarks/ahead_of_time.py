@@ -36,6 +36,16 @@ TARGETS: dict[str, dict[str, str]] = {
 }
 
 
+def is_installed(target: str) -> bool:
+    """Whether the compiler for a target is there. If not, print what to install."""
+    try:
+        topologies.get_topology_desc(**TARGETS[target])
+    except NotImplementedError:
+        print('The compiler is not installed: pip install "jax[cuda13]", or for a TPU pip install libtpu')
+        return False
+    return True
+
+
 def in_shapes(make: Callable[[], Case]) -> Case:
     """The case that `make` makes of arrays, with their shapes in place of them."""
     made: list[Case] = []

@@ -61,9 +61,12 @@ def wrapper(wrap, loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32, unscale
 
 
 def scaled(loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32):
-    """That step with `jamp.scaled(loss_fn)`, under a wrapper that skips what is left."""
-    tx = jamp.loss_scaled(INNER, loss_scale, axis_name=axis_name)
-    return *plain(tx, dtype, jamp.scaled(loss_fn)), lambda carry: (carry[0], carry[1].inner_state)
+    """That step with `jamp.scaled(loss_fn)`, under a wrapper that skips what is left.
+
+    The trainer averages over one gradient, so that a loss scale that adapts is not recognized as a mistake.
+    """
+    tx = optax.chain(optax.scale(1.0), jamp.loss_scaled(INNER, loss_scale, axis_name=axis_name))
+    return *plain(tx, dtype, jamp.scaled(loss_fn)), lambda carry: (carry[0], carry[1][1].inner_state)
 
 
 def grad_scaler(loss_scale=DYNAMIC, axis_name=None, dtype=jnp.float32):

@@ -35,6 +35,7 @@ ORDER = {
         "state",
         "find",
         "finite",
+        "once",
         "scaling",
         "gradients",
         "scaled_call",

@@ -63,6 +63,16 @@ MISUSE = {
         r"jamp\.scaled inside",
         lambda: jamp.GradScaler().value_and_grad(jamp.scaled(loss_fn))(PARAMS),
     ),
+    "scaled, and a loss scale": (
+        ValueError,
+        r"gradients of jamp\.scaled, .* this optimizer has DynamicLossScale.*StaticLossScale\(1\.0\)",
+        lambda: SCALED.update(jax.grad(jamp.scaled(loss_fn))(PARAMS), state(SCALED), PARAMS),
+    ),
+    "scaled, and unscaled again": (
+        ValueError,
+        r"jamp\.scaled, which has unscaled them, and this optimizer has StaticLossScale\(scale=8",
+        jax.jit(lambda: STATIC.update(jax.grad(jamp.scaled(loss_fn))(PARAMS), state(STATIC), PARAMS)),
+    ),
     "scaled's scale": (ValueError, r"scale must be a positive number.*got scale=0", lambda: jamp.scaled(loss_fn, 0)),
     "scaled's inf": (ValueError, r"got scale=inf", lambda: jamp.scaled(loss_fn, np.inf)),
     "scaled's retries": (ValueError, r"got retries=-1", lambda: jamp.scaled(loss_fn, retries=-1)),

@@ -18,9 +18,8 @@ import os
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
 
 import jax
-from jax.experimental import topologies
 
-from benchmarks.ahead_of_time import TARGETS
+from benchmarks.ahead_of_time import is_installed
 from benchmarks.float8 import compiled, training
 from benchmarks.record import parser, record, write
 
@@ -37,10 +36,8 @@ def main() -> None:
         return write(options.json, about | training.accuracy(options.quick))
     jax.config.update("jax_platforms", "cpu")
     target = "tpu" if options.what == "tpu" else "h200"
-    try:
-        topologies.get_topology_desc(**TARGETS[target])
-    except NotImplementedError:
-        return print('The compiler is not installed: pip install "jax[cuda13]", or for a TPU pip install libtpu')
+    if not is_installed(target):
+        return
     about = record("benchmarks.float8", options.quick, f"{target}, which was not there", compiled.PACKAGES)
     return write(options.json, about | COMPILED[options.what](options.quick, options.only))
 

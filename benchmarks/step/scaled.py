@@ -17,7 +17,7 @@ import optax
 
 import jamp
 from benchmarks import hlo
-from benchmarks.ahead_of_time import TARGETS, compiled
+from benchmarks.ahead_of_time import TARGETS, compiled, is_installed
 from benchmarks.memory.__main__ import MODELS
 from benchmarks.record import Rows, parser, record, show, write
 
@@ -70,5 +70,7 @@ if __name__ == "__main__":
     arguments.add_argument("target", choices=TARGETS)
     options = arguments.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    about = record("benchmarks.step.scaled", options.quick, options.target)
-    write(options.json, about | {"rows": measure(options.target, ["GPT, 3 layers"] if options.quick else list(NAMES))})
+    if is_installed(options.target):
+        about = record("benchmarks.step.scaled", options.quick, options.target)
+        names = ["GPT, 3 layers"] if options.quick else list(NAMES)
+        write(options.json, about | {"rows": measure(options.target, names)})

@@ -12,6 +12,7 @@ from jamp import _jaxpr
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, check_loss_scale, is_noop
 from jamp._step import scaling
+from jamp._step.once import check_unscaled
 from jamp._step.params import check_rounds_last, params_for, params_for_init
 from jamp._step.skip import update_or_skip
 from jamp._step.state import AnyLossScaledState, check_state, check_whole, scaler_of, wrap_inner
@@ -87,6 +88,8 @@ def loss_scaled(
     ) -> tuple[optax.Updates, AnyLossScaledState]:
         check_state(state, unscale, loss_scale, structure)
         _check_extra_args(extra_args, unscale)
+        if not noop:
+            check_unscaled(grads, loss_scale)
         params = params_for(state.inner_state, params)
 
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:

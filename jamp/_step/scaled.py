@@ -8,8 +8,8 @@ from typing import ParamSpec, TypeVar
 from jamp import _evaluate
 from jamp._arguments import Call
 from jamp._step.leaves import is_gradient
+from jamp._step.once import scales_once
 from jamp._step.scaled_call import Scaling, scaled_call
-from jamp._step.scaling import scales_once
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -22,6 +22,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact, to_float32
 from jamp._jaxpr import ClosedJaxpr
 from jamp._step.finite import leaves_finite
+from jamp._step.once import remember
 from jamp._step.scaling import multiply, users_stacklevel
 
 RETRY = "jamp.retry"  # the name scope of retries, for profiles
@@ -215,6 +216,7 @@ def _transpose(
     elif scaling.retries:  # Outside `jit`, a loop would be compiled in each call.
         while is_retried(last):
             last = retry(last)
+    remember(last[2])
     return [None] * (len(operands) - len(tangents)) + last[2]
 
 

@@ -1,12 +1,10 @@
 """Scale losses and unscale gradients: `scale_loss` and `unscale_and_check`."""
 
-import contextlib
 import functools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +22,7 @@ from jamp._step.find import (
 from jamp._step.finite import leaves_finite
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
-
-_SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # the function of jamp's that is traced
+from jamp._step.once import scales_once
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -74,22 +71,6 @@ def _scale_by(loss: Any, scale: Array | None) -> Any:
             stacklevel=users_stacklevel(),
         )
     return _multiply_leaves(loss, scale)
-
-
-@contextlib.contextmanager
-def scales_once(name: str) -> Iterator[None]:
-    """Say that the function that is called inside is scaled. Raise ValueError if it is in one that is."""
-    if outer := _SCALED_BY.get():
-        raise ValueError(
-            f"jamp.{name} inside jamp.{outer}: the backward pass would be scaled twice. Use one of them. "
-            "jamp.scaled(loss_fn) is for trainers that call jax.grad themselves. Where you compute the gradients, use "
-            "jamp.value_and_grad(loss_fn, opt_state) alone."
-        )
-    token = _SCALED_BY.set(name)
-    try:
-        yield
-    finally:
-        _SCALED_BY.reset(token)
 
 
 def with_scaled_loss(fun: Callable[..., Any], scale: Array | None, has_aux: bool) -> Callable[..., Any]:
