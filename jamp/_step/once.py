@@ -44,6 +44,6 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
     if own != 1 and any(_TRUE.get(id(x)) is x for x in jax.tree.leaves(gradients)):
         raise ValueError(
             f"These are gradients of jamp.scaled, which has unscaled them, and this optimizer has {loss_scale!r}, "
-            "which did not scale their loss. Use jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)), which skips overflowed "
-            "steps, or jamp.value_and_grad(loss_fn, opt_state) without jamp.scaled."
+            "which did not scale their loss. Use jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)), which skips steps "
+            "that overflowed, or jamp.value_and_grad(loss_fn, opt_state) without jamp.scaled."
         )
