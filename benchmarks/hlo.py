@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jamp._step.scaled_call import RETRY
+from jamp._step.retry import RETRY
 
 
 class Counts(NamedTuple):

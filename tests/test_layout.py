@@ -38,6 +38,7 @@ ORDER = {
         "once",
         "scaling",
         "gradients",
+        "retry",
         "scaled_call",
         "scaled",
         "rounding",

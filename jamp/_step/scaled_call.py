@@ -19,32 +19,12 @@ from jax import Array, lax
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
-from jamp._cast import is_inexact, to_float32
+from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
-from jamp._step.finite import leaves_finite
+from jamp._step import retry
 from jamp._step.once import remember
-from jamp._step.scaling import multiply, users_stacklevel
-
-RETRY = "jamp.retry"  # the name scope of retries, for profiles
-RETRY_EXPONENT = 8  # A retry divides the scale by 2**8.
-_Attempt = tuple[
-    Array, Array, list[Array]
-]  # tries so far (i32[]), whether all gradients are finite (bool[]), gradients
-
-
-class Scaling(NamedTuple):
-    """How to scale.
-
-    Attributes:
-      exponent: Of the power of two to which the largest cotangent is brought.
-      retries: How often to try again.
-      are_gradients: Of each input, whether its gradient is to be unscaled and checked. Those of Flax's fp8 scales are
-        no gradients.
-    """
-
-    exponent: int
-    retries: int
-    are_gradients: tuple[bool, ...]
+from jamp._step.retry import Scaling
+from jamp._step.scaling import users_stacklevel
 
 
 class _Derivative(NamedTuple):
@@ -63,6 +43,11 @@ class _Derivative(NamedTuple):
     floating: tuple[int, ...]
     linear: ClosedJaxpr
     residuals: int
+
+    def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """The inputs, the residuals and the tangents."""
+        n, m = len(self.function.in_avals), self.residuals
+        return operands[:n], operands[n : n + m], operands[n + m :]
 
     def pull_back(self, inputs: Sequence[Any], used: Sequence[int], cotangents: Sequence[Array]) -> Sequence[Array]:
         """The gradients of the moving inputs, of some floating results, with a forward pass of its own."""
@@ -160,12 +145,7 @@ def _transpose(
     cotangents: Sequence[Any], *operands: Any, derivative: _Derivative, scaling: Scaling
 ) -> list[Array | None]:
     """The gradients of the moving inputs, and None for the other operands."""
-    n = len(derivative.function.in_avals)
-    inputs, residuals, tangents = (
-        operands[:n],
-        operands[n:][: derivative.residuals],
-        operands[n:][derivative.residuals :],
-    )
+    inputs, residuals, tangents = derivative.split(operands)
     types = [x.aval for x in tangents]
     if any(aval.dtype == jnp.float16 for aval in types):
         warnings.warn(
@@ -189,55 +169,17 @@ def _transpose(
         _, values = lax.optimization_barrier((tries, list(inputs)))
         return derivative.pull_back(values, used, scaled)
 
-    # Replicas that communicate in the backward pass must scale alike, and try again together.
-    axes = tuple({effect.name: None for effect in pull_back.effects if hasattr(effect, "name")}) or None
-    flags = [scaling.are_gradients[i] for i in derivative.moving]
-    first, is_usable = _exponent(given, scaling.exponent, axes)
-
-    def attempt(tries: Array, run: Callable[[Sequence[Array]], Sequence[Array]]) -> _Attempt:
-        exponent = jnp.clip(first - RETRY_EXPONENT * tries, -126, 126)
-        scale, inverse = _power(exponent), _power(-exponent)
-        found = run([_times(x, scale) for x in given])
-        true = [_times(x, inverse) if flag else x for x, flag in zip(found, flags, strict=True)]
-        checked = [x for x, flag in zip(true, flags, strict=True) if flag]
-        return tries + 1, leaves_finite(checked, ("",) * len(checked), axes), true
-
-    def is_retried(last: _Attempt) -> Array:
-        tries, is_finite, _ = last
-        return ~is_finite & is_usable & (tries <= scaling.retries)
-
-    def retry(last: _Attempt) -> _Attempt:
-        return attempt(last[0], functools.partial(again, last[0]))
-
-    last = attempt(jnp.int32(0), functools.partial(_evaluate.call, pull_back))
-    if scaling.retries and isinstance(last[1], jax.core.Tracer):
-        with jax.named_scope(RETRY):
-            last = lax.while_loop(is_retried, retry, last)
-    elif scaling.retries:  # Outside `jit`, a loop would be compiled in each call.
-        while is_retried(last):
-            last = retry(last)
-    remember(last[2])
-    return [None] * (len(operands) - len(tangents)) + last[2]
-
-
-def _exponent(cotangents: Sequence[Array], target: int, axes: Any) -> tuple[Array, Array]:
-    """The exponent of the first factor (i32[]), and whether the largest cotangent is finite and not 0 (bool[])."""
-    sizes = [jnp.max(jnp.abs(to_float32(x))).astype(jnp.float32) for x in cotangents if x.size]
-    largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
-    largest = largest if axes is None else lax.pmax(largest, axes)
-    own = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
-    is_usable = jnp.isfinite(largest) & (largest > 0)
-    return jnp.where(is_usable, target - own, 0), is_usable
-
-
-def _power(exponent: Array) -> Array:
-    """2**exponent, exactly, f32[]. The exponent is i32[], from -126 to 127."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-
-
-def _times(x: Array, factor: Array) -> Array:
-    """The product, computed in at least float32, at the dtype of `x`."""
-    return multiply(to_float32(x), factor).astype(x.dtype)
+    axes = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}  # over which it communicates
+    found = retry.true_gradients(
+        functools.partial(_evaluate.call, pull_back),
+        again,
+        given,
+        [scaling.are_gradients[i] for i in derivative.moving],
+        tuple(sorted(axes)),
+        scaling,
+    )
+    remember(found)
+    return [None] * (len(operands) - len(tangents)) + found
 
 
 def _moving(tangents: Sequence[Any]) -> tuple[int, ...]:

@@ -1,0 +1,104 @@
+"""A backward pass on scaled cotangents, tried again with smaller ones until its gradients are finite."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jamp._cast import to_float32
+from jamp._step.finite import leaves_finite
+from jamp._step.scaling import multiply
+
+RETRY = "jamp.retry"  # the name scope of retries, for profiles
+_EXPONENT = 8  # A retry divides the scale by 2**8.
+
+PullBack = Callable[[Sequence[Array]], Sequence[Array]]
+
+
+class Scaling(NamedTuple):
+    """How to scale.
+
+    Attributes:
+      exponent: Of the power of two to which the largest cotangent is brought.
+      retries: How often to try again.
+      are_gradients: Of each input, whether its gradient is to be unscaled and checked. Those of Flax's fp8 scales are
+        no gradients.
+    """
+
+    exponent: int
+    retries: int
+    are_gradients: tuple[bool, ...]
+
+
+class _Attempt(NamedTuple):
+    tries: Array  # i32[], so far
+    is_finite: Array  # bool[]
+    gradients: list[Array]
+
+
+def true_gradients(
+    pull_back: PullBack,
+    again: Callable[[Array, Sequence[Array]], Sequence[Array]],
+    cotangents: Sequence[Array],
+    are_gradients: Sequence[bool],
+    axes: tuple[str, ...],
+    scaling: Scaling,
+) -> list[Array]:
+    """The unscaled results of `pull_back` on scaled cotangents.
+
+    Args:
+      pull_back: The first backward pass.
+      again: A backward pass of a retry. It also takes the number of tries so far.
+      cotangents: The cotangents, of any dtypes.
+      are_gradients: Of each result, whether it is to be unscaled and checked.
+      axes: The mapped axes whose replicas must scale alike and try again together.
+      scaling: The scale and the number of retries.
+    """
+    first, is_usable = _first_exponent(cotangents, scaling.exponent, axes)
+
+    def attempt(tries: Array, run: PullBack) -> _Attempt:
+        exponent = jnp.clip(first - _EXPONENT * tries, -126, 126)
+        scale, inverse = _power(exponent), _power(-exponent)
+        found = run([_times(x, scale) for x in cotangents])
+        true = [_times(x, inverse) if flag else x for x, flag in zip(found, are_gradients, strict=True)]
+        checked = [x for x, flag in zip(true, are_gradients, strict=True) if flag]
+        return _Attempt(tries + 1, leaves_finite(checked, ("",) * len(checked), axes or None), true)
+
+    def retry(last: _Attempt) -> _Attempt:
+        return attempt(last.tries, functools.partial(again, last.tries))
+
+    def is_retried(last: _Attempt) -> Array:
+        return ~last.is_finite & is_usable & (last.tries <= scaling.retries)
+
+    last = attempt(jnp.int32(0), pull_back)
+    if scaling.retries and isinstance(last.is_finite, jax.core.Tracer):
+        with jax.named_scope(RETRY):
+            last = lax.while_loop(is_retried, retry, last)
+    elif scaling.retries:  # Outside `jit`, a loop would be compiled in each call.
+        while is_retried(last):
+            last = retry(last)
+    return last.gradients
+
+
+def _first_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, ...]) -> tuple[Array, Array]:
+    """The exponent of the first scale (i32[]), and whether the largest cotangent is finite and not 0 (bool[])."""
+    sizes = [jnp.max(jnp.abs(to_float32(x))).astype(jnp.float32) for x in cotangents if x.size]
+    largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
+    largest = lax.pmax(largest, axes) if axes else largest
+    own = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
+    is_usable = jnp.isfinite(largest) & (largest > 0)
+    return jnp.where(is_usable, target - own, 0), is_usable
+
+
+def _power(exponent: Array) -> Array:
+    """2**exponent, exactly, f32[]. The exponent is i32[], from -126 to 127."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _times(x: Array, factor: Array) -> Array:
+    """The product, computed in at least float32, at the dtype of `x`."""
+    wide: Any = to_float32(x)
+    return multiply(wide, factor).astype(x.dtype)
