@@ -135,7 +135,9 @@ def _unchanged(products: list[Found], quantized: "Quantized | None") -> list[str
         why = "its operands are 16 bit already. Pass float32 parameters and inputs, and modules without dtype=..."
     if not why:  # The code asked for float32, or for a 16-bit result.
         return []
-    return [f"{name} changes no product of this function. The largest is at {largest.source or largest.scope}: {why}."]
+    place = largest.source or largest.scope
+    at = f" is at {place}" if place else ""
+    return [f"{name} changes no product of this function. The largest{at}: {why}."]
 
 
 def _is_product(decision: Decision) -> bool:
