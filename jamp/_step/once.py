@@ -16,10 +16,11 @@ _TRUE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # 
 
 @contextlib.contextmanager
 def scales_once(name: str) -> Iterator[None]:
-    """Say that the function that is called inside is scaled. Raise ValueError if it is in one that is."""
-    if outer := _SCALED_BY.get():
+    """Say that the function that is called inside is scaled. Raise ValueError for `scaled` in one that is."""
+    outer = _SCALED_BY.get()
+    if outer and name == "scaled":  # A gradient of a gradient, each scaled and unscaled by value_and_grad, is right.
         raise ValueError(
-            f"jamp.{name} inside jamp.{outer}: the backward pass would be scaled twice. Use one of them. "
+            f"jamp.scaled inside jamp.{outer}: the backward pass would be scaled twice. Use one of them. "
             "jamp.scaled(loss_fn) is for trainers that call jax.grad themselves. Where you compute the gradients, use "
             "jamp.value_and_grad(loss_fn, opt_state) alone."
         )

@@ -34,3 +34,4 @@ def test_a_patch_changes_at_most_ten_lines_as_its_page_says(patch):
     rows = [row for row in page.splitlines() if row.startswith("|") and patch.stem in row.lower()]
     assert [row.split("|")[3].strip() for row in rows] == [str(len(changed))]
     assert len(changed) <= 10
+    assert patch.read_text() in page
