@@ -21,7 +21,7 @@ Results = dict[str, Any]
 PAGE, README, COMPARISON = "docs/benchmarks/index.md", "README.md", "docs/comparison.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
 PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
-QUANTIZED, DIAGNOSIS, TRAINERS = "docs/8-bit.md", "docs/diagnosis.md", "docs/frameworks.md"
+QUANTIZED, DIAGNOSIS, TRAINERS = "docs/8-bit.md", "docs/diagnosis.md", "docs/frameworks/cost.md"
 PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED, DIAGNOSIS, TRAINERS)
 # The tables that are made of the rows under some keys of the results, or of whole files of them: their page, these keys
 # or files, and what makes them.

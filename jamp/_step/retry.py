@@ -13,7 +13,7 @@ from jamp._step.finite import leaves_finite
 from jamp._step.scaling import multiply
 
 RETRY = "jamp.retry"  # the name scope of retries, for profiles
-_EXPONENT = 8  # A retry divides the scale by 2**8.
+_EXPONENT = 8  # The first retry divides the scale by 2**8, for few digits lost; each next one by 2**8 times as much.
 
 PullBack = Callable[[Sequence[Array]], Sequence[Array]]
 
@@ -60,7 +60,7 @@ def true_gradients(
     first, is_usable = _first_exponent(cotangents, scaling.exponent, axes)
 
     def attempt(tries: Array, run: PullBack) -> _Attempt:
-        exponent = jnp.clip(first - _EXPONENT * tries, -126, 126)
+        exponent = jnp.clip(first - _EXPONENT * (tries * (tries + 1) // 2), -126, 126)
         scale, inverse = _power(exponent), _power(-exponent)
         found = run([_times(x, scale) for x in cotangents])
         true = [_times(x, inverse) if flag else x for x, flag in zip(found, are_gradients, strict=True)]

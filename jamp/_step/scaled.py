@@ -21,17 +21,18 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
 
     It is for trainers that call `jax.grad` and the optimizer themselves. There is no state. The backward pass
     multiplies the cotangents of the results by the power of two that brings the largest to `scale`, and divides the
-    gradients by it. What leaves are true gradients. If one is inf or NaN, it tries again, each time with a scale that
-    is 2**8 times smaller.
+    gradients by it. What leaves are true gradients. If one is inf or NaN, the backward pass runs again with a smaller
+    scale: by default with 2**7, and then with 2**-9.
 
-    Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn))`. What no scale can repair stays inf or NaN. Skip such
-    steps with `jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))`. Where you compute the gradients yourself,
+    Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn))`. Gradients that no try repairs stay inf or NaN. Skip
+    such steps with `jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))`. Where you compute the gradients yourself,
     `value_and_grad` and a dynamic loss scale are better: they remember the scale and need no second try.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. It may close over arrays and models.
       scale: The largest scaled cotangent. It is rounded down to a power of two.
-      retries: How often to try again. Each try computes the forward pass again. With 0, nothing is checked.
+      retries: How often to try again. The first retry divides the scale by 2**8, the next by 2**16, then by 2**24. Each
+        computes the forward pass again. With 0, nothing is checked.
 
     Returns:
       A function with the results of `fun`, whose gradients have the dtypes of the arguments. Use it under `jax.grad`,
