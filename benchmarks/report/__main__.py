@@ -21,8 +21,9 @@ Results = dict[str, Any]
 PAGE, README, COMPARISON = "docs/benchmarks/index.md", "README.md", "docs/comparison.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
 PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
+GRPO = "docs/frameworks/tunix_grpo.md"
 QUANTIZED, DIAGNOSIS, TRAINERS = "docs/8-bit.md", "docs/diagnosis.md", "docs/frameworks/cost.md"
-PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED, DIAGNOSIS, TRAINERS)
+PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED, DIAGNOSIS, TRAINERS, GRPO)
 # The tables that are made of the rows under some keys of the results, or of whole files of them: their page, these keys
 # or files, and what makes them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
@@ -63,6 +64,7 @@ FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "scaled_h200": (TRAINERS, {"scaled_h200": trainers.steps}),
     "scaled_tpu": (TRAINERS, {"scaled_tpu": trainers.steps}),
     "retries": (TRAINERS, {"retries": trainers.retries}),
+    "tunix_mismatch": (GRPO, {"tunix_mismatch": trainers.mismatch}),
     "rounding_step": (PARAMETERS, {"step": step.rounding}),
     **{name: (QUANTIZED, tables) for name, tables in quantized.FILES.items()},
 }

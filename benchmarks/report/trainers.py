@@ -1,4 +1,4 @@
-"""Tables of `jamp.scaled`: its cost beside `jamp.loss_scaled`, and its retries."""
+"""Tables of trainers: what `jamp.scaled` costs, its retries, and the mismatch of Tunix's sampler and trainer."""
 
 from typing import Any
 
@@ -34,4 +34,25 @@ def retries(found: dict[str, Any]) -> str:
         wide, narrow = (np.array([row["held_out_loss"] for row in rows]) for rows in (full, low))
         apart = "{:+.4f} ({:+.4f} to {:+.4f})".format((narrow - wide).mean(), *interval(narrow - wide))
         body.append([task, str(low[0]["steps"]), *counts, f"{wide.mean():.4f}", apart])
+    return f"{table(head, body)}\n\n{origin(found)}"
+
+
+def mismatch(found: dict[str, Any]) -> str:
+    """Mean absolute differences of the log-probabilities of tokens, and the reward, over seeds."""
+    head = [
+        "in 16 or 8 bit",
+        "before training, 90 % interval",
+        "after 25 updates",
+        "reward after 100, lowest to highest",
+    ]
+    body = []
+    for way in names(found["rows"], "way"):
+        rows = {n: select(found["rows"], way=way, updates=n) for n in (0, 25, 100)}
+        cells = []
+        for n in (0, 25):
+            apart = np.array([row["mean_abs"] for row in rows[n]])
+            cells.append("{:.1e} ({:.1e} to {:.1e})".format(apart.mean(), *interval(apart)))
+        rewards = [row["reward"] for row in rows[100]]
+        name = way if way == "float32" else f"{way} alone" if "loss" in way else f"{way}: sampler and loss"
+        body.append([name, *cells, f"{np.mean(rewards):.2f} ({min(rewards):.2f} to {max(rewards):.2f})"])
     return f"{table(head, body)}\n\n{origin(found)}"
