@@ -38,6 +38,23 @@ EXPENSIVE = _names(
     "triangular_solve tridiagonal tridiagonal_solve approx_top_k reduce_precision sort top_k"
 )
 
+# Linear algebra on a matrix of n columns takes this times n for each element of its result (Golub and Van Loan, Matrix
+# Computations; about, where it iterates).
+CUBIC = {
+    "cholesky": 1 / 3,
+    "eig": 25.0,
+    "eigh": 9.0,
+    "geqrf": 4 / 3,
+    "hessenberg": 10 / 3,
+    "householder_product": 4 / 3,
+    "lu": 2 / 3,
+    "qr": 4 / 3,
+    "schur": 25.0,
+    "svd": 20.0,
+    "triangular_solve": 1.0,
+    "tridiagonal": 4 / 3,
+}
+
 # Cheap and deterministic. They terminate on any input, also on NaN.
 CHEAP = MOVES | COPIES | ARITHMETIC
 # They compute nothing.

@@ -57,6 +57,14 @@ def test_flops_are_counted(fun, shapes, flops):
     assert sum(row.flops for row in rows(fun, *map(jnp.ones, shapes)).values()) == flops
 
 
+def test_linear_algebra_counts_as_a_cube():
+    found = rows(
+        lambda a, b: jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(a), b), *map(jnp.ones, [(6, 6), (6, 2)])
+    )
+    assert found["cholesky"].flops == pytest.approx(6**3 / 3)
+    assert found["triangular_solve"].flops == 6**2 * 2
+
+
 def test_the_body_of_a_scan_counts_for_every_step_and_a_call_for_each_call():
     call = jax.jit(lambda x: x @ x)
     fun = lambda x: lax.scan(lambda c, _: (call(call(c)), None), x, None, length=5)[0]

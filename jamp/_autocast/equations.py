@@ -11,7 +11,7 @@ from jamp._autocast.context import AUTOCAST, ENTERED, NO_RULE, NOT_ENTERED
 from jamp._autocast.rules import RULES
 from jamp._cast import is_float32, is_floating
 from jamp._jaxpr import Jaxpr, JaxprEqn
-from jamp._primitives import MOVING, PRODUCTS, REARRANGES
+from jamp._primitives import CUBIC, MOVING, PRODUCTS, REARRANGES
 from jamp._source_line import in_scope, scope, user_line
 
 if TYPE_CHECKING:
@@ -77,12 +77,17 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def flops(eqn: JaxprEqn) -> float:
-    """Two for each multiply-add of a product, one for each element of any other arithmetic. A symbolic size is 1."""
+    """Two for each multiply-add of a product, one for each element of any other arithmetic. A symbolic size is 1.
+
+    Linear algebra counts as textbooks do.
+    """
     known = lambda sizes: math.prod(n for n in sizes if isinstance(n, int))
     sizes = [known(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
     name = eqn.primitive.name
     if name in PRODUCTS:
         return 2.0 * sizes[-1] * known([_jaxpr.summed_terms(eqn)])
+    if name in CUBIC:
+        return CUBIC[name] * max(sizes[len(eqn.invars) :]) * known(_jaxpr.avals(eqn.invars)[0].shape[-1:])
     if name in RULES:
         return 0.0 if name in MOVING else float(max(sizes))
     return float(sum(times * flops(e) for inner, times in _jaxpr.inner(eqn) for e in inner.eqns))
