@@ -21,7 +21,7 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
 
     It is for trainers that call `jax.grad` and the optimizer themselves. There is no state. The backward pass
     multiplies the cotangents of the results by the power of two that brings the largest to `scale`, and divides the
-    gradients by it. What leaves are true gradients. If one is inf or NaN, the backward pass runs again with a smaller
+    gradients by it, so they are true gradients. If one is inf or NaN, the backward pass runs again with a smaller
     scale: by default with 2**7, and then with 2**-9.
 
     Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn))`. Gradients that no try repairs stay inf or NaN. Skip
