@@ -12,7 +12,7 @@ RECORDED = DOCS / "frameworks" / "clients.json"
 INDEX = DOCS / "frameworks.md"
 WAYS = "float16", "bfloat16", "8 bit", "bfloat16 parameters"
 CHECKS = {"overflow": "skipped", "checkpoint": "equal", "metrics": "logged"}
-ROWS = re.compile(r"(?<=<!-- clients -->\n)(?:\|.*\n)*")
+ROWS = re.compile(r"(?<=<!-- clients -->\n).*?(?=<!-- /clients -->)", re.DOTALL)
 
 
 def added(name):
@@ -22,17 +22,16 @@ def added(name):
 
 
 def table():
-    """A row for each client whose results are recorded."""
-    header = ["client", "version", "lines", *WAYS, *CHECKS, "not possible"]
-    rows = [header, ["---"] * len(header)]
+    """A row for each client whose results are recorded, and below the table its notes."""
+    header = ["client", "version", "lines", *WAYS, *CHECKS]
+    rows, notes = [header, ["---"] * len(header)], []
     for name, found in json.loads(RECORDED.read_text()).items():
-        apart, missing = found["from_float32"], found["impossible"]
-        notes = {way: found["notes"].get(way, "") for way in WAYS}
-        cells = [f"{100 * apart[way]:+.2f} %" if way in apart else "no" for way in WAYS]
-        cells = [f"{cell} ({notes[way]})" if notes[way] else cell for cell, way in zip(cells, WAYS, strict=True)]
+        apart, title = found["from_float32"], CLIENTS[name]["title"]
+        cells = [f"{100 * apart[way]:+.2f}&nbsp;%" if way in apart else "no" for way in WAYS]
         checks = [word if check in found["checks"] else "no" for check, word in CHECKS.items()]
-        why = "; ".join(f"{what}: {reason}" for what, reason in missing.items())
-        version = f"{found['version']}, JAX {found['jax']}"
-        title = f"[{CLIENTS[name]['title']}](frameworks/{name}.md)"
-        rows.append([title, version, str(len(added(name))), *cells, *checks, why])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        rows.append([f"[{title}](frameworks/{name}.md)", found["version"], str(len(added(name))), *cells, *checks])
+        said = {way: text for way, text in found["notes"].items() if way in WAYS} | found["impossible"]
+        by_text = {text: [way for way in said if said[way] == text] for text in said.values()}
+        notes += [f"- {title}, {', '.join(ways)}: {text}." for text, ways in by_text.items()]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(["", *lines, "", *notes, "", ""])
