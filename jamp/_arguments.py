@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from jamp import _evaluate
 
@@ -60,9 +60,10 @@ class Call:
                 rest = rest[structure.num_leaves :]
             nodes = [boxes.get(id(x), x) for x in nodes]
             args, kwargs = jax.tree.unflatten(self._tree, nodes)
+            before = [_at((args, kwargs), path) for path in self.paths]
             results, self._result = _flatten_result(fun, fun(*args, **kwargs))
             self._check_boxes(fun, (args, kwargs), boxes)
-            arrays = self._replaced(leaves, tree_flatten_with_path((args, kwargs), is_leaf=_is_box))
+            arrays = self._replaced(before, (args, kwargs))
             held = [jax.tree.leaves(boxes[id(box)]) for box in self._boxes]
             given = leaves[len(self._arrays) :]
             after = [x for values in held for x in values]
@@ -101,11 +102,12 @@ class Call:
                 "model = nnx.merge(graphdef, state), and return nnx.state(model, nnx.Intermediate) too."
             )
 
-    def _replaced(self, leaves: Sequence[Any], after: tuple[list[tuple[Any, Any]], Any]) -> list[Any]:
+    def _replaced(self, before: Sequence[Any], after: Any) -> list[Any]:
         """The arrays that the function put in place of others, such as attributes of a module. Keep their paths."""
-        nodes, tree = after
-        found = zip((nodes[i] for i in self._arrays if tree == self._tree), leaves, strict=False)
-        new = [(path, x) for (path, x), old in found if x is not old]
+        if jax.tree.structure(after, is_leaf=_is_box) != self._tree:
+            return []
+        places = list(zip(self.paths, before, strict=True))[: len(self._arrays)]
+        new = [(path, x) for path, old in places if (x := _at(after, path)) is not old and is_array(x)]
         self._paths = [path for path, _ in new]
         return [x for _, x in new]
 
@@ -125,19 +127,25 @@ class Call:
         return jax.tree.unflatten(self._result, values[:n])
 
 
+def _at(tree: Any, path: tuple[Any, ...]) -> Any:
+    """The node at a path, or None in a class that does not name its parts."""
+    for key in path:
+        if isinstance(key, GetAttrKey):
+            tree = getattr(tree, key.name, None)
+        elif isinstance(key, DictKey | SequenceKey):
+            tree = tree[key.key if isinstance(key, DictKey) else key.idx]
+        else:
+            return None
+    return tree
+
+
 def _replace(tree: Any, path: tuple[Any, ...], x: Any) -> None:
     """Put another leaf into a tree of mutable objects, in place."""
-    *above, last = path
-    for key in above:
-        tree = getattr(tree, key.name) if isinstance(key, GetAttrKey) else tree[_index(key)]
+    parent, last = _at(tree, path[:-1]), path[-1]
     if isinstance(last, GetAttrKey):
-        setattr(tree, last.name, x)
+        setattr(parent, last.name, x)
     else:
-        tree[_index(last)] = x
-
-
-def _index(key: Any) -> Any:
-    return key.key if isinstance(key, DictKey) else key.idx
+        parent[last.key if isinstance(last, DictKey) else last.idx] = x
 
 
 def is_array(x: Any) -> bool:

@@ -290,3 +290,23 @@ def test_a_container_that_the_function_changes_is_changed():
         state = {"inner": {"seen": [jnp.float32(1.0), 3]}}
         transform(fun)(state, W)
         assert_equal(state["inner"]["seen"][0], 1.0 + jnp.sum(W))
+
+
+@jax.tree_util.register_pytree_node_class
+class Rebuilt:
+    """A class that makes new arrays whenever it is flattened, and does not name its parts."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def tree_flatten(self):
+        return (self.x + 0,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_an_argument_that_is_rebuilt_is_not_taken_for_a_changed_one():
+    for transform in (jamp.scaled, jamp.autocast):
+        assert_equal(transform(lambda a: jnp.sum(a.x))(Rebuilt(W)), jnp.sum(W))
