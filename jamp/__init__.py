@@ -1,6 +1,6 @@
 """Automatic mixed precision for JAX."""
 
-from . import interop as interop, optimizers as optimizers
+from . import _distribution as _distribution, interop as interop, optimizers as optimizers
 from ._autocast import (
     Float8 as Float8,
     Int8 as Int8,
@@ -52,7 +52,7 @@ from ._step.stochastic_rounding import (
 from .grad_scaler import GradScaler as GradScaler
 from .history import History as History
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

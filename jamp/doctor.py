@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 _DTYPES = ("float16", "bfloat16", "float32")
-_PACKAGES = ("jax-amp", "jax", "jaxlib", "optax", "flax", "equinox", "numpy")
+_PACKAGES = ("jamp-jax", "jax", "jaxlib", "optax", "flax", "equinox", "numpy")
 _FASTER = 1.2  # times float32. Below that 16 bit is not worth using.
 
 

@@ -13,7 +13,7 @@ from jamp._step.skip import apply_or_keep
 try:
     import equinox as eqx
 except ImportError as error:
-    raise ImportError("jamp.equinox needs Equinox: pip install 'jax-amp[equinox]'.") from error
+    raise ImportError("jamp.equinox needs Equinox: pip install 'jamp-jax[equinox]'.") from error
 
 
 def filter_value_and_grad(fun: Callable[..., Any], state: Any, *, has_aux: bool = False) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from jamp._step.skip import apply_or_keep, new_or_old
 try:
     from flax.training import train_state
 except ImportError as error:
-    raise ImportError("jamp.linen needs Flax: pip install 'jax-amp[flax]'.") from error
+    raise ImportError("jamp.linen needs Flax: pip install 'jamp-jax[flax]'.") from error
 
 
 class TrainState(train_state.TrainState):

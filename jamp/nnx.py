@@ -18,7 +18,7 @@ from jamp._step.skip import new_or_old
 try:
     from flax import nnx
 except ImportError as error:
-    raise ImportError("jamp.nnx needs Flax: pip install 'jax-amp[flax]'.") from error
+    raise ImportError("jamp.nnx needs Flax: pip install 'jamp-jax[flax]'.") from error
 
 
 class Optimizer(nnx.Optimizer[Any]):

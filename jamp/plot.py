@@ -1,4 +1,4 @@
-"""Plots of a loss scale, of gradients and of differences. They need Matplotlib: `pip install 'jax-amp[plot]'`.
+"""Plots of a loss scale, of gradients and of differences. They need Matplotlib: `pip install 'jamp-jax[plot]'`.
 
 Every function returns a Matplotlib figure that follows `plt.style.use`. If you make many, close each with
 `plt.close(figure)`.
@@ -192,7 +192,7 @@ def _new(size: tuple[float, float]) -> tuple["Figure", "Axes"]:
     try:
         import matplotlib.pyplot as plt
     except ImportError:
-        raise ImportError("jamp.plot needs matplotlib: `pip install 'jax-amp[plot]'`.") from None
+        raise ImportError("jamp.plot needs matplotlib: `pip install 'jamp-jax[plot]'`.") from None
     figure, axes = plt.subplots(figsize=size, dpi=100, layout="constrained")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

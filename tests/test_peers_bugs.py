@@ -30,7 +30,7 @@ print(step._cache_size())
 
 
 @pytest.mark.parametrize("which", ["loss_scaled", "GradScaler"])
-def test_jmp_and_flax_compile_once(which):
+def test_a_train_step_compiles_once(which):
     """Once too at the first step of a process, where an import inside the trace may change JAX's configuration."""
     assert run_python("-c", FIRST_STEPS, Path(__file__).parent, which) == "1\n"
 

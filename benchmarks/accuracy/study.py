@@ -59,8 +59,6 @@ SMALLER_BATCHES = [Setup(f"float16, unscaled, {n} micro-batches", loss_scale=NON
 # On the tasks of `tasks.overflowing`, the loss scale grows until it overflows, again and again: its interval is 50.
 OFTEN = Setup("float16, dynamic", loss_scale=jamp.DynamicLossScale(growth_interval=50, max_scale=math.inf))
 OVERFLOWING = [FLOAT32, *SETUPS[2:4], OFTEN, SETUPS[5]]
-# The same model with nothing marked, as a user has it.
-WITH_AUTOCAST = [FLOAT32, Setup("float16", **FULL, autocast=True)]
 STARTS = {"default": None, "too high": 2.0**40, "too low": 1.0}
 BAD = tuple(STARTS)[1:]
 BAD_STARTS = [

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import os
-import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import optax
 
 import jamp
-from benchmarks import models
 from benchmarks.models import attend_written_out, conv, rms_norm, train_step, wide
 from benchmarks.record import Rows, show
 
@@ -163,36 +161,6 @@ def convolutional(quick: bool) -> Task:
 
     task = replace(digits(quick, batch=64), name="convolutional net", init=init, make_loss=make_loss)
     return replace(task, learning_rate=3e-3, steps=4 if quick else 600, every=2 if quick else 30)
-
-
-class TextModel(Task):
-    def optimizer(self) -> optax.GradientTransformation:
-        schedule = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.steps // 20, self.steps)
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
-
-
-def text_model(quick: bool) -> Task:
-    """Next byte of Python's standard library, without its tests: GPT-2's architecture, 5 M parameters."""
-    library, left_out = Path(sysconfig.get_path("stdlib")), {"site-packages", "test", "tests", "idle_test"}
-    train, test = halves(file for file in library.rglob("*.py") if not left_out & set(file.parts))
-    sizes, steps = ((1, 32, 2, 256, 16), (20, 10)) if quick else ((6, 256, 4, 256, 256), (600, 25))
-    shape = models.Shape(*sizes, scanned=True)
-
-    def init(key: jax.Array) -> Any:
-        """GPT-2's: what is added to the residual stream starts smaller, the more layers add to it."""
-        params = models.init(key, shape)
-        for name in ("out", "down"):
-            params["blocks"][name]["w"] *= (2 * shape.layers) ** -0.5
-        return params
-
-    def make_loss(*_: Any) -> Loss:  # without accuracy
-        return lambda params, x: (models.loss_fn(params, (x[:, :-1], x[:, 1:]), shape=shape), jnp.nan)
-
-    def get_batch(text: jax.Array, key: jax.Array) -> jax.Array:
-        return windows(text, jax.random.randint(key, (8,), 0, len(text) - shape.tokens), shape.tokens)
-
-    data = train, get_batch, None, spread(test, 64, shape.tokens)
-    return TextModel("text model", init, make_loss, *data, 2e-3, *steps)
 
 
 def init_digits(key: jax.Array, sizes: tuple[int, ...] = (64, 128, 128, 128, 10)) -> Any:

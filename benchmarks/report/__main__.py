@@ -8,66 +8,45 @@ stays as it is. Results of `--quick` are refused.
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import accuracy, digits, parameters, pictures, quantized, reinforce, step, trainers
+from benchmarks.report import accuracy, parameters, pictures, quantized, readme, reinforce, step, trainers
 from benchmarks.report.markdown import fill, origin
 
 Results = dict[str, Any]
-PAGE, README, COMPARISON = "docs/benchmarks/index.md", "README.md", "docs/comparison.md"
+PAGE, README = "docs/benchmarks/index.md", "README.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
 PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
-GRPO = "docs/frameworks/tunix_grpo.md"
-QUANTIZED, DIAGNOSIS, TRAINERS = "docs/8-bit.md", "docs/diagnosis.md", "docs/frameworks/cost.md"
-PAGES = (PAGE, README, COMPARISON, ACCURACY, DTYPES, PARAMETERS, AUTOCAST, QUANTIZED, DIAGNOSIS, TRAINERS, GRPO)
+GRPO = "docs/frameworks/language-models.md"
+QUANTIZED = "docs/8-bit.md"
 # The tables that are made of the rows under some keys of the results, or of whole files of them: their page, these keys
 # or files, and what makes them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "counted": (PAGE, ("tpu", "h200"), step.counted),
-    "predicted": (PAGE, ("tpu", "h200"), step.predicted),
-    "aims": (PAGE, ("tpu", "h200", "step"), step.aims),
-    "tpu": (PAGE, ("tpu",), step.ahead),
-    "h200": (PAGE, ("h200",), step.ahead),
     "step": (PAGE, ("step",), step.step),
-    "sizes": (PAGE, ("step",), step.sizes),
-    "half": (PAGE, ("step",), step.half),
-    "costs": (PAGE, ("step",), step.costs),
     "train": (PAGE, ("train",), step.train),
+    "pages": (PAGE, ("pages",), step.pages),
     "imports": (PAGE, ("imports",), step.imports),
-    "ahead_tpu": (PAGE, ("ahead_tpu",), step.large),
-    "ahead_h200": (PAGE, ("ahead_h200",), step.large),
     "gpu_steps": (PAGE, ("gpu_steps",), step.step),
-    "gpu_half": (PAGE, ("gpu_steps",), step.half),
     "gpu_models": (PAGE, ("gpu_models",), step.models),
-    "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200", "rounding.json", "codes.json"), parameters.ways),
-    "cost": (README, ("tpu", "h200"), step.cost),
-    "mismatch_lines": (DTYPES, ("digits.json",), digits.mismatch),
-    "speed": (COMPARISON, ("tpu", "h200", "step"), step.speed),
+    "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200", "rounding.json"), parameters.ways),
+    "facts": (README, ("memory_h200.json", "text_model.json", "rounding_h200", "h200"), readme.facts),
+    "memory": (AUTOCAST, ("memory_h200.json", "memory_tpu.json"), step.memory),
 }
 # The tables of a whole file of results, by the file's name: their page, and what makes each.
 FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
-    "accuracy": (ACCURACY, accuracy.TABLES),
+    "accuracy": (ACCURACY, {"small": accuracy.small}),
     "accuracy_overflow": (ACCURACY, {"overflow": accuracy.overflow}),
     "text_model": (ACCURACY, {"text-model": accuracy.text_model}),
-    "gradients": (DTYPES, {"gradients": accuracy.weight_gradients}),
-    "accumulate": (AUTOCAST, {"accumulate": accuracy.accumulate}),
-    "memory_tpu": (AUTOCAST, {"memory_tpu": step.memory}),
+    "fit_h200": ("docs/a-model-that-does-not-fit.md", {"fit": step.fit}),
     "reinforce": (DTYPES, reinforce.TABLES),
-    "rounding": (PARAMETERS, {"training": parameters.training}),
-    "rounding_optimizers": (PARAMETERS, {"optimizers": accuracy.rounding_optimizers}),
-    "codes": (PARAMETERS, {"codes": parameters.codes}),
-    "digits": (DIAGNOSIS, digits.TABLES),
-    "scaled_h200": (TRAINERS, {"scaled_h200": trainers.steps}),
-    "scaled_tpu": (TRAINERS, {"scaled_tpu": trainers.steps}),
-    "retries": (TRAINERS, {"retries": trainers.retries}),
     "tunix_mismatch": (GRPO, {"tunix_mismatch": trainers.mismatch}),
-    "rounding_step": (PARAMETERS, {"step": step.rounding}),
     **{name: (QUANTIZED, tables) for name, tables in quantized.FILES.items()},
 }
+PAGES = sorted({page for page, *_ in (*TABLES.values(), *FILES.values())})
 # What stands above a table, drawn from the same results.
 PICTURES = {
     "step": "Time of the step beside plain Optax on a CPU, by library and optimizer",
@@ -77,11 +56,7 @@ PICTURES = {
 DRAWN: dict[str, tuple[str, Callable[[Any], Figure]]] = {
     "benchmark_step": ("step", pictures.steps),
     "benchmark_train": ("train", pictures.train),
-    "accuracy_digits": ("accuracy.json", partial(pictures.losses, task="digits")),
-    "accuracy_language_model": ("accuracy.json", partial(pictures.losses, task="language model")),
-    "accuracy_starts": ("accuracy.json", pictures.starts),
     "text_model": ("text_model.json", pictures.text_model),
-    "float16_or_bfloat16": ("reinforce.json", pictures.reinforce),
 }
 
 
@@ -91,7 +66,7 @@ def read(files: list[Path]) -> dict[str, Results]:
     keys = {key for _, needed, _ in TABLES.values() for key in needed}
     for file in files:
         results = json.loads(file.read_text())
-        used = keys & results.keys() | ({file.name} if file.stem in FILES else set())
+        used = keys & results.keys() | ({file.name} if file.stem in FILES or file.name in keys else set())
         if used and results["quick"]:
             raise SystemExit(f"{file} is of --quick: its numbers mean nothing. Measure without it.")
         found |= dict.fromkeys(used, results)

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.record import Rows
 
 TITLES = {"adamw": "AdamW", "sgd momentum": "SGD with momentum", "clip + adamw": "clip + AdamW"}
-TITLES |= {"adafactor": "Adafactor", "muon": "Muon"}
+TITLES |= {"adafactor": "Adafactor"}
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]], rule: str = "---") -> str:
@@ -53,8 +53,7 @@ def fill(page: str, name: str, text: str) -> str:
 
 
 def origin(found: dict[str, Any]) -> str:
-    """When, where, with what and by which command the results were measured."""
+    """When, where and by which command the results were measured. The file has the versions of all packages."""
     machine, versions = found["machine"], found["versions"]
-    processor = f", {machine['processor']}, {machine['cores']} cores" if machine["device"] == "cpu" else ""
-    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"*{found['date']}; {machine['device']}{processor}; {installed}.* `{found['command']}`"
+    processor = f", {machine['processor']}, cores: {machine['cores']}" if machine["device"] == "cpu" else ""
+    return f"*{found['date']}; {machine['device']}{processor}; jax {versions['jax']}.* `{found['command']}`"

@@ -1,4 +1,4 @@
-"""Apply or skip an optimizer step without extra memory traffic.
+"""Apply or skip an optimizer step without a second copy of its buffers.
 
 `jnp.where(grads_finite, new, old)` over finished outputs makes XLA keep two versions of every buffer, and `lax.cond`
 around the step copies its operands on GPU. Here each output is selected where it is defined. Later equations read the

@@ -78,10 +78,12 @@ def test_a_page_has_its_images_and_nothing_sticks_out(path, page):
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
 
 
-def test_the_home_page_begins_with_a_picture_and_has_no_empty_column(page):
+def test_the_home_page_begins_with_what_it_is_and_who_needs_it_and_has_no_empty_column(page):
     page.goto("")
-    picture = page.locator(".md-content img").first.bounding_box()
-    assert picture["y"] + picture["height"] < page.viewport_size["height"]
+    assert page.locator(".md-content img").count() == 1
+    for first in (page.get_by_text("torch.amp").first, page.get_by_text("Use it if")):
+        seen = first.bounding_box()
+        assert seen["y"] + seen["height"] < page.viewport_size["height"]
     text = page.locator(".md-content__inner").bounding_box()
     assert text["width"] > 0.85 * page.viewport_size["width"]
 

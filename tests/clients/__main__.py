@@ -2,7 +2,7 @@
 
     python -m tests.clients haiku keras                      two clients
     python -m tests.clients --in-turn                        one of the quick ones, by the date
-    python -m tests.clients --all --record                   all, and write docs/frameworks/clients.json and the pages
+    python -m tests.clients --all --record                   all, and write docs/frameworks/clients.json and the table
 
 A client is a row of `clients.toml`: what to install, and on which Python. Its recipe, `recipes/NAME.py`, trains with
 the client's own trainer. `judge.py` says what holds for every recipe. It runs in the client's environment.
@@ -10,7 +10,6 @@ the client's own trainer. `judge.py` says what holds for every recipe. It runs i
 
 import argparse
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from tests.clients.table import CLIENTS, INDEX, RECORDED, ROWS, table
 
 ROOT = Path(__file__).parents[2]
-OUTPUT = re.compile(r"```text\n.*?```", re.DOTALL)  # in a page
 
 
 def python_of(client):
@@ -70,8 +68,6 @@ def main():
             rows = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
             rows = {known: (rows | {name: row})[known] for known in CLIENTS if known in rows | {name: row}}
             RECORDED.write_text(json.dumps(rows, indent=1) + "\n")
-            page = RECORDED.parent / f"{name}.md"
-            page.write_text(OUTPUT.sub(lambda _, row=row: f"```text\n{row['output']}```", page.read_text()))
             INDEX.write_text(ROWS.sub(lambda _: table(), INDEX.read_text()))
 
 

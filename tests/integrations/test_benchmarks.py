@@ -96,20 +96,11 @@ def test_bytes_are_counted_once_an_operand_and_only_in_main_memory():
     assert hlo.Device(bandwidth=1e6, launch=1e-3).milliseconds(hlo.Counts(500, 3)) == 0.5 + 3
 
 
-def test_a_ratio_within_the_noise_of_the_same_program_is_no_difference():
-    ratios = {"optax": [1, 1, 1], "optax, again": [0.9, 1.05, 1], "jamp": [1.2, 1.1, 1.3], "other": [1, 1.1, 1.2]}
-    runs = [[{"name": name, "ratio": float(x[i])} for name, x in ratios.items()] for i in range(3)]
-    rows = {row["name"]: row for row in timing.summary(runs)}
-    assert timing.equal([*rows.values()]) == pytest.approx(np.log(1 / 0.9))
-    assert timing.cell(rows["jamp"]) == "1.20 (1.10 to 1.30)"
-    assert timing.cell(rows["other"]) == "no difference (1.10)"
-    assert timing.cell(rows["optax, again"]) == "1.00 (0.90 to 1.05)"
-
-
-def test_the_aim_is_met_up_to_five_percent_above_the_limit():
-    assert report_step.verdict({"ratio": 1.24, "difference": True}, "ratio", 1.2) == "1.24, met"
-    assert report_step.verdict({"ratio": 1.27, "difference": True}, "ratio", 1.2) == "1.27, **missed**"
-    assert report_step.verdict({"ratio": 1.27, "difference": False}, "ratio", 1.2) == "1.27, within the noise"
+def test_every_ratio_has_its_interval():
+    runs = [[{"name": "jamp", "ratio": x}, {"name": "other", "ratio": 1.0}] for x in (1.2, 1.1, 1.3)]
+    rows = timing.summary(runs)
+    assert timing.cell(rows[0]) == "1.20 (1.10-1.30)"
+    assert timing.cell(rows[1]) == "1.00 (1.00-1.00)"
 
 
 def test_the_tables_of_every_page_are_those_that_the_results_give(tmp_path):
@@ -122,7 +113,7 @@ def test_the_tables_of_every_page_are_those_that_the_results_give(tmp_path):
     for name in report.PAGES:
         assert (tmp_path / name).read_text() == (ROOT / name).read_text()
     (tmp_path / report.ACCURACY).write_text("# No marks\n")
-    with pytest.raises(ValueError, match="has no marks <!-- about -->"):
+    with pytest.raises(ValueError, match="has no marks <!-- small -->"):
         report.write(tmp_path, found)
 
 
@@ -146,8 +137,8 @@ def test_the_gpu_tables_hold_ratios_and_speed_ups():
         )
     ]
     table = report_step.step(timing.summary(runs))
-    assert "| **limit by bytes** | 1.14 |" in table
-    assert "| jamp | 1.15 (1.10 to 1.20) |" in table
+    assert "| **one extra read** | 1.14 |" in table
+    assert "| jamp | 1.15 (1.10-1.20) |" in table
     rows = [
         {"model": "ViT-B/16", "name": name, "milliseconds": ms, "ratio": ms / 4, "peak_megabytes": 12e3}
         for name, ms in (("float32", 4.0), ("autocast bfloat16", 2.0))
@@ -162,17 +153,6 @@ def test_the_loss_scale_works_in_every_dynamic_run_of_the_overflow_study():
     assert all(row["skipped"] and row["start"] == "default" for row in dynamic)
 
 
-def test_equivalent_means_that_the_interval_lies_inside_the_margin():
+def test_an_interval_is_that_of_student_s_distribution():
     low, high = accuracy.interval(np.array([0.0, 0.002, 0.004, 0.002, 0.002]))
     assert (low, high) == pytest.approx((0.002 - 0.001348, 0.002 + 0.001348), abs=1e-6)  # 2.132 * 0.001414 / 5**0.5
-    assert accuracy.is_within(-0.0099, 0.0099)
-    assert not accuracy.is_within(-0.0101, 0.0)
-    assert not accuracy.is_within(0.0, 0.0101)
-
-
-def test_the_measures_of_the_accuracy_study_are_what_they_are_called():
-    assert accuracy.too_low({"lost_scaled": [0.5, 0.02, 0.01, 0.0]}) == 0.5  # of more than a hundredth
-    row = {"steps": [10, 20, 30], "loss": [3.0, None, 1.0]}  # reached at the first evaluation at or below it
-    assert [accuracy.steps_to(row, loss) for loss in (3.5, 1.0, 0.5)] == [10, 30, None]
-    # The first step that is applied comes after the unbroken run of skipped ones.
-    assert [accuracy.first_applied({"skipped": x}) for x in ([], [0, 1, 5], [3])] == [0, 2, 0]

@@ -274,5 +274,5 @@ def test_a_missing_package_is_an_error_that_names_the_extra(name, extra, monkeyp
     for module in {extra, *(module for module in sys.modules if module.startswith(f"{extra}."))}:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"jamp.{name}", raising=False)
-    with pytest.raises(ImportError, match=rf"pip install 'jax-amp\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install 'jamp-jax\[{extra}\]'"):
         importlib.import_module(f"jamp.{name}")

@@ -16,11 +16,11 @@ def device_put_replicated(tree, devices):
 jax.device_put_replicated = device_put_replicated  # Brax 0.14.2 calls it, and JAX 0.10 removed it: google/brax#671
 
 MARGIN = 0.02
-OWN_OPTIMIZER = "ppo.train makes the optimizer and takes none"
+OWN_OPTIMIZER = "ppo.train makes the optimizer"
 IMPOSSIBLE = {
     "bfloat16 parameters": OWN_OPTIMIZER,
     "overflow": OWN_OPTIMIZER,
-    "checkpoint": "Brax saves the parameters, without the state of the optimizer",
+    "checkpoint": "Brax saves only the parameters",
     "metrics": OWN_OPTIMIZER,
 }
 NOTE = dict.fromkeys(("float16", "bfloat16", "8 bit"), "short rollouts")

@@ -18,7 +18,7 @@ import jamp
 from tests.clients.data import line_batches
 
 MARGIN = 0.005
-IMPOSSIBLE = {"bfloat16 parameters": "eqx.apply_updates adds in float32, and the parameters become float32"}
+IMPOSSIBLE = {"bfloat16 parameters": "eqx.apply_updates makes the parameters float32"}
 DIM = 8
 DATA = np.concatenate([np.column_stack(batch) for batch in line_batches(2, width=DIM - 1)])
 

@@ -18,7 +18,7 @@ import jamp
 from tests.clients.data import line_batches
 
 MARGIN = 0.03
-NOTE = {"bfloat16 parameters": "initialized in bfloat16, so from other random numbers"}
+NOTE = {"bfloat16 parameters": "other random initial parameters"}
 DATA = [
     {"x": x, "y": np.float32(y[None])} for xs, ys in line_batches(100, batch=128) for x, y in zip(xs, ys, strict=True)
 ]

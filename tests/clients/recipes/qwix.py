@@ -16,7 +16,7 @@ from tests.clients.data import text_batches
 
 MARGIN = 0.01
 WIDTH, LENGTH = 128, 32
-NOTE = {"8 bit": "Int8 of jamp in place of Qwix", "bfloat16": "no product is left for autocast: all are int8"}
+NOTE = {"8 bit": "jamp's Int8, without Qwix", "bfloat16": "all products are int8 already"}
 BATCHES = text_batches(101, length=LENGTH)
 
 

@@ -1,0 +1,68 @@
+"""The facts on the README."""
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accuracy.text_model import MARGIN
+from benchmarks.record import Rows
+from benchmarks.report.accuracy import interval
+from benchmarks.report.markdown import names, select
+
+HAND = "by hand, dots_saveable"
+
+
+def facts(memory: dict[str, Any], text: dict[str, Any], optimizers: Rows, steps: Rows) -> str:
+    """Memory of models, the loss where training ends, bytes a parameter, and the cost of a step."""
+    found = of_models(memory), of_training(text), of_optimizers(optimizers), of_steps(steps)
+    return "\n".join(f"- {line}" for line in found)
+
+
+def of_models(found: dict[str, Any]) -> str:
+    models = [model for model in names(found["rows"], "model") if select(found["rows"], model=model, variant=HAND)]
+
+    def shares(way: str) -> str:
+        ratios = [select(found["rows"], model=model, variant=way)[0]["temporary"] for model in models]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+    return (
+        f"**Memory**, compiled for an H200, not run: gradients under autocast hold {shares('autocast')} of the "
+        f"temporary memory of the same {len(models)} models written in bfloat16 by hand. With a `dots_saveable` "
+        f"policy by hand they hold {shares(HAND)}, but autocast does not touch the model "
+        "([table](docs/autocast.md#what-it-costs))."
+    )
+
+
+def of_training(found: dict[str, Any]) -> str:
+    base, told = {row["seed"]: row["loss"] for row in select(found["rows"], name="float32")}, []
+    for name in MARGIN:
+        rows = select(found["rows"], name=name)
+        if len(rows) > 1:
+            low, high = interval(np.array([row["loss"] - base[row["seed"]] for row in rows]))
+            told.append(f"{name} {low:+.4f} to {high:+.4f} ({len(rows)} seeds)")
+    mean = np.mean(list(base.values()))
+    return (
+        f"**Loss** of a language model, minus float32's {mean:.3f} nats a byte, 90 % intervals of paired seeds: "
+        f"{'; '.join(told)} ([study](docs/benchmarks/accuracy.md#text-model))."
+    )
+
+
+def of_optimizers(rows: Rows) -> str:
+    held = lambda name: f"{select(rows, optimizer='adamw', name=name)[0]['stored']:.1f}"
+    return (
+        f"**Bytes a parameter** with AdamW, gradients included: {held('float32')} in float32, "
+        f"{held('split masters, 8-bit state')} with exact float32 masters, {held('stochastic, 8-bit state')} without "
+        "([table](docs/optimizer-memory.md))."
+    )
+
+
+def of_steps(rows: Rows) -> str:
+    of = lambda name, optimizer="adamw": select(rows, name=name, optimizer=optimizer)[0]
+    own = of("jamp")
+    milliseconds = own["predicted_milliseconds"] - of("optax")["predicted_milliseconds"]
+    behind = 100 * (of("jamp", "clip + adamw")["bytes_ratio"] - 1)
+    return (
+        f"**Cost of a step**: about one more read of the gradients, predicted {milliseconds:.2f} ms for "
+        f"{own['millions']:.0f} M parameters on an H200, and {behind:.0f} % more bytes behind a clip. A `where` by "
+        "hand ties on accelerators ([counts](docs/benchmarks/index.md))."
+    )
