@@ -78,7 +78,7 @@ def test_a_page_has_its_images_and_nothing_sticks_out(path, page):
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
 
 
-def test_the_home_page_begins_with_what_it_is_and_who_needs_it_and_has_no_empty_column(page):
+def test_the_home_page_says_what_it_is_and_for_whom_and_has_no_empty_column(page):
     page.goto("")
     assert page.locator(".md-content img").count() == 1
     for first in (page.get_by_text("torch.amp").first, page.get_by_text("Use it if")):
