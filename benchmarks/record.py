@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +37,7 @@ def record(module: str, quick: bool, device: str, packages: tuple[str, ...] = ()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "command": f"python -m {module} {shlex.join(sys.argv[1:])}".strip(),
         "machine": {"device": device, "processor": processor(), "cores": cores},
         "versions": versions,
         "quick": quick,

@@ -12,7 +12,7 @@ Row = Found = dict[str, Any]
 SHOWN = ("bfloat16", "float16, unscaled", "float16, dynamic", "float16, adaptive", "autocast float16, dynamic")
 HELD_OUT = 899  # images of digits
 T = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}  # of Student's distribution: 95 % lie below, by the number of seeds
-HEAD = {"digits": "training loss", "digits in batches": "training loss", "language model": "validation loss"}
+TASKS = ("digits", "digits in batches", "language model")
 
 
 def last(rows: Rows, name: str) -> np.ndarray:
@@ -24,14 +24,14 @@ def small(found: Found) -> str:
     """Each way to compute: the final loss as a factor of float32's, seed by seed, and the gradients that became 0."""
     rows = [row for row in found["rows"] if row["start"] == "default"]
     base = {(row["task"], row["seed"]): row["loss"][-1] for row in select(rows, setup="float32")}
-    tasks, body = list(HEAD), []
+    body = []
     for setup in names(rows, "setup"):
-        chosen = [select(rows, setup=setup, task=task) for task in tasks]
+        chosen = [select(rows, setup=setup, task=task) for task in TASKS]
         if setup in SHOWN:
             factors = [np.log([row["loss"][-1] / base[row["task"], row["seed"]] for row in some]) for some in chosen]
             cells = [ratio(np.exp([x.mean(), *interval(x)])) for x in factors]
             body.append([setup, *cells, *(lost(some) for some in chosen)])
-    rows_of = table(["", *tasks, *(f"gradients lost: {task}" for task in tasks)], body)
+    rows_of = table(["", *TASKS, *(f"gradients lost: {task}" for task in TASKS)], body)
     return f"{rows_of}\n\n{origin(found)}"
 
 
@@ -51,15 +51,6 @@ def scales(rows: Rows) -> str:
     exponents = [row["final_log2_scale"] for row in rows]
     power = lambda exponent: f"2^{exponent:g}" if exponent else "1"
     return " to ".join(map(power, sorted({min(exponents), max(exponents)})))
-
-
-def deviation(x: np.ndarray) -> float:
-    """The standard deviation of the seeds' population; 0 of one seed."""
-    return float(x.std(ddof=1)) if len(x) > 1 else 0.0
-
-
-def _points(accuracy: np.ndarray) -> str:
-    return f"{100 * accuracy.mean():.2f} ± {100 * deviation(accuracy):.2f} %"
 
 
 def overflow(found: Found) -> str:
@@ -82,7 +73,7 @@ def overflow(found: Found) -> str:
 
 def interval(differences: np.ndarray) -> tuple[float, float]:
     """The 90 % confidence interval of a mean."""
-    half = T[len(differences)] * deviation(differences) / len(differences) ** 0.5
+    half = T[len(differences)] * differences.std(ddof=1) / len(differences) ** 0.5
     return float(differences.mean() - half), float(differences.mean() + half)
 
 
@@ -110,4 +101,6 @@ def text_model(found: Found) -> str:
         f"{found['training_bytes'] / 1e6:.1f} MB. A table of trigrams of the same training text has "
         f"{found['trigrams']:.3f} nats a byte on all {found['held_out_bytes'] / 1e6:.1f} MB held out."
     )
-    return f"{table(head, body)}\n\n{after}\n\n{origin(found)}"
+    processors = " and ".join(names(found["rows"], "processor"))
+    source = origin(found | {"machine": found["machine"] | {"processor": processors}})
+    return f"{table(head, body)}\n\n{after}\n\n{source}"

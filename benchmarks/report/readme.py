@@ -36,14 +36,12 @@ def of_models(found: dict[str, Any]) -> str:
 def of_training(found: dict[str, Any]) -> str:
     base, told = {row["seed"]: row["loss"] for row in select(found["rows"], name="float32")}, []
     for name in MARGIN:
-        rows = select(found["rows"], name=name)
-        if len(rows) > 1:
-            low, high = interval(np.array([row["loss"] - base[row["seed"]] for row in rows]))
-            told.append(f"{name} {low:+.4f} to {high:+.4f} ({len(rows)} seeds)")
+        less = np.array([row["loss"] - base[row["seed"]] for row in select(found["rows"], name=name)])
+        told.append("{} {:+.4f} to {:+.4f}".format(name, *interval(less)))
     mean = np.mean(list(base.values()))
     return (
-        f"**Loss** of a language model, minus float32's {mean:.3f} nats a byte, 90 % intervals of paired seeds: "
-        f"{'; '.join(told)} ([study](docs/benchmarks/accuracy.md#text-model))."
+        f"**Loss** of a language model, minus float32's {mean:.3f} nats a byte, 90 % intervals of {len(less)} paired "
+        f"seeds: {', '.join(told)} ([study](docs/benchmarks/accuracy.md#text-model))."
     )
 
 

@@ -1,7 +1,9 @@
 """The benchmarks: every recipe steps as plain Optax does, counts are right, and the pages say what the results say."""
 
 import functools
+import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -115,6 +117,13 @@ def test_the_tables_of_every_page_are_those_that_the_results_give(tmp_path):
     (tmp_path / report.ACCURACY).write_text("# No marks\n")
     with pytest.raises(ValueError, match="has no marks <!-- small -->"):
         report.write(tmp_path, found)
+
+
+def test_every_result_says_by_which_program_it_was_made():
+    for file in RESULTS.glob("*.json"):
+        command = json.loads(file.read_text())["command"]
+        made_by = re.match(r"python -m (benchmarks[\w.]*)|.* of (tests/\S+)$", command)
+        assert importlib.util.find_spec(made_by[1]) if made_by[1] else (ROOT / made_by[2]).exists(), file
 
 
 @pytest.mark.parametrize(

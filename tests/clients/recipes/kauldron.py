@@ -2,7 +2,6 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
 from unittest import mock
 
 import flax
@@ -33,19 +32,6 @@ class Network(nn.Module):
         for _ in range(2):
             x = jax.nn.gelu(nn.Dense(128, param_dtype=self.dtype, dtype=jnp.float32)(x))
         return nn.Dense(1, param_dtype=self.dtype, dtype=jnp.float32)(x)
-
-
-@dataclasses.dataclass(kw_only=True, eq=False, frozen=True)
-class TrainStep(kd.train.TrainStep):
-    """Kauldron's step with another loss function. It has no argument for one."""
-
-    wrap: Callable
-
-    def _step(self, state, batch):
-        with mock.patch.object(train_step, "forward_with_loss", self.wrap(kd.train.forward_with_loss)):
-            return super()._step(state, batch)
-
-    __hash__ = kd.train.TrainStep.__hash__
 
 
 @dataclasses.dataclass(kw_only=True, eq=True, frozen=True)
@@ -87,6 +73,12 @@ def make_trainer(way, steps, workdir, recorder=None, metrics=(), **config):
         wrap = lambda loss_fn: jamp.autocast(loss_fn, jamp.Float8())
     elif way == "bfloat16 parameters":
         tx, dtype = jamp.stochastic_rounding(tx), jnp.bfloat16
+
+    class TrainStep(kd.train.TrainStep):  # Kauldron's has no argument for another loss function
+        def _step(self, state, batch):
+            with mock.patch.object(train_step, "forward_with_loss", wrap(kd.train.forward_with_loss)):
+                return super()._step(state, batch)
+
     return kd.train.Trainer(
         workdir=workdir,
         train_ds=kd.data.py.DataSource(data_source=DATA, shuffle=False, batch_size=128, seed=0, num_workers=0),
@@ -94,7 +86,7 @@ def make_trainer(way, steps, workdir, recorder=None, metrics=(), **config):
         optimizer=tx,
         train_losses={"l2": kd.losses.L2(preds="preds", targets="batch.y")},
         train_metrics={name: OptimizerMetric(name=name) for name in metrics},
-        trainstep=TrainStep(wrap=wrap),
+        trainstep=TrainStep(),
         num_train_steps=1000,
         stop_after_steps=steps,
         log_metrics_every=1,
