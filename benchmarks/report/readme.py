@@ -26,9 +26,9 @@ def of_models(found: dict[str, Any]) -> str:
         return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
     return (
-        f"**Memory**, compiled for an H200, not run: gradients under autocast hold {shares('autocast')} of the "
-        f"temporary memory of the same {len(models)} models written in bfloat16 by hand. With a `dots_saveable` "
-        f"policy by hand they hold {shares(HAND)}, but autocast does not touch the model "
+        f"**Memory**, compiled for an H200, not run: a gradient under autocast takes {shares('autocast')} of the "
+        f"temporary memory of the same {len(models)} models in bfloat16 by hand. By hand with a `dots_saveable` "
+        f"policy it is {shares(HAND)}. Autocast does not change the model "
         "([table](docs/autocast.md#what-it-costs))."
     )
 
