@@ -56,7 +56,7 @@ def main() -> None:
     found = record("benchmarks.gpu", options.quick, device.device_kind)
     if options.only != "models":
         found["gpu_steps"] = steps(options.quick)
-        print(f"\n{report.step(found['gpu_steps'])}\n\n{report.half(found['gpu_steps'])}\n")
+        print(f"\n{report.step(found['gpu_steps'])}\n")
         write(options.json, found)
     if options.only != "steps":
         found["gpu_models"] = whole(options.quick)
