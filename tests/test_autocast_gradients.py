@@ -176,3 +176,13 @@ def test_masked_logits_are_stored_in_16_bit_and_give_the_probabilities_of_float3
     assert {e.outvars[0].aval.dtype for e in selects} == {dtype}
     grads = [jax.grad(lambda x, w, f=f: jnp.sum(f(x, w)[0][:, 0]))(x, W) for f in (jamp.autocast(model, dtype), model)]
     assert np.isnan(grads[0]).sum() == np.isnan(grads[1]).sum()
+
+
+@pytest.mark.parametrize("result", [F16, BF16, F32])
+def test_a_product_may_ask_for_a_result_of_another_dtype(result):
+    def fun(w):
+        return jnp.sum(lax.dot(X[0], w, preferred_element_type=result).astype(F32) ** 2)
+
+    grads, exact = jax.grad(jamp.autocast(fun, BF16))(W), jax.grad(fun)(W)
+    assert grads.dtype == F32
+    np.testing.assert_allclose(grads, exact, atol=0.03 * float(jnp.abs(exact).max()))

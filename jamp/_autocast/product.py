@@ -117,7 +117,7 @@ def _transpose(g: Any, *inputs: Any, product: JaxprEqn, i: int, dtype: Any, aval
         return [found if j == linear else None for j in range(len(inputs))]
     is_weight = t.aval.dtype == jnp.float32
     run = lambda e, args: value(_evaluate.with_result(e, jnp.float32) if is_weight else e, args)
-    g = _to(g, dtype)
+    g = g.astype(dtype)  # float32, or a third dtype that the code asked for
     types = [jax.typeof(x) for x in (g, *others)]
     found = cotangent(_evaluate.with_result(product, dtype), i, t.aval.update(dtype=dtype), types, [g, *others], run)
     return [None] * len(others) + [found]
