@@ -112,7 +112,7 @@ class Call:
         return [x for _, x in new]
 
     def finish(self, values: Sequence[Any]) -> Any:
-        """Write what the function changed into its arguments, and return its result. `trace` comes before it."""
+        """Write changed parts back into the arguments, and return the function's result. Call `trace` first."""
         values = [_as_result(x, aval) for x, aval in zip(values, self._types, strict=True)]
         n = self._result.num_leaves
         new = dict(zip(self._changed, values[n:], strict=False))

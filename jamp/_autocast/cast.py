@@ -183,7 +183,7 @@ class Cast:
         # Inside shard_map, JAX does not tell a custom rule which of its operands are differentiated.
         if inner is None or (self._place.manual and _jaxpr.asks_for_zeros(eqn)):
             return Decision(eqn, context.NOT_ENTERED, name, self._add(eqn, low=False))
-        # Float32 are a carry, and what has a sum over the steps of a loop or over devices as its gradient.
+        # Float32 are a carry, and operands whose gradient is a sum over the steps of a loop or over devices.
         carry = _jaxpr.carry(eqn)
         wide = range(carry.stop) if name != "shard_map" else [i for i, x in enumerate(splits(eqn)) if not x]
         known = [

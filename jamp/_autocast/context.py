@@ -1,4 +1,4 @@
-"""What is known around a jaxpr: of its inputs, its outputs and its place."""
+"""The surroundings of a jaxpr: facts about its inputs, its outputs and its place."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -94,7 +94,7 @@ def flops(eqn: JaxprEqn) -> float:
 
 
 def cause(eqn: JaxprEqn) -> str:
-    """Why autocast does not enter an equation, or has no rule for it, and what a user can do."""
+    """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
     name = eqn.primitive.name
     if name not in _jaxpr.CONSTRUCTS:
         if name in _jaxpr.primitive_names() and not _jaxpr.has_body(eqn):

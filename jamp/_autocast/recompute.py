@@ -40,7 +40,7 @@ def recompute(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 class _Around(NamedTuple):
-    """What stands around a jaxpr: a loop, and a shard_map."""
+    """The constructs around a jaxpr: a loop, and a shard_map."""
 
     loop: bool = False
     inside: JaxprEqn | None = None

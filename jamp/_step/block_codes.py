@@ -37,7 +37,7 @@ class BlockCodes(NamedTuple):
       (dtype('int8'), (64, 256), (64, 2))
     """
 
-    codes: Any  # i8, or u8 of what is never negative, in the array's shape
+    codes: Any  # i8, or u8 for arrays that are never negative, in the array's shape
     scales: Any  # f32[..., blocks]
 
 
@@ -66,7 +66,7 @@ def encode(x: Array, block_size: int, never_negative: bool, scales: Array | None
     bits = words[0] ^ (words[1] * np.uint32(0x85EBCA6B))
     random = (hash_bits(bits + order) >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     code = low + (shares - below > random * (above - below)).astype(jnp.float32)
-    # Errors of the roots must not move what a code stands for, or a step that changes nothing would.
+    # Errors of the roots must not change a code, or a step without a change would change the state.
     nearest = jnp.round(place)
     code = jnp.minimum(jnp.where(jnp.abs(place - nearest) < 2.0**-11, nearest, code), most)
     signed = jnp.where(x > 0, jnp.maximum(code, 1), 0) if never_negative else jnp.where(x < 0, -code, code)
@@ -88,7 +88,7 @@ def decode(stored: BlockCodes, block_size: int) -> Array:
 
 
 def _share(code: Array, never_negative: bool) -> Array:
-    """What a code stands for, as a share of the scale."""
+    """The value of a code, as a share of the scale."""
     root = code * code * np.float32(1 / _MOST[never_negative] ** 2)
     return root * root if never_negative else root
 
@@ -106,7 +106,7 @@ def _largest(x: Array, block_size: int) -> Array:
 
 
 def _spread(scales: Array, n: int, block_size: int) -> Array:
-    """What belongs to blocks, at each of the `n` elements of the last axis."""
+    """The values of blocks, repeated for each of the `n` elements of the last axis."""
     size = min(block_size, n)
     rows, count = _rows(scales, size), scales.shape[-1]
     whole = jnp.broadcast_to(jnp.expand_dims(scales.reshape(*rows, count), -1), (*rows, count, size))

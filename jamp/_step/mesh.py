@@ -1,4 +1,4 @@
-"""What has to know of meshes: a scalar on the mesh of an array, and shards that a view must not cut."""
+"""Helpers for meshes: a scalar on the mesh of an array, and views that cut no shard."""
 
 import math
 

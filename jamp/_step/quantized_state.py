@@ -16,7 +16,7 @@ from jamp._step.state import contains
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 
-# A scale of four bytes must not weigh more than what a block of one-byte codes saves, and small arrays save nothing.
+# The scale of a block, four bytes, must be smaller than the saving of its codes. Small arrays save nothing.
 _MIN_SIZE, _MIN_AXIS = 4096, 16
 
 

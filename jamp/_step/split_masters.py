@@ -29,7 +29,7 @@ class MasterParamsState(NamedTuple):
 
 
 class SplitMasterParamsState(NamedTuple):
-    """State of `master_params(..., split=True)`: what the bfloat16 parameters lack of their float32 masters.
+    """State of `master_params(..., split=True)`: the low 16 bits of the float32 masters.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp

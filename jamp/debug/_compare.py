@@ -104,12 +104,12 @@ def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[f
     sides = aligned.ours, aligned.theirs
 
     def carried(side: int, entry: Entry) -> list[tuple[float, float]]:
-        """The differences and units of what an entry reads, as they are in its result."""
+        """The differences and units of the operands of an entry, weighted as in its result."""
         weights = [(k, _weight(entry, sides[side][k])) for k in entry.reads if k in known[side]]
         return [(known[side][k][0] * weight, known[side][k][1] * weight) for k, weight in weights]
 
     def add_alone(side: int, k: int) -> None:
-        """What only one function has differs as much as what it reads."""
+        """Add an operation that only one function has: it differs as much as its operands."""
         entry = sides[side][k]
         reads = carried(side, entry)
         unit = max([gain(entry.numbers) * _unit(entry.operation), *(unit for _, unit in reads)])
@@ -147,7 +147,7 @@ def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[f
 
 
 def _weight(entry: Entry, read: Entry) -> float:
-    """How much a relative error of what an entry reads counts in its result: less if it is a small term of a sum."""
+    """The weight of an operand's relative error in the result: less for a small term of a sum."""
     if entry.operation.primitive not in ("add", "sub", "add_any"):
         return gain(entry.numbers)
     of_read, of_result = (float(x.numbers.square) / max(x.numbers.size, 1) for x in (read, entry))

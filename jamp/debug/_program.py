@@ -79,7 +79,7 @@ class _Segment:
         return jax.jit(self.backward)
 
     def forward(self, data: list[Any], xs: list[Any]) -> list[Any]:
-        """What it writes, given the data of its places and what it reads."""
+        """Its outputs, given the data of its places and its inputs."""
         env = dict(zip(self.reads, xs, strict=True))
         run_steps(self.steps, dict(zip(self.places, data, strict=True)), env)
         return [env[v] for v in self.writes]
@@ -184,7 +184,7 @@ def _segments(body: Body) -> list[_Segment]:
         groups[-1].append(step)
     count = lambda steps: Counter(v for step in steps for v in _variables(step.reads))
     readers = count(body.steps) + Counter(_variables(body.outputs))
-    live: set[Any] = set()  # what a rounding can change
+    live: set[Any] = set()  # values that a rounding can change
     segments = []
     for steps in groups:
         inner, written = count(steps), [v for step in steps for v in step.eqn.outvars]

@@ -2,7 +2,7 @@
 
 Every value of fewer than 32 bits becomes float32. An operation that rounds has two switches: for its operands, and for
 its result. A tap rounds nothing. It takes the error that rounding would make, and in the backward pass multiplies it
-by the cotangent: to first order, this is what the rounding changes in the function's result.
+by the cotangent: to first order, this is the change of the function's result.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Switches(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """What the roundings of an operation do, f32[] each; in a scan, with an axis of its steps.
+    """The damage of an operation's roundings, f32[] each; in a scan, with an axis for its steps.
 
     Attributes:
       total: The sum of the products of the errors of its result and their cotangents.

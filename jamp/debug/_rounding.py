@@ -30,8 +30,8 @@ def rounding_report(
     It runs the function and its gradient in float32. To first order, the damage of a rounding is its error times the
     sensitivity of the result to it, which one more backward pass gives for all operations. For the gradients, this
     result is their sum with random signs, which estimates the norm of their error. For the first two rows the function
-    also runs with nothing else rounded, to check the prediction. That for a scalar value is its expected size, and
-    what is measured is one draw.
+    also runs with nothing else rounded, to check the prediction. The prediction for a scalar value is the expected
+    size of the error. The measurement is one draw.
 
     The gradients are those of a scalar first result with respect to the floating arrays in the first argument. In
     float16 they are computed at a loss scale of 2**15, or a lower one if that overflows. If x64 is on, the reference is

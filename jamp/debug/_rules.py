@@ -19,7 +19,7 @@ _TRIED = 20
 
 
 class _Rule(NamedTuple):
-    """A rule, what the places that it covers still round, the damage that it prevents, and its FLOPs in float32."""
+    """A rule, the roundings that are left at the places it covers, the damage it prevents, and its FLOPs in float32."""
 
     key: str
     category: str
@@ -87,7 +87,7 @@ def _candidates(places: Sequence[Place], damages: Mapping[int, Damage]) -> tuple
                 0.0,
             )
         )
-        # A rule for a scope covers what is in it, but what has a scope of its own has a rule of its own.
+        # A rule for a scope covers all places in it. A place with a scope of its own has its own rule, too.
         own = [i for i in covered if places[i].scope == scope]
         prevents = squares("operands", own) + squares("result", own)
         float32.append(_Rule(key, FLOAT32, dict.fromkeys(covered, OFF), prevents, flops))
@@ -122,7 +122,7 @@ def _without_needless(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rul
 
 
 def _nameless(places: Sequence[Place], rules: Sequence[_Rule]) -> str:
-    """What to do about products that only a rule for all products covers."""
+    """Advice for products that only a rule for all products covers."""
     lines = sorted({places[i].source for x in rules if "[" not in x.key for i in x.on if not places[i].scope})
     if not lines:
         return ""
