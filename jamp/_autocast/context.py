@@ -12,7 +12,7 @@ from jamp._primitives import MOVING
 FULL_PRECISION, AUTOCAST, SEGMENT = "jamp.full_precision", "jamp.autocast", "jamp.segment"
 # The categories of equations that no rule decides.
 ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
-_SUMS = frozenset({"add", "add_any", "psum", "psum_invariant", "reduce_scatter", "reduce_sum"})
+_PASSED_ON = MOVING | {"add", "add_any", "psum", "psum_invariant", "reduce_scatter", "reduce_sum"}
 
 
 class Input(NamedTuple):
@@ -50,7 +50,7 @@ def consumed(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
     found: set[Any] = {v for v, x in zip(jaxpr.outvars, returned, strict=True) if not x and not _jaxpr.is_literal(v)}
     for eqn in reversed(jaxpr.eqns):
         reads = list[Any](eqn.invars)
-        if eqn.primitive.name in MOVING | _SUMS and not any(v in found for v in eqn.outvars):
+        if eqn.primitive.name in _PASSED_ON and not any(v in found for v in eqn.outvars):
             continue
         if body := _jaxpr.inlinable(eqn):
             inner = consumed(body.jaxpr, [v not in found for v in eqn.outvars])

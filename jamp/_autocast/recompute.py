@@ -123,7 +123,8 @@ def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> l
     """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut."""
     counts = itertools.accumulate((holds_product(eqns[i]) for i in whole), initial=0)
     before = dict(zip([*whole, whole.stop], counts, strict=True))  # the number of products before each equation
-    if before[whole.stop] <= 1.5 * _PRODUCTS:
+    least, most = 0.75 * _PRODUCTS, 1.5 * _PRODUCTS
+    if before[whole.stop] <= most:
         return [whole]
     change = [0.0] * (whole.stop + 2)  # of the bytes that cross a cut in front of an equation
     for i in whole:
@@ -132,9 +133,8 @@ def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> l
             change[max(i, min(last_uses.get(v, -1), whole.stop)) + 1] -= nbytes(v)
     crossing = list(itertools.accumulate(change))
     found, start = [], whole.start
-    while before[whole.stop] - before[start] > 1.5 * _PRODUCTS:
-        sizes = {j: before[j] - before[start] for j in range(start + 1, whole.stop)}
-        ends = [j for j, n in sizes.items() if 0.75 * _PRODUCTS <= n <= 1.5 * _PRODUCTS]
+    while before[whole.stop] - before[start] > most:
+        ends = [j for j in range(start + 1, whole.stop) if least <= before[j] - before[start] <= most]
         if not ends:  # a single call holds more products
             break
         end = min(ends, key=crossing.__getitem__)
