@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, core, inlinable, is_literal
 
@@ -149,7 +150,7 @@ def widened(eqn: JaxprEqn, narrow: Iterable[Any], wide: np.dtype[Any]) -> JaxprE
     return eqn.replace(params={**eqn.params, "precision": (jax.lax.Precision.HIGHEST,) * 2})
 
 
-def with_result(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
+def with_result(eqn: JaxprEqn, dtype: DTypeLike) -> JaxprEqn:
     """A product with a result of another dtype."""
     (result,) = avals(eqn.outvars)
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}

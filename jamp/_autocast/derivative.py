@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
@@ -107,7 +108,7 @@ def _rounded(eqns: Sequence[JaxprEqn], saved: set[Var]) -> list[JaxprEqn]:
 
 
 @functools.cache
-def _reduce_precision(dtype: Any) -> JaxprEqn:
+def _reduce_precision(dtype: DTypeLike) -> JaxprEqn:
     bits = jnp.finfo(dtype)
     return jax.make_jaxpr(lambda x: lax.reduce_precision(x, bits.nexp, bits.nmant))(jnp.zeros((), dtype)).eqns[0]
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.wide_dot import wide_dot
@@ -21,7 +22,7 @@ from jamp._primitives import PRODUCTS
 Run = Callable[[JaxprEqn, list[Any]], Any]  # evaluates a product
 
 
-def product(eqn: JaxprEqn, dtype: Any) -> Callable[..., Array]:
+def product(eqn: JaxprEqn, dtype: DTypeLike) -> Callable[..., Array]:
     """A 16-bit product as a function of its operands, of which some are weights in float32.
 
     `eqn` has the parameters of the product. Its result is 16 bit, or float32 for the category "accumulate".
@@ -79,7 +80,7 @@ def _moved(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
     return _evaluate.bind(eqn, args, types)
 
 
-def _to(x: Array, dtype: Any) -> Array:
+def _to(x: Array, dtype: DTypeLike) -> Array:
     return x.astype(dtype) if x.dtype == jnp.float32 else x
 
 
@@ -87,7 +88,7 @@ def _to(x: Array, dtype: Any) -> Array:
 _tangent = _jaxpr.core().Primitive("product_tangent")
 
 
-def _forward(*inputs: Array, product: JaxprEqn, i: int, dtype: Any, aval: Any) -> Array:
+def _forward(*inputs: Array, product: JaxprEqn, i: int, dtype: DTypeLike, aval: Any) -> Array:
     *others, t = inputs
     return value(product, [*others[:i], _to(t, dtype), *others[i:]])
 
@@ -104,7 +105,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return out, found
 
 
-def _transpose(g: Any, *inputs: Any, product: JaxprEqn, i: int, dtype: Any, aval: Any) -> list[Any]:
+def _transpose(g: Any, *inputs: Any, product: JaxprEqn, i: int, dtype: DTypeLike, aval: Any) -> list[Any]:
     *others, t = inputs
     if isinstance(g, ad.Zero):
         return [None] * len(inputs)
@@ -124,7 +125,7 @@ def _transpose(g: Any, *inputs: Any, product: JaxprEqn, i: int, dtype: Any, aval
 
 
 def _batch(
-    inputs: Sequence[Any], dims: Sequence[Any], *, product: JaxprEqn, i: int, dtype: Any, aval: Any
+    inputs: Sequence[Any], dims: Sequence[Any], *, product: JaxprEqn, i: int, dtype: DTypeLike, aval: Any
 ) -> tuple[Any, int]:
     """The product of a batch is another product, with moves around it."""
     *others, t = inputs

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.cast import Cast, Decision
@@ -199,7 +200,7 @@ class _Pass:
         """The function that gives the 8-bit values and the scales of an operand."""
         return lambda x: packed(move(x), self._config.forward, axes)
 
-    def _product(self, product: MatrixProduct, dtype: Any) -> Callable[..., Any]:
+    def _product(self, product: MatrixProduct, dtype: DTypeLike) -> Callable[..., Any]:
         """The function of a product's operands, and of their 8-bit values and scales."""
         move_x, move_y, move_back = product.moves
         multiply = quantized_product(product.eqn, self._config, dtype)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.formats import Format
@@ -21,7 +22,7 @@ Axes = tuple[int, ...] | None
 _INT8_TERMS = 2**17  # of a sum that cannot leave int32: 127**2 * 2**17 < 2**31
 
 
-def quantize(x: Array, dtype: Any, axes: Axes = None) -> Pair:
+def quantize(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
     """The 8-bit values of an array, and their scales: float32, one or (with axes) one along these axes.
 
     The scale of an operand that holds inf or NaN is inf, so that the product is NaN and the step is skipped.
@@ -46,7 +47,7 @@ def quantize(x: Array, dtype: Any, axes: Axes = None) -> Pair:
     return rounded.astype(dtype), _derived(scale, x)
 
 
-def _power_of_two(amax: Array, dtype: Any) -> Array:
+def _power_of_two(amax: Array, dtype: DTypeLike) -> Array:
     """The smallest power of two with amax / scale <= the largest number of a dtype."""
     # That is 1.m * 2**k: the exponent of amax * 2**-k, plus one if its mantissa is above m.
     largest = np.float32(jnp.finfo(dtype).max)
@@ -55,7 +56,7 @@ def _power_of_two(amax: Array, dtype: Any) -> Array:
     return lax.bitcast_convert_type((bits + (0x7FFFFF - mantissa)) & 0x7F800000, jnp.float32)
 
 
-def packed(x: Array, dtype: Any, axes: Axes = None) -> Pair:
+def packed(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
     """`quantize`, with the values as bytes: JAX rounds floats that a checkpoint saves, which makes large E4M3 NaN."""
     values, scale = quantize(x, dtype, axes)
     return lax.bitcast_convert_type(values, jnp.uint8), scale
@@ -81,7 +82,7 @@ def _derived_rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Ar
 _derived.defjvp(_derived_rule, symbolic_zeros=True)
 
 
-def quantized_product(eqn: JaxprEqn, config: Format, dtype: Any) -> Callable[..., Array]:
+def quantized_product(eqn: JaxprEqn, config: Format, dtype: DTypeLike) -> Callable[..., Array]:
     """A product as a function of its operands, and of the packed 8-bit values and scales of the first two.
 
     Its value depends on the latter, and its derivative is with respect to the former, in their dtypes. `dtype` is that
@@ -141,7 +142,7 @@ def _pull_back(
     return found
 
 
-def _run(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: Any) -> Array:
+def _run(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: DTypeLike) -> Array:
     """A product of the backward pass."""
     axes = summed(eqn, config)
     if axes[0] is not None:
@@ -149,7 +150,7 @@ def _run(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: Any) -> 
     return _dot(eqn, operands, config, dtype)
 
 
-def _dot(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: Any) -> Array:
+def _dot(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: DTypeLike) -> Array:
     """A product of quantized operands, which for a ragged one are followed by the sizes of its groups.
 
     With one scale for each operand, it is a product of the dequantized operands, which are exact in bfloat16. XLA:GPU

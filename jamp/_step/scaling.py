@@ -147,7 +147,7 @@ def _multiply_leaves(loss: Any, scale: Array) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
 def _true_gradients(
-    grads: list[Any], scale: Array | None, dtype: Any, labels: tuple[str, ...] | None, axis_name: Any
+    grads: list[Any], scale: Array | None, dtype: DTypeLike, labels: tuple[str, ...] | None, axis_name: Any
 ) -> tuple[list[Any], Array | None]:
     true = [cast_leaf(x, dtype) for x in (grads if scale is None else _unscale(grads, scale))]
     return true, None if labels is None else leaves_finite(true, labels, axis_name)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
@@ -50,7 +51,7 @@ class Damage(NamedTuple):
 Data = Mapping[int, Any]  # by the index of the place: `Switches` to round, or a `Damage` of zeros to tap
 
 
-def damage(y: Array, with_operands: Array, cotangent: Array, dtype: Any) -> Damage:
+def damage(y: Array, with_operands: Array, cotangent: Array, dtype: DTypeLike) -> Damage:
     """The damage of rounding operands, which gives `with_operands` in place of `y`, and of rounding that to `dtype`."""
     low = rounded(with_operands, dtype)
     errors = [with_operands - y, low - with_operands]
@@ -78,7 +79,7 @@ def _expected_square(x: Array, dependent: Sequence[tuple[int, ...]]) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _tap(y: Array, zeros: Damage, with_operands: Array, dtype: Any) -> Array:
+def _tap(y: Array, zeros: Damage, with_operands: Array, dtype: DTypeLike) -> Array:
     """The value `y`. The cotangent of `zeros` is its `damage`."""
     return y
 
@@ -103,7 +104,7 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, wide()) if _widens(x) else x
 
 
-def rounded(x: Array, dtype: Any) -> Array:
+def rounded(x: Array, dtype: DTypeLike) -> Array:
     """Values of the reference rounded to a dtype of fewer than 32 bits. XLA may leave out a cast to it and back."""
     if np.dtype(dtype).itemsize >= 4:
         return x

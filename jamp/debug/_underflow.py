@@ -95,7 +95,7 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def _measure(grads: list[Array], scale: Array, dtype: Any) -> list[Array]:
+def _measure(grads: list[Array], scale: Array, dtype: DTypeLike) -> list[Array]:
     info = jnp.finfo(dtype)
     least, normal, end = (float(x) for x in (info.smallest_subnormal, info.smallest_normal, info.max))
     columns = [_measure_leaf(jnp.abs(g).astype(jnp.float32), scale, least, normal, end) for g in grads]
