@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 def consumed(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
-    """The values that any operation reads but moves and sums on the way to the returned outputs."""
+    """The values with a reader other than the moves and sums that lead to the returned outputs."""
     found: set[Any] = {v for v, x in zip(jaxpr.outvars, returned, strict=True) if not x and not _jaxpr.is_literal(v)}
     for eqn in reversed(jaxpr.eqns):
         reads = list[Any](eqn.invars)
@@ -60,7 +60,7 @@ def consumed(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
 
 
 def returned_by(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], consumed_later: set[Var]) -> list[bool]:
-    """Which results of the bodies of a construct are returned, if its results but those in `consumed_later` are."""
+    """Which results of a construct's bodies are returned. Of its own results, all but those in `consumed_later` are."""
     found = [v not in consumed_later for v in eqn.outvars]
     if carry := _jaxpr.carry(eqn):
         jaxpr, operands = bodies[-1].jaxpr, _jaxpr.body_operands(eqn)[-1]

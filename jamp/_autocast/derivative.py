@@ -142,7 +142,7 @@ def _kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool])
 
 
 def _narrowed(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """For each wide result of a product that is only scaled and cast to a narrower dtype: that one, to keep instead."""
+    """The narrower values to keep in place of results of products that are only scaled and cast to them."""
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in eqns:
         for v in _variables(eqn):

@@ -67,7 +67,7 @@ def cotangent(eqn: JaxprEqn, i: int, aval: Any, types: Sequence[Any], values: Se
 
 
 def value(eqn: JaxprEqn, operands: Sequence[Array]) -> Array:
-    """The value of a product for other operands than its own."""
+    """The result of a product for these operands."""
     types = [x.update(dtype=y.dtype) for x, y in zip(_jaxpr.avals(eqn.invars), operands, strict=True)]
     eqn = eqn.replace(invars=[_jaxpr.core().Var(aval) for aval in types])
     found: Array = _evaluate.bind(wide_dot(eqn), operands, _jaxpr.avals(eqn.outvars))[0]
@@ -75,7 +75,7 @@ def value(eqn: JaxprEqn, operands: Sequence[Array]) -> Array:
 
 
 def _moved(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
-    """The results of an operation that moves data, of another dtype than its own."""
+    """The results of an operation that moves data, for operands of another dtype."""
     types = [aval.update(dtype=args[0].dtype) for aval in _jaxpr.avals(eqn.outvars)]
     return _evaluate.bind(eqn, args, types)
 

@@ -72,7 +72,7 @@ def quantize(body: Cast, config: Format) -> Quantized:
 
 
 def is_candidate(decision: Decision) -> bool:
-    """Whether an equation is a product in 16 bit, which may become one in 8 bit: by a rule, or as it was traced."""
+    """Whether an equation is a product with 16-bit operands, by a rule or as traced, that may become 8 bit."""
     if decision.eqn.primitive.name not in PRODUCTS or decision.category != COMPUTE:
         return False
     if decision.is_low:
@@ -234,7 +234,7 @@ def _feeding(jaxpr: Jaxpr, read_on: Sequence[bool]) -> set[Any]:
 
 
 def _read_on(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], later: Sequence[bool]) -> tuple[bool, ...]:
-    """Which results of a construct's bodies a product reads, after it or, in a loop, in the next step."""
+    """Which results of a construct's bodies are read by a product after it, or in the next step of a loop."""
     carry, operands = _jaxpr.carry(eqn), _jaxpr.body_operands(eqn)[-1]
     found = list(later)
     for _ in carry:

@@ -43,7 +43,7 @@ class BlockCodes(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for arrays of the same shape
 def encode(x: Array, block_size: int, never_negative: bool, scales: Array | None = None) -> BlockCodes:
-    """Round an array stochastically to eight bits. What a code stands for already is not moved.
+    """Round an array stochastically to eight bits. A value that a code represents exactly gets that code.
 
     Args:
       x: f32, at least one axis.

@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer's state are moments: what may be stored with fewer digits between steps."""
+"""Which arrays of an optimizer's state are moments, which may be stored with fewer digits between steps."""
 
 from collections.abc import Callable
 from typing import Any

@@ -56,10 +56,10 @@ def quantized_state(
       inner: The optimizer.
       block_size: The number of elements along the last axis that share a float32 scale. Where that axis is sharded,
         make its shards multiples of it, so that no block is cut. On Explicit axes JAX demands it.
-      keep: A function of an array's path in the inner state and the array. What it returns True for stays as it is.
-      never_negative: A function of a path and an array, for a state that jamp does not know. It is asked about float32
-        arrays in no field of Optax's that is a moment. True, if no element is ever negative, as in a second moment, and
-        False store the array in eight bits. None leaves it.
+      keep: A function of the path in the inner state and the array. An array for which it returns True stays as it is.
+      never_negative: For states that jamp does not know: a function of the path and the array, for each float32 array
+        that is in none of Optax's moments. False stores it in eight bits, and so does True, for an array that is never
+        negative, such as a second moment. None leaves it as it is.
 
     Returns:
       An Optax transformation. Its state is a `QuantizedState`, whose codes have the shapes of the parameters.
@@ -116,7 +116,7 @@ def quantized_state(
 def quantize_state(
     state: Any, block_size: int = 128, keep: Choice | None = None, never_negative: Choice | None = None
 ) -> QuantizedState:
-    """Convert a state of `tx` to one of `jamp.quantized_state(tx)`, whose arguments the others are.
+    """Convert a state of `tx` to one of `jamp.quantized_state(tx)`, with the same other arguments.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp

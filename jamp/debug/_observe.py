@@ -46,7 +46,8 @@ class Operation(NamedTuple):
 
     Attributes:
       site: The number of its equation.
-      primitive, place, shape, dtype: What it is. The shape and dtype are those of its first floating result.
+      primitive, place: The name of its primitive, and its place in the source.
+      shape, dtype: Those of its first floating result.
       loops: The loops around it and the iteration of each: the number of the loop's equation, and of the iteration.
       reads: The operations that computed what it reads.
       numbers: Of its first floating result.
@@ -71,7 +72,7 @@ class Value:
 
 
 class Observer(Walker[Value]):
-    """An evaluation that keeps `Operation`s: arithmetic with a floating result. What only moves data is left out."""
+    """An evaluation that keeps `Operation`s: arithmetic with a floating result, without moves of data."""
 
     def __init__(self) -> None:
         super().__init__()
