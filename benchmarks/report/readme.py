@@ -26,9 +26,9 @@ def of_models(found: dict[str, Any]) -> str:
         return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
     return (
-        f"**Memory**, compiled for an H200, not run: a gradient under autocast takes {shares('autocast')} of the "
-        f"temporary memory of the same {len(models)} models in bfloat16 by hand. By hand with a `dots_saveable` "
-        f"policy it is {shares(HAND)}. Autocast does not change the model "
+        f"**Memory**, compiled for an H200, not run: a gradient of {len(models)} transformers under autocast takes "
+        f"{shares('autocast')} of the temporary memory of bfloat16 by hand. By hand with a `dots_saveable` policy it is "
+        f"{shares(HAND)}. Autocast does not change the model "
         "([table](docs/autocast.md#what-it-costs))."
     )
 
@@ -48,8 +48,8 @@ def of_training(found: dict[str, Any]) -> str:
 def of_optimizers(rows: Rows) -> str:
     held = lambda name: f"{select(rows, optimizer='adamw', name=name)[0]['stored']:.1f}"
     return (
-        f"**Bytes a parameter** with AdamW, gradients included: {held('float32')} in float32, "
-        f"{held('split masters, 8-bit state')} with exact float32 masters, {held('stochastic, 8-bit state')} without "
+        f"**Bytes a parameter** with AdamW, gradients included: {held('float32')} in float32. With 8-bit "
+        f"moments: {held('split masters, 8-bit state')} with exact float32 masters, {held('stochastic, 8-bit state')} without "
         "([table](docs/optimizer-memory.md))."
     )
 
