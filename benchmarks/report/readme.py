@@ -27,8 +27,8 @@ def of_models(found: dict[str, Any]) -> str:
 
     return (
         f"**Memory**, compiled for an H200, not run: a gradient of {len(models)} transformers under autocast takes "
-        f"{shares('autocast')} of the temporary memory of bfloat16 by hand. By hand with a `dots_saveable` policy it is "
-        f"{shares(HAND)}. Autocast does not change the model "
+        f"{shares('autocast')} of the temporary memory of bfloat16 by hand. By hand with a `dots_saveable` policy it "
+        f"is {shares(HAND)}. Autocast does not change the model "
         "([table](docs/autocast.md#what-it-costs))."
     )
 
@@ -49,8 +49,8 @@ def of_optimizers(rows: Rows) -> str:
     held = lambda name: f"{select(rows, optimizer='adamw', name=name)[0]['stored']:.1f}"
     return (
         f"**Bytes a parameter** with AdamW, gradients included: {held('float32')} in float32. With 8-bit "
-        f"moments: {held('split masters, 8-bit state')} with exact float32 masters, {held('stochastic, 8-bit state')} without "
-        "([table](docs/optimizer-memory.md))."
+        f"moments: {held('split masters, 8-bit state')} with exact float32 masters, "
+        f"{held('stochastic, 8-bit state')} without ([table](docs/optimizer-memory.md))."
     )
 
 
