@@ -26,9 +26,9 @@ def of_models(found: dict[str, Any]) -> str:
         return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
     return (
-        f"**Memory**, compiled for an H200, not run: a gradient of {len(models)} transformers under autocast takes "
-        f"{shares('autocast')} of the temporary memory of bfloat16 by hand. By hand with a `dots_saveable` policy it "
-        f"is {shares(HAND)}. Autocast does not change the model "
+        f"**Memory**, compiled for an H200, not run: temporary memory of the gradient of {len(models)} transformers, "
+        f"beside bfloat16 by hand: float32 {shares('float32')}, autocast {shares('autocast')}, by hand with a "
+        f"`dots_saveable` policy {shares(HAND)}. Autocast does not change the model "
         "([table](docs/autocast.md#what-it-costs))."
     )
 
@@ -48,8 +48,8 @@ def of_training(found: dict[str, Any]) -> str:
 def of_optimizers(rows: Rows) -> str:
     held = lambda name: f"{select(rows, optimizer='adamw', name=name)[0]['stored']:.1f}"
     return (
-        f"**Bytes a parameter** with AdamW, gradients included: {held('float32')} in float32. With 8-bit "
-        f"moments: {held('split masters, 8-bit state')} with exact float32 masters, "
+        f"**Bytes a parameter** with AdamW, gradients included: {held('float32')} in float32. With bfloat16 "
+        f"parameters and 8-bit moments: {held('split masters, 8-bit state')} with exact float32 masters, "
         f"{held('stochastic, 8-bit state')} without ([table](docs/optimizer-memory.md))."
     )
 
@@ -61,6 +61,6 @@ def of_steps(rows: Rows) -> str:
     behind = 100 * (of("jamp", "clip + adamw")["bytes_ratio"] - 1)
     return (
         f"**Cost of a step**: about one more read of the gradients, predicted {milliseconds:.2f} ms for "
-        f"{own['millions']:.0f} M parameters on an H200, and {behind:.0f} % more bytes behind a clip. A `where` by "
-        "hand ties on accelerators ([counts](docs/benchmarks/index.md))."
+        f"{own['millions']:.0f} M parameters on an H200, and {behind:.0f} % more bytes behind a clip. By these "
+        "counts a `where` by hand ties ([table](docs/benchmarks/index.md))."
     )
