@@ -1,6 +1,5 @@
 """Build equations and jaxprs, and evaluate them."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
+from jamp import _jaxpr
 from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, core, inlinable, is_literal
 
 Move = Callable[[Any], Any]
@@ -21,7 +21,8 @@ def closed_jaxpr(
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     # JAX warns if a Jaxpr is made without a DebugInfo.
     debug_info = core().DebugInfo("jamp", "jamp", None, None)
-    jaxpr = core().Jaxpr(list(constants), list(inputs), list(outputs), list(eqns), effects, debug_info)
+    is_high = any(map(_jaxpr.is_high, eqns))
+    jaxpr = core().Jaxpr(list(constants), list(inputs), list(outputs), list(eqns), effects, debug_info, is_high)
     return core().ClosedJaxpr(jaxpr, list(constants.values()))
 
 
@@ -96,17 +97,17 @@ def with_bodies(
     eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], invars: Sequence[Any], outvars: Sequence[Var]
 ) -> JaxprEqn:
     """A construct with other operands, results and bodies. The bodies are in the order of `_jaxpr.bodies`."""
-    params = dict(eqn.params)
+    params = _jaxpr.params(eqn)
     if "branches" in params:
-        params["branches"] = tuple(bodies)
+        new: dict[str, Any] = {"branches": tuple(bodies)}
     else:
         names = [name for name in BODIES if name in params]
-        opened = [
+        fitting = [
             body if hasattr(params[name], "consts") else _opened(body) for name, body in zip(names, bodies, strict=True)
         ]
-        params.update(zip(names, opened, strict=True))
+        new = dict(zip(names, fitting, strict=True))
     effects = frozenset().union(*(body.effects for body in bodies))
-    return eqn.replace(params=params, invars=list(invars), outvars=list(outvars), effects=effects)
+    return _jaxpr.with_params(eqn, **new).replace(invars=list(invars), outvars=list(outvars), effects=effects)
 
 
 def with_thunk(eqn: JaxprEqn, rewrite: Callable[[ClosedJaxpr], ClosedJaxpr]) -> JaxprEqn:
@@ -129,7 +130,7 @@ def _opened(body: ClosedJaxpr) -> Jaxpr:
 def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a call that, unless it is differentiated, only evaluates this body. Otherwise None."""
     calls = ("custom_jvp_call", "custom_vjp_call", "closed_call", "scaled_call")
-    if eqn.primitive.name in calls or (eqn.primitive.name == "remat2" and not eqn.params["differentiated"]):
+    if _jaxpr.name(eqn) in calls or (_jaxpr.name(eqn) == "remat2" and not eqn.params.get("differentiated")):
         found = bodies(eqn)
         return found[0] if found else None
     return inlinable(eqn)
@@ -138,6 +139,9 @@ def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
     """An equation with another dtype in its parameters (preferred_element_type, new_dtype)."""
     is_old = lambda param: isinstance(param, (np.dtype, type)) and param == old
+    if _jaxpr.name(eqn) == "name":
+        (aval,) = avals(eqn.invars)
+        return _jaxpr.with_name_for(eqn, aval.update(dtype=new) if aval.dtype == old else aval)
     return eqn.replace(params={name: new if is_old(param) else param for name, param in eqn.params.items()})
 
 
@@ -166,7 +170,7 @@ class MatrixProduct(NamedTuple):
 
 def as_matrix_product(eqn: JaxprEqn) -> MatrixProduct | None:
     """The matrix product that a product is. None for a convolution that is none, or whose form JAX cannot compute."""
-    if eqn.primitive.name != "conv_general_dilated":
+    if _jaxpr.name(eqn) != "conv_general_dilated":
         return MatrixProduct(eqn, (_stay,) * 3)
     params, (x, w), (out,) = eqn.params, avals(eqn.invars), avals(eqn.outvars)
     dimensions, strides = params["dimension_numbers"], params["window_strides"]
@@ -209,18 +213,17 @@ def _stay(x: Any) -> Any:
     return x
 
 
-def checkpoint(body: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
-    """Evaluate a jaxpr under `jax.checkpoint`: only `args` are kept, and the backward pass evaluates it again."""
-    template = _checkpoint()
-    params = {**template.params, "jaxpr": body.jaxpr, "prevent_cse": prevent_cse}
-    # The mesh, and what else JAX keeps with an equation, are those of the body.
-    ctx = next(iter(body.jaxpr.eqns), template).ctx
-    return bind(template.replace(params=params, ctx=ctx), args, body.out_avals)
+def batched(closed: ClosedJaxpr, axis: Any, args: Sequence[Any], axes: Sequence[Any]) -> ClosedJaxpr:
+    """A jaxpr of batches, along the first axis of each result. JAX gives `axis` to the batching rule of a primitive."""
+    run = lambda *xs: call(closed, xs)
+    mapped = jax.vmap(run, tuple(axes), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+    return without_constants(jax.make_jaxpr(mapped)(*args))
 
 
-@functools.cache
-def _checkpoint() -> JaxprEqn:
-    return jax.make_jaxpr(jax.checkpoint(lambda x: x))(0.0).eqns[0]
+def replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """The values, with new ones at some places."""
+    given = dict(zip(places, new, strict=True))
+    return [given.get(i, x) for i, x in enumerate(values)]
 
 
 def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[JaxprEqn]) -> Any:

@@ -6,7 +6,8 @@ This module uses only public modules of JAX. The parameters of primitives are no
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,9 +58,40 @@ def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
     return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
 
 
+# Under `jax_remat3`, `jax.checkpoint` and `checkpoint_name` are one primitive with an object in its parameters, whose
+# class extends the public `jax.experimental.hijax.HiPrim`. Here they have the names that they have without that flag.
+_HIGH = {"RematTraced": "remat2", "CheckpointName": "name", "CheckpointNameFwd": "name"}
+
+
+def name(eqn: JaxprEqn) -> str:
+    """The name of an equation's primitive."""
+    high = eqn.params.get("_prim")
+    own: str = eqn.primitive.name
+    return own if high is None else _HIGH.get(type(high).__name__, type(high).__name__)
+
+
+def params(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation by name."""
+    high = eqn.params.get("_prim")
+    return eqn.params if high is None else high.params
+
+
+def with_params(eqn: JaxprEqn, **changes: Any) -> JaxprEqn:
+    """An equation with some other parameters. An object in them is made anew, because its types depend on them."""
+    high = eqn.params.get("_prim")
+    new = {**params(eqn), **changes}
+    return eqn.replace(params=new if high is None else {**eqn.params, "_prim": type(high)(**new)})
+
+
+def with_name_for(eqn: JaxprEqn, aval: Any) -> JaxprEqn:
+    """A `checkpoint_name` for a value of another type."""
+    high = eqn.params.get("_prim")
+    return eqn if high is None else eqn.replace(params={"_prim": type(high)(**high.params, aval=aval)})
+
+
 def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a jit call that can be inlined because it pins no sharding, else None."""
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if name(eqn) not in ("jit", "pjit"):
         return None
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     body: ClosedJaxpr = eqn.params["jaxpr"]
@@ -76,7 +108,7 @@ _READ: dict[str, list[set[str]]] = {
     "cond": [{"branches"}],
     "closed_call": [{"call_jaxpr"}],
     "linear_call": [{"callee", "transpose_thunk", "num_callee_consts", "num_res"}],
-    "remat2": [{"jaxpr", "differentiated"}],
+    "remat2": [{"jaxpr", "differentiated"}, {"jaxpr", "policy", "prevent_cse"}],  # the second with `jax_remat3`
     "remat_opt": [{"fwd_jaxpr", "fun_jaxpr_thunk"}],
     "custom_jvp_call": [{"call_jaxpr", "jvp_jaxpr_fun"}],
     "custom_vjp_call": [{"call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts"}],
@@ -89,10 +121,10 @@ BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr", "callee", "fwd_jaxp
 
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     """The jaxprs that a construct evaluates (of a while: condition, body), or None if it cannot be entered."""
-    params = eqn.params
     if not is_known(eqn):
         return None
-    found = params["branches"] if "branches" in params else [params[name] for name in BODIES if name in params]
+    given = params(eqn)
+    found = given["branches"] if "branches" in given else [given[key] for key in BODIES if key in given]
     closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in found)
     # A body that reads or writes a Ref has inputs that are not arrays.
     types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
@@ -101,15 +133,15 @@ def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
 
 def is_known(eqn: JaxprEqn) -> bool:
     """Whether a construct has the parameters that jamp reads."""
-    return any(names <= eqn.params.keys() for names in _READ.get(eqn.primitive.name, []))
+    return any(names <= params(eqn).keys() for names in _READ.get(name(eqn), []))
 
 
 def body_operands(eqn: JaxprEqn) -> list[list[int]]:
     """For each body of a construct, which of the operands are its arguments."""
     operands = list(range(len(eqn.invars)))
-    if eqn.primitive.name == "cond":
+    if name(eqn) == "cond":
         return [operands[1:]] * len(eqn.params["branches"])
-    if eqn.primitive.name == "while":
+    if name(eqn) == "while":
         m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         return [operands[:m] + operands[m + n :], operands[m:]]
     return [operands]
@@ -118,9 +150,9 @@ def body_operands(eqn: JaxprEqn) -> list[list[int]]:
 def carry(eqn: JaxprEqn) -> range:
     """Which operands of a loop are its carry. Its first results are the carry at the end."""
     params = eqn.params
-    if eqn.primitive.name == "while":
+    if name(eqn) == "while":
         return range(params["cond_nconsts"] + params["body_nconsts"], len(eqn.invars))
-    if eqn.primitive.name != "scan":
+    if name(eqn) != "scan":
         return range(0)
     if "num_carry" in params:
         return range(params["num_consts"], params["num_consts"] + params["num_carry"])
@@ -134,7 +166,7 @@ def asks_for_zeros(eqn: JaxprEqn) -> bool:
     A rule with symbolic zeros must. So must one that closes over arrays, because those have no derivative.
     """
     params = eqn.params
-    return bool(params.get("symbolic_zeros") or (eqn.primitive.name == "custom_vjp_call" and params["num_consts"]))
+    return bool(params.get("symbolic_zeros") or (name(eqn) == "custom_vjp_call" and params["num_consts"]))
 
 
 def residuals(eqn: JaxprEqn) -> int:
@@ -164,14 +196,31 @@ def has_body(eqn: JaxprEqn) -> bool:
 
 def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
     """Every jaxpr that an equation of any kind evaluates, and how often, as far as the equation says so."""
-    has_eqns = lambda x: hasattr(x, "eqns")
-    params: Any = eqn.params
-    if eqn.primitive.name == "custom_linear_solve":  # The others are matvec, vecmat and transpose_solve.
-        params = params["jaxprs"].solve
+    given: Any = params(eqn)
+    if name(eqn) == "custom_linear_solve":  # The others are matvec, vecmat and transpose_solve.
+        given = given["jaxprs"].solve
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
     times = iterations(eqn) * math.prod(n for n in grid if isinstance(n, int))
-    leaves: list[Any] = jax.tree.leaves(params, is_leaf=has_eqns)
-    return [(getattr(x, "jaxpr", x), times) for x in leaves if has_eqns(x)]
+    found = {id(x): x for x in _held(given, 2)}
+    high = eqn.params.get("_prim")
+    if high is not None and not found and name(eqn) not in CONSTRUCTS | {"name"}:
+        found[0] = jax.make_jaxpr(high.expand)(*high.in_avals)  # an operation that a user or a library defines
+    return [(getattr(x, "jaxpr", x), times) for x in found.values()]
+
+
+def _held(x: Any, depth: int) -> Iterator[Any]:
+    """The jaxprs in a tree of parameters, and in the attributes of objects in it, down to a depth."""
+    has_eqns = lambda x: hasattr(x, "eqns")
+    for leaf in jax.tree.leaves(x, is_leaf=has_eqns):
+        if has_eqns(leaf):
+            yield leaf
+        elif depth and not isinstance(leaf, type | FunctionType | ModuleType):
+            yield from _held(list(getattr(leaf, "__dict__", {}).values()), depth - 1)
+
+
+def is_high(eqn: JaxprEqn) -> bool:
+    """Whether JAX lowers an equation, or one in its bodies, to other primitives before it compiles it."""
+    return "_prim" in eqn.params or any(getattr(jaxpr, "is_high", False) for jaxpr, _ in inner(eqn))
 
 
 def function_name(eqn: JaxprEqn) -> str | None:
@@ -188,7 +237,7 @@ def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:
 def summed_terms(eqn: JaxprEqn) -> int:
     """How many products are summed for each element of a product's result. 1 if it is an outer product."""
     params = eqn.params
-    if eqn.primitive.name == "conv_general_dilated":
+    if name(eqn) == "conv_general_dilated":
         operand, axes = 1, params["dimension_numbers"].rhs_spec[1:]
     else:
         operand, axes = 0, _dimensions(eqn)[0][0]

@@ -65,7 +65,7 @@ REARRANGES = (MOVES | COPIES) - _names("concatenate select_n")
 
 def holds_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product, or holds one in its bodies."""
-    name = eqn.primitive.name
+    name = _jaxpr.name(eqn)
     if name in PRODUCTS or name in CHEAP:
         return name in PRODUCTS
     return any(holds_product(e) for jaxpr, _ in _jaxpr.inner(eqn) for e in jaxpr.eqns)

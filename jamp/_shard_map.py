@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+from jamp import _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
 
@@ -36,8 +37,8 @@ def trace(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]
     call = jax.shard_map(
         body, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=set(names), check_vma=params["check_vma"]
     )
-    (eqn,) = (eqn for eqn in jax.make_jaxpr(call)(*outside).eqns if eqn.primitive.name == "shard_map")
-    found: ClosedJaxpr = [eqn for eqn in eqn.params["jaxpr"].eqns if eqn.primitive.name == "jit"][-1].params["jaxpr"]
+    (eqn,) = (eqn for eqn in jax.make_jaxpr(call)(*outside).eqns if _jaxpr.name(eqn) == "shard_map")
+    found: ClosedJaxpr = [eqn for eqn in eqn.params["jaxpr"].eqns if _jaxpr.name(eqn) == "jit"][-1].params["jaxpr"]
     return found
 
 

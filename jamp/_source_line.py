@@ -36,10 +36,13 @@ def scope(eqn: JaxprEqn, caller: str = "") -> str:
     """
     parts = [part for part in str(eqn.source_info.name_stack).split("/") if "jit(" not in part]
     own = [part for part in (_WRAPPED.sub(r"\1", part, 1) for part in parts) if not _NO_SCOPE.search(part)]
-    # The backward pass of a checkpoint has the scopes twice.
-    half = len(own) // 2
-    own = own[:half] if own[:half] == own[half:] else own
-    return "/".join([caller] * bool(caller) + own)
+    # The backward pass of a checkpoint has the scopes of the checkpoint, or all scopes, twice.
+    twice = next((n for n in range(len(own) // 2, 0, -1) if own[:n] == own[n : 2 * n]), 0)
+    own = own[twice:] if twice == len(own) / 2 or is_transposed(eqn) else own
+    # A call in the backward pass of a checkpoint has the scopes around it, too.
+    outer = caller.split("/") if caller else []
+    own = own if own[: len(outer)] == outer else outer + own
+    return "/".join(own)
 
 
 def scope_path(eqn: JaxprEqn, around: str) -> str:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jamp._jaxpr import params
+
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -10,7 +12,7 @@ def equations(jaxpr):
     """Every equation of a jaxpr and of those inside it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+        for param in jax.tree.leaves(params(eqn), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(param, "eqns"):
                 yield from equations(param)
 

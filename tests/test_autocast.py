@@ -373,9 +373,9 @@ def test_what_is_computed_again_holds_no_product_no_callback_and_nothing_of_your
     softmax = jamp.autocast(lambda x, w: jnp.sum(jax.nn.softmax(x @ w) @ w))
     assert count(jax.grad(softmax), ["reduce_max"]) == 1  # the statistics of rows are kept
     total = lambda fun: jax.grad(lambda x, w: jnp.sum(fun(x, w)))
-    assert count(total(jamp.autocast(jax.checkpoint(layer))), ["remat2"]) == 1
-    assert count(total(jamp.autocast(layer)), ["remat2"]) > 0
-    assert count(total(jamp.autocast(layer, recompute=False)), ["remat2"]) == 0
+    assert count(total(jamp.autocast(jax.checkpoint(layer))), ["barrier"]) == 0  # its policy decides, not jamp
+    assert count(total(jamp.autocast(layer)), ["barrier"]) > 0
+    assert count(total(jamp.autocast(layer, recompute=False)), ["barrier"]) == 0
 
 
 def test_equal_layers_share_a_segment_but_not_if_their_constants_differ_in_a_sign():

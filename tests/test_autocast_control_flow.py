@@ -29,7 +29,7 @@ W, X, SQUARE = normal(4, 4, scale=0.5), normal(3, 4, seed=1), normal(4, 4)
 
 def found(name, fun, *args):
     """The equations of a primitive."""
-    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if e.primitive.name == name]
+    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if _jaxpr.name(e) == name]
 
 
 def step(w, x):
@@ -125,7 +125,7 @@ def test_remat_keeps_its_policy_and_recomputes():
         counts.append(ops[0][0])
     assert counts[1] > counts[2]
     (remat,) = found("remat2", jamp.autocast(fun), W, X)
-    assert remat.params["policy"] is not None
+    assert _jaxpr.params(remat)["policy"] is not None
 
 
 def test_a_jit_inside_stays_one_function_and_keeps_its_shardings():

@@ -1,4 +1,8 @@
-"""`optimization_barrier` except on TPUs. The platform of the lowered program decides, not the one that traces it."""
+"""`optimization_barrier`, for values of any types, and one that is none on TPUs.
+
+JAX's own gives all its results the mesh axes along which any of its operands varies. Here each value keeps its type.
+Where the platform matters, that of the lowered program decides, not the one that traces it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,20 +12,32 @@ from jax.interpreters import ad, batching, mlir
 
 from jamp import _jaxpr
 
-_unless_tpu = _jaxpr.core().Primitive("barrier_unless_tpu")
-_unless_tpu.multiple_results = True
+_lowered = mlir.lower_fun(lambda *xs: lax.optimization_barrier(list(xs)), multiple_results=True)
 
 
-def unless_tpu(values: Sequence[Any]) -> list[Any]:
-    """The values, behind a barrier except on TPUs."""
-    found: list[Any] = _unless_tpu.bind(*values)
+def _primitive(name: str) -> Any:
+    barrier = _jaxpr.core().Primitive(name)
+    barrier.multiple_results = True
+    barrier.def_impl(lambda *xs: list(xs))
+    barrier.def_abstract_eval(lambda *avals: list(avals))
+    ad.primitive_jvps[barrier] = lambda xs, tangents: (barrier.bind(*xs), list(tangents))
+    batching.primitive_batchers[barrier] = lambda xs, dims: (barrier.bind(*xs), list(dims))
+    mlir.register_lowering(barrier, _lowered)
+    return barrier
+
+
+_barrier = _primitive("barrier")
+_unless_tpu = _primitive("barrier_unless_tpu")
+mlir.register_lowering(_unless_tpu, lambda ctx, *xs: list(xs), platform="tpu")
+
+
+def behind_barrier(values: Sequence[Any]) -> list[Any]:
+    """The values, behind one barrier."""
+    found: list[Any] = _barrier.bind(*values)
     return found
 
 
-_barrier = mlir.lower_fun(lambda *xs: lax.optimization_barrier(list(xs)), multiple_results=True)
-_unless_tpu.def_impl(lambda *xs: list(xs))
-_unless_tpu.def_abstract_eval(lambda *avals: list(avals))
-ad.primitive_jvps[_unless_tpu] = lambda xs, tangents: (_unless_tpu.bind(*xs), list(tangents))
-batching.primitive_batchers[_unless_tpu] = lambda xs, dims: (_unless_tpu.bind(*xs), list(dims))
-mlir.register_lowering(_unless_tpu, _barrier)
-mlir.register_lowering(_unless_tpu, lambda ctx, *xs: list(xs), platform="tpu")
+def unless_tpu(values: Sequence[Any]) -> list[Any]:
+    """The values, behind one barrier except on TPUs."""
+    found: list[Any] = _unless_tpu.bind(*values)
+    return found

@@ -125,7 +125,7 @@ class Cast:
         return self._closed[wanted]
 
     def _decide(self, eqn: JaxprEqn) -> Decision:
-        name, rules = eqn.primitive.name, self.caster.rules
+        name, rules = _jaxpr.name(eqn), self.caster.rules
         if in_scope(eqn, context.FULL_PRECISION):
             return Decision(eqn, context.REGION, name, self._add(eqn, low=False))
         if name in _jaxpr.CONSTRUCTS and name not in rules:
@@ -153,9 +153,9 @@ class Cast:
     def _add(self, eqn: JaxprEqn, low: bool) -> JaxprEqn:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
         reads = [self._read(v, low and is_float32(v.aval), eqn) for v in eqn.invars]
-        if len(eqn.invars) == 1 and eqn.primitive.name in MOVES | COPIES:  # still filled with the same number
+        if len(eqn.invars) == 1 and _jaxpr.name(eqn) in MOVES | COPIES:  # still filled with the same number
             self._constants.update((v, self._constant(eqn.invars[0])) for v in eqn.outvars)
-        if eqn.primitive.name in MOVING and all(map(self._is_weight, eqn.invars)):
+        if _jaxpr.name(eqn) in MOVING and all(map(self._is_weight, eqn.invars)):
             self._weights.update(eqn.outvars)
         writes = [self._define(v, low and is_float32(v.aval)) for v in eqn.outvars]
         run = _evaluate.replace_dtype(eqn, _FLOAT32, self.caster.compute_dtype) if low else eqn
@@ -179,7 +179,7 @@ class Cast:
         return self._eqns[-1]
 
     def _enter(self, eqn: JaxprEqn) -> Decision:
-        inner, name = _jaxpr.bodies(eqn), eqn.primitive.name
+        inner, name = _jaxpr.bodies(eqn), _jaxpr.name(eqn)
         # Inside shard_map, JAX does not tell a custom rule which of its operands are differentiated.
         if inner is None or (self._place.manual and _jaxpr.asks_for_zeros(eqn)):
             return Decision(eqn, context.NOT_ENTERED, name, self._add(eqn, low=False))

@@ -78,7 +78,7 @@ def enter(
     inside: JaxprEqn | None,
 ) -> list[JaxprEqn]:
     """The equations of a construct with rewritten bodies. `low` results are 16 bit. It may be `inside` a shard_map."""
-    name = eqn.primitive.name
+    name = _jaxpr.name(eqn)
     if name in _RETRACED:
         call = _Call(eqn, bodies[0].closed(), known, rewrite)
         closed = trace(inside, lambda *args: _RETRACED[name](call, args), _jaxpr.avals(reads))

@@ -50,7 +50,7 @@ def consumed(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
     found: set[Any] = {v for v, x in zip(jaxpr.outvars, returned, strict=True) if not x and not _jaxpr.is_literal(v)}
     for eqn in reversed(jaxpr.eqns):
         reads = list[Any](eqn.invars)
-        if eqn.primitive.name in _PASSED_ON and not any(v in found for v in eqn.outvars):
+        if _jaxpr.name(eqn) in _PASSED_ON and not any(v in found for v in eqn.outvars):
             continue
         if body := _jaxpr.inlinable(eqn):
             inner = consumed(body.jaxpr, [v not in found for v in eqn.outvars])

@@ -126,7 +126,7 @@ def _kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool])
             found: dict[Var, float] = {}
             for v in reads:
                 # An operation that only moves data, such as a slice, may read only a part.
-                share = min(1.0, _size(out) / (_size(v) or 1.0)) if eqn.primitive.name in MOVING else 1.0
+                share = min(1.0, _size(out) / (_size(v) or 1.0)) if _jaxpr.name(eqn) in MOVING else 1.0
                 for source, size in sources[v].items():
                     found[source] = max(found.get(source, 0.0), size * share)
             read = sum(found.values())
@@ -189,4 +189,4 @@ def is_recomputed(eqn: JaxprEqn) -> bool:
     """Whether an equation may be computed again."""
     if body := _evaluate.body_of_call(eqn):
         return all(map(is_recomputed, body.jaxpr.eqns))
-    return eqn.primitive.name in CHEAP
+    return _jaxpr.name(eqn) in CHEAP

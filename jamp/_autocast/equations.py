@@ -64,7 +64,7 @@ def _flat(
                 yield from _flat(inner, known, times * _jaxpr.iterations(eqn), line, place, inside)
         else:
             yield Found(decision, times, line, place, [found for found in reads if found], path)
-            if eqn.primitive.name in REARRANGES and reads[0]:
+            if _jaxpr.name(eqn) in REARRANGES and reads[0]:
                 parameters.update(dict.fromkeys(eqn.outvars, reads[0]))
 
 
@@ -83,7 +83,7 @@ def flops(eqn: JaxprEqn) -> float:
     """
     known = lambda sizes: math.prod(n for n in sizes if isinstance(n, int))
     sizes = [known(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
-    name = eqn.primitive.name
+    name = _jaxpr.name(eqn)
     if name in PRODUCTS:
         return 2.0 * sizes[-1] * known([_jaxpr.summed_terms(eqn)])
     if name in CUBIC:
@@ -95,7 +95,7 @@ def flops(eqn: JaxprEqn) -> float:
 
 def cause(eqn: JaxprEqn) -> str:
     """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
-    name = eqn.primitive.name
+    name = _jaxpr.name(eqn)
     if name not in _jaxpr.CONSTRUCTS:
         if name in _jaxpr.primitive_names() and not _jaxpr.has_body(eqn):
             return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
@@ -123,7 +123,7 @@ def warnings_of(body: Cast, quantized: "Quantized | None") -> list[str]:
         eqn, share = x.decision.eqn, x.times * flops(x.decision.eqn) / total
         if _is_left_out(x.decision) and share >= 0.01:
             where = x.source or x.scope or "an unknown line"
-            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {eqn.primitive.name} at {where} runs"
+            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {_jaxpr.name(eqn)} at {where} runs"
             messages.append(f"{message} as it was traced, because {cause(eqn)}.")
     return messages
 
@@ -146,7 +146,7 @@ def _unchanged(products: list[Found], quantized: "Quantized | None") -> list[str
 
 
 def _is_product(decision: Decision) -> bool:
-    return decision.eqn.primitive.name in PRODUCTS
+    return _jaxpr.name(decision.eqn) in PRODUCTS
 
 
 def _all_decisions(body: Cast) -> Iterator[Decision]:
@@ -161,4 +161,4 @@ def _is_left_out(decision: Decision) -> bool:
     if decision.category not in (NOT_ENTERED, NO_RULE) or not any(map(is_float32, _jaxpr.avals(decision.eqn.invars))):
         return False
     inner = [e for jaxpr, _ in _jaxpr.inner(decision.eqn) for e in all_equations(jaxpr)]
-    return any(e.primitive.name in PRODUCTS and any(map(is_float32, _jaxpr.avals(e.invars))) for e in inner)
+    return any(_jaxpr.name(e) in PRODUCTS and any(map(is_float32, _jaxpr.avals(e.invars))) for e in inner)

@@ -60,7 +60,7 @@ def cotangent(eqn: JaxprEqn, i: int, aval: Any, types: Sequence[Any], values: Se
     env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, values, strict=True))
     for e in closed.jaxpr.eqns:
         args = [_jaxpr.read(env, v) for v in e.invars]
-        is_product = e.primitive.name in PRODUCTS
+        is_product = _jaxpr.name(e) in PRODUCTS
         found = [run(e, args)] if is_product else _moved(e, args)
         env.update(zip(e.outvars, found, strict=True))
     return env[closed.jaxpr.outvars[0]]
@@ -137,7 +137,7 @@ def _batch(
     for e in closed.jaxpr.eqns:
         args = [_jaxpr.read(env, v) for v in e.invars]
         of_tangent = [j for j, v in enumerate(e.invars) if not _jaxpr.is_literal(v) and v in tangents]
-        if e.primitive.name in PRODUCTS:
+        if _jaxpr.name(e) in PRODUCTS:
             (j,) = of_tangent
             args = [*args[:j], *args[j + 1 :], args[j]]
             found = [_tangent.bind(*args, product=e, i=j, dtype=dtype, aval=e.outvars[0].aval)]

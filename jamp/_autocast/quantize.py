@@ -73,7 +73,7 @@ def quantize(body: Cast, config: Format) -> Quantized:
 
 def is_candidate(decision: Decision) -> bool:
     """Whether an equation is a product with 16-bit operands, by a rule or as traced, that may become 8 bit."""
-    if decision.eqn.primitive.name not in PRODUCTS or decision.category != COMPUTE:
+    if _jaxpr.name(decision.eqn) not in PRODUCTS or decision.category != COMPUTE:
         return False
     if decision.is_low:
         return is_float32(decision.eqn.outvars[0].aval)
@@ -113,7 +113,7 @@ class _Pass:
         found = Quantized(closed, self._config, {}, {})
         eqns: list[JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "convert_element_type" and not _jaxpr.is_literal(eqn.invars[0]):
+            if _jaxpr.name(eqn) == "convert_element_type" and not _jaxpr.is_literal(eqn.invars[0]):
                 sources[eqn.outvars[0]] = eqn.invars[0]
             decision = decisions.get(id(eqn))
             product = None
@@ -122,11 +122,11 @@ class _Pass:
                 found.why[id(eqn)] = self._why_not(decision, product, is_attention, eqn.outvars[0] in feeding)
             if decision and product and not found.why[id(eqn)]:
                 eqns.extend(self._multiply(decision, product, eqn, sources, values, inside))
-            elif decision and decision.bodies and eqn.primitive.name not in KEEPS_RESULTS:
+            elif decision and decision.bodies and _jaxpr.name(eqn) not in KEEPS_RESULTS:
                 inner = _jaxpr.bodies(eqn) or ()
                 later = _read_on(eqn, inner, [v in feeding for v in eqn.outvars])
                 known = [is_made(v) for v in eqn.invars]
-                around = eqn if eqn.primitive.name == "shard_map" else inside
+                around = eqn if _jaxpr.name(eqn) == "shard_map" else inside
                 found.bodies[id(eqn)] = [
                     self.run(body, own, tuple(known[i] for i in operands), later[-len(body.out_avals) :], around)
                     for body, own, operands in zip(inner, decision.bodies, _jaxpr.body_operands(eqn), strict=True)
@@ -147,7 +147,7 @@ class _Pass:
         if product is None:
             why = "its windows overlap or leave gaps, or it has padding, dilation or groups"
             return f"no compiler has {self._config.name} gradients of such a convolution: {why}"
-        name = key if key in self._parts else decision.eqn.primitive.name
+        name = key if key in self._parts else _jaxpr.name(decision.eqn)
         force = f"rules={{{name!r}: 'compute'}} makes it {self._config.name}"
         eqn, sizes = decision.eqn, _jaxpr.product_sizes(product.eqn)
         if self._rules[key].reason == YOURS:
@@ -227,7 +227,7 @@ def _feeding(jaxpr: Jaxpr, read_on: Sequence[bool]) -> set[Any]:
     found = {v for v, x in zip(jaxpr.outvars, read_on, strict=True) if x and not _jaxpr.is_literal(v)}
     for eqn in reversed(jaxpr.eqns):
         # A dot product of all elements, such as a squared loss, is not a layer.
-        is_layer = eqn.primitive.name != "dot_general" or _jaxpr.product_sizes(eqn)[:2] != [1, 1]
+        is_layer = _jaxpr.name(eqn) != "dot_general" or _jaxpr.product_sizes(eqn)[:2] != [1, 1]
         if any(v in found for v in eqn.outvars) or (holds_product(eqn) and is_layer):
             found.update(v for v in eqn.invars if not _jaxpr.is_literal(v))
     return found

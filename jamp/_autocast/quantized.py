@@ -64,7 +64,7 @@ def packed(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
 
 def summed(eqn: JaxprEqn, config: Format) -> tuple[Axes, Axes]:
     """The axes of each operand that share a scale: those that the product sums, or None for all of them."""
-    is_by_row = config.granularity == "row" and eqn.primitive.name == "dot_general"  # A group of rows is no axis.
+    is_by_row = config.granularity == "row" and _jaxpr.name(eqn) == "dot_general"  # A group of rows is no axis.
     return _jaxpr.contracted(eqn) if is_by_row else (None, None)
 
 

@@ -2,7 +2,7 @@
 
 `recompute` takes a jaxpr and returns one that computes the same. A *segment* is straight-line code between constructs
 such as loops. Its derivative is split in two (`_autocast/derivative.py`): the forward pass computes the results and the
-values to keep, and the backward pass recomputes the others in a `jax.checkpoint`. No product, random number or
+values to keep, and the backward pass recomputes the others (`_autocast/recomputed.py`). No product, random number or
 collective is computed twice.
 """
 
@@ -20,6 +20,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast import barrier
 from jamp._autocast.context import SEGMENT
 from jamp._autocast.derivative import derivative, is_live, is_recomputed, nbytes, split_derivative
+from jamp._autocast.recomputed import recomputed
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
@@ -89,12 +90,12 @@ class _Pass:
     def _construct(self, eqn: JaxprEqn, live: Sequence[bool], around: "_Around") -> JaxprEqn:
         """An equation that is in no segment, with segments in its bodies if they are part of the same function."""
         bodies = _jaxpr.bodies(eqn)
-        if eqn.primitive.name not in ("jit", "scan", "cond", "shard_map", "scaled_call") or bodies is None:
+        if _jaxpr.name(eqn) not in ("jit", "scan", "cond", "shard_map", "scaled_call") or bodies is None:
             return eqn
         carry = _jaxpr.carry(eqn)
         live = [x or i in carry for i, x in enumerate(live)]
         around = _Around(
-            around.loop or eqn.primitive.name == "scan", eqn if eqn.primitive.name == "shard_map" else around.inside
+            around.loop or _jaxpr.name(eqn) == "scan", eqn if _jaxpr.name(eqn) == "shard_map" else around.inside
         )
         new = [
             self.run(body, [live[i] for i in operands], around)
@@ -145,14 +146,14 @@ def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> l
 
 def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether more than half of the products are convolutions."""
-    found = [eqn.primitive.name == "conv_general_dilated" for eqn in _flat(eqns) if eqn.primitive.name in PRODUCTS]
+    found = [_jaxpr.name(eqn) == "conv_general_dilated" for eqn in _flat(eqns) if _jaxpr.name(eqn) in PRODUCTS]
     return sum(found) > len(found) / 2
 
 
 def _flat(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
     for eqn in eqns:
         yield eqn
-        for jaxpr, _ in () if eqn.primitive.name in CHEAP else _jaxpr.inner(eqn):
+        for jaxpr, _ in () if _jaxpr.name(eqn) in CHEAP else _jaxpr.inner(eqn):
             yield from _flat(jaxpr.eqns)
 
 
@@ -162,19 +163,19 @@ def _in(some: set[Var], atom: Any) -> bool:
 
 def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
-    if eqn.effects or eqn.primitive.name == "name":
+    if eqn.effects or _jaxpr.name(eqn) == "name":
         return False
-    if eqn.primitive.name in ("jit", "custom_jvp_call"):
+    if _jaxpr.name(eqn) in ("jit", "custom_jvp_call"):
         body = _evaluate.body_of_call(eqn)
         return body is not None and all(map(_is_plain, body.jaxpr.eqns))
-    return eqn.primitive.name in CHEAP | EXPENSIVE or not _jaxpr.has_body(eqn)
+    return _jaxpr.name(eqn) in CHEAP | EXPENSIVE or not _jaxpr.has_body(eqn)
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
     """Whether an equation computes a large float32 array. A symbolic size is large."""
     sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
     is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
-    return is_large and eqn.primitive.name not in MOVING and is_recomputed(eqn)
+    return is_large and _jaxpr.name(eqn) not in MOVING and is_recomputed(eqn)
 
 
 def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Callable[..., list[Array]]:
@@ -200,7 +201,7 @@ def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Ca
             # For convolutions XLA:TPU needs half as much memory again with one (docs/design.md has the figures).
             args = barrier.unless_tpu(args) if convolves and not in_loop else args
             needs_barrier = not in_loop and not convolves
-            derivatives = iter(_evaluate.checkpoint(parts.backward, [*args, *moved], prevent_cse=needs_barrier))
+            derivatives = iter(recomputed(parts.backward, args, moved, barrier=needs_barrier))
         return results, [next(derivatives) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in results]
 
     segment.defjvp(rule, symbolic_zeros=True)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jamp import _jaxpr
 from jamp._arguments import paths
 from jamp._autocast.cast import Cast, Caster
 from jamp._autocast.context import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Input, Place
@@ -194,10 +195,10 @@ def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) 
     decision, category = found.decision, found.decision.category
     eqn, run = decision.eqn, decision.run
     before = _dtypes(eqn.invars), _dtypes(eqn.outvars)
-    if "float" not in before[0] or eqn.primitive.name == "convert_element_type":
+    if "float" not in before[0] or _jaxpr.name(eqn) == "convert_element_type":
         return None
     after = _dtypes(run.invars), _dtypes(run.outvars)
-    is_product = eqn.primitive.name in PRODUCTS
+    is_product = _jaxpr.name(eqn) in PRODUCTS
     if decision.is_low and is_product:  # A weight is cast inside.
         after = after[0].replace("float32", str(body.caster.compute_dtype)), after[1]
     why = quantized.why_not(decision, found.path) if quantized else None

@@ -76,12 +76,12 @@ class Target:
 
     def widens_gradients(self, eqn: JaxprEqn) -> bool:
         """Whether the gradients of the weights of a product are float32."""
-        rule = self.rules.get(f"{eqn.primitive.name}[{GRADIENT}]")
+        rule = self.rules.get(f"{_jaxpr.name(eqn)}[{GRADIENT}]")
         return rule is not None and rule.category == ACCUMULATE
 
     def rule_key(self, eqn: JaxprEqn, scope: str, is_gradient: bool) -> str:
         """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets."""
-        name, case = eqn.primitive.name, GRADIENT if is_gradient else None
+        name, case = _jaxpr.name(eqn), GRADIENT if is_gradient else None
         for key in self.parts:
             if key.startswith(f"{name}[") and f"/{key[len(name) + 1 : -1]}/" in scope_path(eqn, scope):
                 return key

@@ -125,10 +125,11 @@ class Passes(NamedTuple):
     def closed(self, recompute: bool) -> ClosedJaxpr:
         """The jaxpr to evaluate."""
         from jamp._autocast import recompute as last  # Imported late, because it imports Pallas: see `_jaxpr.core`.
+        from jamp._autocast.lower import lower
 
         closed = self.quantized.closed if self.quantized else self.cast.closed()
         changed = self.cast.changed or (self.quantized is not None and self.quantized.is_used)
-        return last.recompute(closed) if recompute and changed else closed
+        return lower(last.recompute(closed) if recompute else closed) if changed else closed
 
 
 def passes(

@@ -24,7 +24,7 @@ def wide_dot(eqn: JaxprEqn) -> JaxprEqn:
     """The same product, if it is one from bfloat16 to float32, as XLA:CPU can compute it."""
     (*_, result) = _jaxpr.avals(eqn.outvars)
     types = [aval.dtype for aval in _jaxpr.avals(eqn.invars)]
-    is_wide = eqn.primitive.name == "dot_general" and result.dtype == jnp.float32 and jnp.bfloat16 in types
+    is_wide = _jaxpr.name(eqn) == "dot_general" and result.dtype == jnp.float32 and jnp.bfloat16 in types
     return eqn.replace(primitive=_wide_dot) if is_wide else eqn
 
 

@@ -90,8 +90,13 @@ def inlined(closed: ClosedJaxpr, levels: Sequence[Level]) -> ClosedJaxpr:
             found = [all(flags) and not eqn.effects] * len(eqn.outvars)
             if body := _evaluate.body_of_call(eqn):
                 results, found = run(body, operands, flags)
-            elif any(flags) and not any(found) and eqn.primitive.name in _CONSTRUCTS and _jaxpr.bodies(eqn):
-                results = _CONSTRUCTS[eqn.primitive.name](eqn, operands, flags)
+            elif _jaxpr.name(eqn) == "optimization_barrier":  # of a checkpoint: known operands go around it
+                others = iter(
+                    lax.optimization_barrier([x for x, flag in zip(operands, flags, strict=True) if not flag])
+                )
+                results, found = [x if flag else next(others) for x, flag in zip(operands, flags, strict=True)], flags
+            elif any(flags) and not any(found) and _jaxpr.name(eqn) in _CONSTRUCTS and _jaxpr.bodies(eqn):
+                results = _CONSTRUCTS[_jaxpr.name(eqn)](eqn, operands, flags)
             else:
                 _evaluate.evaluate([eqn], env, lambda v: True)
                 results = [env[v] for v in eqn.outvars]

@@ -16,7 +16,7 @@ from jamp.debug._finding import number, to_host
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
     """One line on the first inf or NaN in the outputs of an equation."""
-    name = eqn.primitive.name
+    name = _jaxpr.name(eqn)
     output = next(x for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
     values = to_host(output)
     clean = all(np.isfinite(to_host(x)).all() for x in inputs if is_inexact(x))
@@ -51,7 +51,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
     """The domain error of an elementwise operation at these operands, in any dtype, or None."""
-    name = eqn.primitive.name
+    name = _jaxpr.name(eqn)
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":
         y = _jaxpr.exponent(eqn)
@@ -106,7 +106,7 @@ def _overflow(
             value = float(to_host(result)[index])
     except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
         return None  # The operation does not exist in the wider dtype.
-    exponential = _kind(eqn.primitive.name)
+    exponential = _kind(_jaxpr.name(eqn))
     if np.isinf(value):
         return f"{exponential}overflow in {dtype}, and in {wide_dtype}"
     if not np.isfinite(value):

@@ -87,7 +87,7 @@ class Observer(Walker[Value]):
         results = _evaluate.bind(eqn, [x.array for x in values], _jaxpr.avals(eqn.outvars))
         made_by = frozenset[int]().union(*(x.made_by for x in values))
         first = next((x for x in results if is_floating(x)), None)
-        name = eqn.primitive.name
+        name = _jaxpr.name(eqn)
         if first is not None and (name not in MOVING or _narrows(eqn)):
             flat, rows, square, bad = _numbers(first)
             numbers = Numbers(flat, rows, square, _terms(eqn, [x.array for x in values], square), bad, first.size)
@@ -121,7 +121,7 @@ def observe(closed: Any, args: Sequence[Any]) -> tuple[list[Operation], list[Val
 def _narrows(eqn: JaxprEqn) -> bool:
     """Whether an operation is a cast that rounds."""
     (before, *_), (after, *_) = _jaxpr.avals(eqn.invars) or [None], _jaxpr.avals(eqn.outvars)
-    is_cast = eqn.primitive.name == "convert_element_type" and is_floating(before) and is_floating(after)
+    is_cast = _jaxpr.name(eqn) == "convert_element_type" and is_floating(before) and is_floating(after)
     return is_cast and after.dtype.itemsize < before.dtype.itemsize
 
 
@@ -138,7 +138,7 @@ def _numbers(x: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _terms(eqn: JaxprEqn, operands: Sequence[Any], square: Array) -> Any:
-    name = eqn.primitive.name
+    name = _jaxpr.name(eqn)
     if name == "reduce_sum":
         return _square(operands[0])
     if name in ("add", "sub", "add_any"):

@@ -89,7 +89,7 @@ class OriginWalker(Walker[Value]):
         is_new = origin is None or (not isinstance(origin, Finding) and max(x.bits for x in values) < NAN == max(bits))
         if any(bits) and is_new:
             origin = Finding(
-                eqn.primitive.name,
+                _jaxpr.name(eqn),
                 explain(eqn, arrays, results),
                 here.line,
                 tuple(filter(None, self.path)),
@@ -101,7 +101,7 @@ class OriginWalker(Walker[Value]):
                 parameter=pattern(x.parameter for x in values if x.parameter),
             )
             self.found.append(origin)
-        parameter = values[0].parameter if eqn.primitive.name in REARRANGES else ""
+        parameter = values[0].parameter if _jaxpr.name(eqn) in REARRANGES else ""
         return [Value(x, b, origin if b else None, parameter) for x, b in zip(results, bits, strict=True)]
 
     def constant(self, array: Any) -> Value:

@@ -159,7 +159,7 @@ class Program:
                 try:
                     pulled = compiled.run_backward(data, xs, [now[i] for i in active])
                 except NotImplementedError:  # JAX has no derivative for some derivatives.
-                    self.opaque.update(user_line(step.eqn) or step.eqn.primitive.name for step in segment.steps)
+                    self.opaque.update(user_line(step.eqn) or _jaxpr.name(step.eqn) for step in segment.steps)
                     continue
                 for i, (damages, values) in zip(active, pulled, strict=True):
                     _add(given[i], segment.moving, values)

@@ -132,7 +132,7 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
         xs = [_read(env, v) for v in step.reads]
         if step.bodies:
             mine = {i: data[i] for i in step.places if i in data}
-            results = _LOOPS[step.eqn.primitive.name](step, mine, xs)
+            results = _LOOPS[_jaxpr.name(step.eqn)](step, mine, xs)
         else:
             results = _operate(step, None if step.place is None else data.get(step.place), xs)
         env.update(zip(step.eqn.outvars, results, strict=True))
@@ -140,7 +140,7 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
 
 def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     eqn, before, after = step.eqn, _jaxpr.avals(step.eqn.invars), _jaxpr.avals(step.eqn.outvars)
-    if eqn.primitive.name in _AS_TRACED or _jaxpr.has_body(eqn):
+    if _jaxpr.name(eqn) in _AS_TRACED or _jaxpr.has_body(eqn):
         given = [x.astype(aval.dtype) if _widens(aval) else x for x, aval in zip(xs, before, strict=True)]
         return list(map(widen, _evaluate.bind(eqn, given, after)))
     types = [aval.update(dtype=wide()) if _widens(aval) else aval for aval in after]
@@ -155,7 +155,7 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
         others = compute(list(map(lax.stop_gradient, low))) if any(step.rounds) else results
         return [_tap(y, data, z, aval.dtype) for y, z, aval in zip(results, others, after, strict=True)]
     results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, low, strict=True)])
-    on = data.operands if eqn.primitive.name == CAST else data.result
+    on = data.operands if _jaxpr.name(eqn) == CAST else data.result
     return [jnp.where(on, rounded(y, aval.dtype), y) for y, aval in zip(results, after, strict=True)]
 
 

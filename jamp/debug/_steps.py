@@ -52,7 +52,7 @@ class Step:
     @functools.cached_property
     def tapped(self) -> frozenset[int]:
         """All places in it but those in a while loop, which has no derivative in reverse mode."""
-        if self.eqn.primitive.name == "while":
+        if _jaxpr.name(self.eqn) == "while":
             return frozenset()
         inner = (step.tapped for body in self.bodies for step in body.steps)
         return frozenset().union(*inner, () if self.place is None else (self.place,))
@@ -100,7 +100,7 @@ class Builder:
             reads = [_rename(names, v) for v in eqn.invars]
             source, layer = user_line(eqn) or around.source, scope(eqn, around.scope)
             here = Place(source, layer, around.backward or is_transposed(eqn), around.steps)
-            bodies, name = _entered(eqn), eqn.primitive.name
+            bodies, name = _entered(eqn), _jaxpr.name(eqn)
             paths = ["" if _jaxpr.is_literal(v) else known.get(v, "") for v in reads]
             if bodies and name in _INLINED:
                 inside = _evaluate.arguments(bodies[0], reads)
@@ -128,7 +128,7 @@ class Builder:
         i = self._index.setdefault(key, len(self.places))
         if i == len(self.places):
             self.places.append(here)
-        place, name = self.places[i], eqn.primitive.name
+        place, name = self.places[i], _jaxpr.name(eqn)
         place.operations[name] = place.operations.get(name, 0.0) + times * flops(eqn)
         place.dtypes.update(str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrow(aval))
         place.parameters.update(dict.fromkeys(filter(None, paths)))
@@ -141,7 +141,7 @@ def _rename(names: Mapping[Any, Any], atom: Any) -> Any:
 
 def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     """The bodies of a call or loop. A custom rule without products is one operation, so that the rule is used."""
-    name = eqn.primitive.name
+    name = _jaxpr.name(eqn)
     if name.startswith("custom_") and not holds_product(eqn):
         return None
     return _jaxpr.bodies(eqn) if name in (*_INLINED, *LOOPS) else None
@@ -149,7 +149,7 @@ def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
 
 def _rounds(eqn: JaxprEqn) -> bool:
     """Whether an operation rounds its result or reads rounded operands."""
-    name, before, after = eqn.primitive.name, _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+    name, before, after = _jaxpr.name(eqn), _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
     if name == CAST:
         size = before[0].dtype.itemsize if jnp.issubdtype(before[0].dtype, jnp.floating) else 0
         return is_narrow(after[0]) and size > after[0].dtype.itemsize
@@ -161,7 +161,7 @@ def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
     kept = {v for v in outputs if not _jaxpr.is_literal(v)}  # what anything but a product reads
     found = []
     for step in reversed(steps):
-        name, outs = step.eqn.primitive.name, step.eqn.outvars
+        name, outs = _jaxpr.name(step.eqn), step.eqn.outvars
         if name == CAST and kept.isdisjoint(outs):
             step = dataclasses.replace(step, place=None)
         is_move = name in MOVING and name != CAST and kept.isdisjoint(outs)

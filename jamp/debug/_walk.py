@@ -68,12 +68,12 @@ class Walker(abc.ABC, Generic[V]):
             values = [read(v) for v in eqn.invars]
             backward = caller.backward or is_transposed(eqn)
             here = Place(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
-            bodies = _jaxpr.bodies(eqn) if eqn.primitive.name in _ENTER else None
+            bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _ENTER else None
             if bodies is None:
                 results = self.operation(eqn, values, here)
             else:
                 inside = functools.partial(self._inside, here, id(eqn))
-                results = _ENTER[eqn.primitive.name](self, eqn, bodies, values, inside)
+                results = _ENTER[_jaxpr.name(eqn)](self, eqn, bodies, values, inside)
             env.update(zip(eqn.outvars, results, strict=True))
             for v in {v for v in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(v)}:
                 if last_use.get(v, -1) <= index:
@@ -104,7 +104,7 @@ Bodies = Sequence["ClosedJaxpr"]
 def _call(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
     kind = {"remat2": "remat", "custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}
     name = _jaxpr.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
-    step = f"{kind.get(eqn.primitive.name, eqn.primitive.name)}({name})"
+    step = f"{kind.get(_jaxpr.name(eqn), _jaxpr.name(eqn))}({name})"
     return inside("" if in_scope(eqn, SEGMENT) else step, bodies[0], values)
 
 
