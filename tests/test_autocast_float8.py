@@ -55,11 +55,46 @@ def test_scales_are_finite_unless_an_operand_is_not_and_then_the_product_is_nan(
         assert np.isfinite(scale)
         assert np.isfinite(np.float32(values)).all()
         assert abs(float(values[0].astype(jnp.float32) * scale) - x) <= max(x / 16, 1e-30)
-    tx, fun = jamp.loss_scaled(optax.sgd(0.1)), lambda w: jnp.sum((X @ jax.nn.relu(X @ w) @ w) ** 2)
-    for bad in (jnp.inf, jnp.nan):
-        for config in (F8, ROW):
-            grads = jax.jit(jax.grad(jamp.autocast(fun, config)))(W.at[3, 4].set(bad))
-            assert not jamp.get_grads_finite(tx.update(grads, tx.init(W), W)[1])
+
+
+BAD = [jnp.inf, -jnp.inf, jnp.nan, -jnp.nan]
+FORMATS = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "tensor": F8, "row": ROW, "int8": jamp.Int8(min_size=8)}
+
+
+@pytest.mark.parametrize("dtype", [E4, jnp.float8_e5m2, jnp.int8])
+def test_inf_and_nan_are_seen_wherever_they_are_in_an_array_of_any_shape(dtype):
+    """XLA:CPU's maximum of floats loses NaN in some shapes, 128 by 128 for one."""
+    for n in (1, 7, 8, 16, 33, 64, 100, 127, 128, 129):
+        for shape in ((n, 128), (128, n), (2, n, 64)):
+            for axis in (None, (0,), (len(shape) - 1,)):
+                x = np.random.default_rng(n).normal(size=shape).astype(np.float32)
+                product = jax.jit(lambda x, axis=axis: jnp.multiply(*map(jnp.float32, quantize(x, dtype, axis))))
+                for i, bad in zip((0, x.size // 2, x.size - 1, x.size // 3), BAD, strict=True):
+                    there = x.copy()
+                    there.flat[i] = bad
+                    assert not np.isfinite(product(there)).flat[i]
+                assert np.isfinite(product(x)).all()
+
+
+@pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("n", [32, 128])
+def test_a_bad_value_forward_or_backward_ends_in_a_skipped_step(config, n):
+    tx, w, x, g = jamp.loss_scaled(optax.sgd(0.1)), *(normal(n, n, seed=i, scale=n**-0.5) for i in range(3))
+    product = jamp.autocast(lambda w, x: (x @ w) @ w, config)
+
+    @jax.jit
+    def step(w, x, g):
+        """One step with the cotangent `g`, and whether it was applied."""
+        new = tx.update(jax.vjp(product, w, x)[1](g)[0], tx.init(w), w)
+        return *new, jamp.get_grads_finite(new[1])
+
+    assert step(w, x, g)[2]
+    for bad, place in zip(BAD, ((0, 0), (n // 2, 3), (n - 1, n - 1), (1, 0)), strict=True):
+        for args in ((w.at[place].set(bad), x, g), (w, x.at[place].set(bad), g), (w, x, g.at[place].set(bad))):
+            updates, state, is_applied = step(*args)
+            assert not is_applied
+            np.testing.assert_array_equal(np.asarray(updates).view(np.uint32), 0x80000000)  # -0.0
+            assert state.inner_state == tx.init(w).inner_state
 
 
 @pytest.mark.parametrize("config", [F8, ROW], ids=["tensor", "row"])

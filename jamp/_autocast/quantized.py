@@ -31,12 +31,15 @@ def quantize(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
     # In two steps: one kernel of a GPU reduces the rows, and a second one computes the scale of each on the way to the
     # largest (`_power_of_two` is monotonic). After a reduction to one number, the scale would take a third kernel.
     rows = values.ndim - 1 if axes is None and values.ndim > 1 else axes
-    amax = jnp.max(jnp.abs(values), rows, keepdims=axes is not None, initial=0).astype(jnp.float32)
+    largest = functools.partial(jnp.max, axis=rows, keepdims=axes is not None, initial=0)
     if dtype == jnp.int8:
-        # An int has no inf or NaN, and 0 * inf is NaN.
+        # An int has no inf or NaN, and 0 * inf is NaN. The bits of numbers that are not negative have their order, and
+        # those of NaN are the largest: the maximum of floats loses NaN in some shapes on XLA:CPU.
+        bits = lax.bitcast_convert_type(jnp.abs(values.astype(jnp.float32)), jnp.int32)
+        amax = lax.bitcast_convert_type(largest(bits), jnp.float32)
         scales = jnp.where(jnp.isfinite(amax), amax * np.float32(1 / 127), jnp.inf)
-    else:
-        scales = _power_of_two(amax, dtype)
+    else:  # NaN has a code of its own
+        scales = _power_of_two(largest(jnp.abs(values)).astype(jnp.float32), dtype)
     scale = jnp.maximum(scales, np.float32(2.0**-120 if dtype == jnp.int8 else 2.0**-100))  # not 0: its inverse is inf
     if axes is None and scale.size != 0:
         scale = lax.reduce_max(scale, tuple(range(scale.ndim)))  # without an initial value, which takes a kernel more
