@@ -20,8 +20,8 @@ class Call:
     """One call of a function: flatten its arguments and rebuild its results.
 
     Arrays are traced. Python numbers, flags and all other leaves stay what they are, so that a function can branch on
-    them. A *box* is a mutable pytree of arrays with `get_value` and `set_value`, such as a Flax NNX `Variable`. However
-    often it is passed, the function sees one object, and `finish` writes its new value back.
+    them. A *box* is a Flax NNX `Variable`, a mutable pytree of arrays. However often it is passed, the function sees
+    one object, and `finish` writes its new value back.
 
     Attributes:
       leaves: The arrays.
@@ -149,7 +149,12 @@ def _replace(tree: Any, path: tuple[Any, ...], x: Any) -> None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is traced. NumPy's integer and bool scalars (an axis, a flag) are not, like Python's."""
+    """Whether a leaf is traced. NumPy's integer and bool scalars (an axis, a flag) are not, like Python's.
+
+    Nor are arrays of strings and objects, which JAX cannot trace.
+    """
+    if isinstance(x, np.ndarray) and (x.dtype.kind in "OSUMm" or x.dtype.names):
+        return False
     return isinstance(x, (jax.Array, np.ndarray, np.inexact))
 
 
@@ -179,7 +184,9 @@ def paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _is_box(x: Any) -> bool:
-    return hasattr(type(x), "get_value") and hasattr(type(x), "set_value")
+    """Whether a leaf is a Flax NNX `Variable`. Other classes may have its methods, so only its type tells."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)
 
 
 def _flatten_result(fun: Callable[..., Any], result: Any) -> tuple[list[Any], Any]:

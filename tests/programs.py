@@ -38,6 +38,21 @@ def kl(p, q):
     return jnp.exp(p) * (p - q)
 
 
+FLOAT32 = np.finfo(np.float32)
+
+
+def filled(c):
+    """A select, a pad and a clamp with a constant, and whether they are equal to it."""
+
+    def fun(dot, x, w):
+        selected = jnp.where(np.tri(N, dtype=bool), dot(x, w), c)
+        padded = lax.pad(dot(x[:-2], w), jnp.float32(c), ((1, 1, 0), (0, 0, 0)))
+        clamped = lax.clamp(min(1.5 * c, c), dot(x, w.T), max(1.5 * c, c))
+        return sum(jnp.where(y == c, x, jnp.tanh(y)) for y in (selected, padded, clamped))
+
+    return fun
+
+
 centered = lambda x: x - x.mean(-1, keepdims=True)
 LEAVES = {
     "product": lambda dot, x, w: dot(x, w),
@@ -67,6 +82,8 @@ LEAVES = {
     "bias": lambda dot, x, w: dot(x, w) + w[0],
     "residual": lambda dot, x, w: x + dot(nn.silu(dot(x, w)), w) / 2,
     "dropout": lambda dot, x, w: jnp.where(jax.random.bernoulli(KEY, 0.9, x.shape), x / 0.9, 0.0),
+    # Constants that 16 bit does not hold.
+    **{f"filled with {c}": filled(c) for c in (257.3, 1e5, 123456.7, -1e9, 1e30, -1e38, float(FLOAT32.min))},
     "precise": lambda dot, x, w: jamp.full_precision(jnp.matmul)(dot(x, w), w),
 }
 
@@ -197,7 +214,7 @@ def evaluate(jaxpr, consts, args):
 
 
 def operation(eqn, args):
-    params, name = eqn.params, eqn.primitive.name
+    params, name = _jaxpr.params(eqn), eqn.primitive.name
     inner = lambda body, *args: evaluate(getattr(body, "jaxpr", body), getattr(body, "consts", ()), args)
     if name == "scan":
         n, m = _jaxpr.carry(eqn).start, _jaxpr.carry(eqn).stop
@@ -219,5 +236,5 @@ def operation(eqn, args):
     for key in ("jaxpr", "call_jaxpr"):
         if key in params:
             return inner(params[key], *args)
-    found = eqn.primitive.bind(*args, **params)
+    found = eqn.primitive.bind(*args, **eqn.params)
     return found if eqn.primitive.multiple_results else [found]

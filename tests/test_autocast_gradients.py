@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxprs import PRODUCTS, equations, normal
-from programs import by_operation, reference
+from programs import LEAVES, by_operation, reference
 
 import jamp
 
@@ -156,7 +156,7 @@ def test_float8_writes_weight_gradients_in_float32_too():
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("fill", [float(np.finfo(np.float32).min), -np.inf, -1e9, -1e30])
-def test_masked_logits_are_stored_in_16_bit_and_give_the_probabilities_of_float32(dtype, fill):
+def test_masked_logits_give_the_probabilities_and_the_largest_of_float32(dtype, fill):
     mask = np.tri(N, dtype=bool)
     mask[3] = False  # a row that is masked whole
 
@@ -173,7 +173,8 @@ def test_masked_logits_are_stored_in_16_bit_and_give_the_probabilities_of_float3
     selects = [
         e for e in equations(jax.make_jaxpr(jamp.autocast(model, dtype))(x, W)) if e.primitive.name == "select_n"
     ]
-    assert {e.outvars[0].aval.dtype for e in selects} == {dtype}
+    exact = fill == -np.inf  # stored in 16 bit; finfo.min is not exact there
+    assert {e.outvars[0].aval.dtype for e in selects} == ({dtype, F32} if exact else {F32})
     grads = [jax.grad(lambda x, w, f=f: jnp.sum(f(x, w)[0][:, 0]))(x, W) for f in (jamp.autocast(model, dtype), model)]
     assert np.isnan(grads[0]).sum() == np.isnan(grads[1]).sum()
 
@@ -186,3 +187,28 @@ def test_a_product_may_ask_for_a_result_of_another_dtype(result):
     grads, exact = jax.grad(jamp.autocast(fun, BF16))(W), jax.grad(fun)(W)
     assert grads.dtype == F32
     np.testing.assert_allclose(grads, exact, atol=0.03 * float(jnp.abs(exact).max()))
+
+
+@pytest.mark.parametrize("name", [name for name in LEAVES if name.startswith("filled")])
+def test_constants_are_neither_rounded_nor_clipped(name):
+    fun, dtype = LEAVES[name], F16 if name.startswith("filled with 1") else BF16
+    x = normal(N, N, seed=4)
+    mine, want = (
+        by_operation(f, x, W)
+        for f in (jamp.autocast(functools.partial(fun, jnp.matmul), dtype), functools.partial(fun, reference(dtype)))
+    )
+    np.testing.assert_allclose(mine[0], want[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_product_with_a_constant_beyond_the_range_stays_float32_with_its_reason():
+    constants = [jnp.full((N, N), 1e6), np.full((N, N), 1e6, np.float32), jnp.full((2, N, N), 1e6)[0].T]
+    for fun in [lambda x, c=c: x @ c for c in constants] + [lambda x: jnp.full((N, N), -1e6).T @ x]:
+        np.testing.assert_array_equal(jamp.autocast(fun, F16)(W), fun(W))
+        (row,) = (r for r in jamp.autocast_report(fun, F16)(W).rows if r.operation.startswith("dot"))
+        assert (row.operation, row.category) == ("dot_general[range]", "float32")
+        assert "beyond the range" in row.reason
+    for fun, dtype in ((lambda x: x @ jnp.full((N, N), 1e6), BF16), (lambda x: x @ jnp.full((N, N), jnp.inf), F16)):
+        (row,) = (r for r in jamp.autocast_report(fun, dtype)(W).rows if r.operation.startswith("dot"))
+        assert row.operation == "dot_general"
+    forced = jamp.autocast(lambda x: x @ jnp.full((N, N), 1e6), F16, rules={"dot_general": "compute"})
+    assert not np.isfinite(forced(W)).any()

@@ -220,3 +220,33 @@ def test_the_report_of_a_gradient_is_of_what_runs_or_says_that_it_differs():
     products = [(row.category, row.after.split()[-1], row.count) for row in runs.rows if "dot_general" in row.operation]
     assert sorted(products) == [("accumulate", "float32", 2), ("compute", "float16", 1), ("float32", "float32", 2)]
     assert {row.after for row in runs.rows} == {row.before for row in runs.rows}
+
+
+def test_the_title_counts_what_was_asked_for_and_says_what_was_16_bit_already():
+    low = lambda x: (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).astype(jnp.float32)
+    title = lambda f, dtype: str(jamp.autocast_report(f, dtype)(jnp.ones((64, 64)))).splitlines()[0]
+    assert title(low, jnp.float16).endswith(": 0.0% of the FLOPs in float16, and 100.0% in 16 bit already")
+    assert title(lambda x: low(x) + x @ x, jnp.bfloat16).endswith("in bfloat16, and 49.8% in 16 bit already")
+    assert title(lambda x: x @ x, jnp.bfloat16).endswith(": 100.0% of the FLOPs in 16 bit")
+    both = lambda x: low(jnp.tanh(x @ x) @ x)
+    assert title(both, jamp.Float8(min_size=8)).endswith("in 16 bit or less, of which 33.2% as it was")
+    run = str(jamp.autocast_report(jax.grad(lambda x: jamp.autocast(both)(x).sum()))(jnp.ones((64, 64))))
+    assert "already" not in run
+
+
+def test_hints_lead_nowhere_that_is_an_error():
+    """A loss of a gradient (forces) stays in the carrier, because 8-bit products have no second derivative."""
+    energy = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+    loss = lambda w, x: (jax.grad(energy, 1)(w, x) ** 2).mean()
+    (hint,) = {
+        h.partition(": it is")[2]
+        for h in jamp.autocast_report(loss, jamp.Float8(min_size=8))(*ARGS8).hints
+        if "forces" in h
+    }
+    assert "it must stay, because 8-bit products have no second derivative" in hint
+    solve = lambda x: jnp.linalg.solve(x @ x + jnp.eye(64), x).sum()
+    reasons = [r.reason for r in jamp.autocast_report(solve)(jnp.ones((64, 64))).rows if "solve" in r.operation]
+    assert all("a solver needs the digits of float32" in reason for reason in reasons)
+
+
+ARGS8 = jnp.ones((64, 64)), jnp.ones((64, 64))

@@ -1,5 +1,6 @@
 """Each wrong use is an error that says what to write instead."""
 
+import re
 import warnings
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.experimental import pallas as pl
 from steps import GOOD, PARAMS
 from trees import assert_equal
@@ -239,7 +241,7 @@ def test_products_that_are_not_entered_warn_once_with_their_share():
 
     product = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8, 8), jnp.float32), interpret=True)
     fun = jamp.autocast(lambda x: product(x, x) @ x)
-    match = r"^autocast leaves 50.0% of the FLOPs in float32: pallas_call at test_misuse.py:.*ODETerm\(jamp\.autocast"
+    match = r"^autocast leaves 50.0% of the FLOPs in float32: pallas_call at test_misuse.py:.*pass it functions that"
     with pytest.warns(UserWarning, match=match) as caught:
         jax.jit(fun)(jnp.ones((8, 8)))
     assert len(caught) == 1
@@ -315,3 +317,54 @@ def test_a_line_search_skips_a_batch_that_overflows_if_its_gradient_is_new():
     w, state = step(w, state, x)
     assert jamp.get_grads_finite(state)
     assert loss_fn(w, x) < loss_fn(same, x)
+
+
+def test_a_rule_that_matches_no_operation_is_a_warning_that_names_scopes_like_it():
+    def fun(w, x):
+        with jax.named_scope("body"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("head"):
+            return lax.scan(lambda c, _: (c @ w, None), h, None, length=2)[0]
+
+    w, x = jnp.ones((8, 8)), jnp.ones((2, 8))
+    for rules in (
+        {"dot_general[head]": "float32"},
+        {"tanh": "float32", "scan": "float32"},
+        {"dot_general[gradient]": "compute", "dot_general[precision]": "compute"},
+    ):
+        jamp.autocast(fun, jnp.bfloat16, rules=rules)(w, x)
+    for key, hint in {
+        "dot_general[haed]": " Scopes with a similar name: head.",
+        "dot_general[bdoy]": " Scopes with a similar name: body.",
+        "conv_general_dilated[head]": "",
+        "dot_general[zzz]": "",
+        "exp": "",
+        "while": "",
+    }.items():
+        with pytest.warns(UserWarning, match=rf"^The rule for '{re.escape(key)}' matches no operation of.*{hint}"):
+            jamp.autocast(fun, jnp.bfloat16, rules={key: "float32"})(w, x)
+    # The derivative of a custom rule is traced later, so that nobody knows yet.
+    own = jax.custom_jvp(lambda w, x: x @ w)
+    own.defjvp(lambda p, t: (own(*p), jnp.exp(t[1] @ p[0])))
+    jamp.autocast(own, jnp.bfloat16, rules={"exp": "float32"})(w, x)
+    with pytest.raises(ValueError, match="Did you mean 'dot_general'"):
+        jamp.autocast(fun, jnp.bfloat16, rules={"dot_genral": "float32"})
+
+
+class Setting:
+    """A user's object that has the methods of an NNX Variable."""
+
+    def get_value(self):
+        return 2.0
+
+    def set_value(self, value):
+        raise AssertionError(value)
+
+
+@pytest.mark.parametrize("wrap", [jamp.autocast, jamp.scaled, jamp.debug.find_nonfinite, lambda f: f])
+def test_arguments_that_jax_grad_takes_are_taken(wrap):
+    names, times = np.array(["a", "b"]), np.array(["2026-01-01"], "M8[D]")
+    records = np.zeros(2, [("x", np.float32)])
+    fun = wrap(lambda w, *others: jnp.sum(w @ w) * len(others[0]) * others[-1].get_value())
+    for others in ((names, Setting()), (times, records, np.array([object()]), Setting())):
+        fun(jnp.ones((2, 2)), *others)

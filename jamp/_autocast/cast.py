@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from jamp import _evaluate, _jaxpr
@@ -88,6 +89,7 @@ class Cast:
         self._low: dict[Var, Var] = {}  # the values that are stored in 16 bit
         self._wide: set[Var] = set()  # those of them that were cast to float32 already
         self._constants: dict[Var, Any] = {}
+        self._arrays: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._closed: dict[tuple[bool, ...], ClosedJaxpr] = {}
         self._eqns: list[JaxprEqn] = []
         self.decisions: list[Decision] = []
@@ -131,7 +133,8 @@ class Cast:
         if name in _jaxpr.CONSTRUCTS and name not in rules:
             return self._enter(eqn)
         is_gradient = (is_transposed(eqn) or self._place.backward) and not self._consumed.intersection(eqn.outvars)
-        key = self.caster.rule_key(eqn, self._place.scope, is_gradient)
+        overflows = name in PRODUCTS and any(map(self._overflows, eqn.invars))
+        key = self.caster.rule_key(eqn, self._place.scope, is_gradient, overflows)
         category = rules[key].category if key in rules else context.NO_RULE
         # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
         is_low = self._runs_low(eqn, category) and not _jaxpr.has_body(eqn)
@@ -155,6 +158,7 @@ class Cast:
         reads = [self._read(v, low and is_float32(v.aval), eqn) for v in eqn.invars]
         if len(eqn.invars) == 1 and _jaxpr.name(eqn) in MOVES | COPIES:  # still filled with the same number
             self._constants.update((v, self._constant(eqn.invars[0])) for v in eqn.outvars)
+            self._arrays.update((v, self._array(eqn.invars[0])) for v in eqn.outvars)
         if _jaxpr.name(eqn) in MOVING and all(map(self._is_weight, eqn.invars)):
             self._weights.update(eqn.outvars)
         writes = [self._define(v, low and is_float32(v.aval)) for v in eqn.outvars]
@@ -221,6 +225,19 @@ class Cast:
             return atom.val if np.ndim(atom.val) == 0 else None
         return self._constants.get(atom)
 
+    def _overflows(self, atom: Atom) -> bool:
+        """Whether a value is float32, and known to be beyond the range of the compute dtype."""
+        if not is_float32(atom.aval):
+            return False
+        constant, array = self._constant(atom), self._array(atom)
+        return self.caster.overflows(array if constant is None else constant)
+
+    def _array(self, atom: Atom) -> Any:
+        """A constant array with the elements of a value, if there is one and this process can read it."""
+        found = None if _jaxpr.is_literal(atom) else self._arrays.get(atom)
+        is_here = isinstance(found, np.ndarray) or getattr(found, "is_fully_addressable", False)
+        return None if not is_here or isinstance(found, jax.core.Tracer) else found
+
     def _is_low(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit and has a single reader."""
         return not _jaxpr.is_literal(atom) and atom in self._low and self._readers[atom] == 1
@@ -241,9 +258,9 @@ class Cast:
             return self._low[atom]
         if not _jaxpr.is_literal(atom) and atom in self._low and atom not in self._wide:
             self._wide.add(atom)
-            self._eqns.extend(self.caster.convert(self._low[atom], atom, False, eqn))
+            self._eqns.append(self.caster.convert(self._low[atom], atom, False, eqn))
         if low:
             target = self.caster.low_var(atom)
-            self._eqns.extend(self.caster.convert(atom, target, True, eqn, self._constant(atom)))
+            self._eqns.append(self.caster.convert(atom, target, True, eqn))
             return target
         return atom

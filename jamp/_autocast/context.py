@@ -62,9 +62,12 @@ def consumed(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
 def returned_by(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], consumed_later: set[Var]) -> list[bool]:
     """Which results of a construct's bodies are returned. Of its own results, all but those in `consumed_later` are."""
     found = [v not in consumed_later for v in eqn.outvars]
-    if carry := _jaxpr.carry(eqn):
-        jaxpr, operands = bodies[-1].jaxpr, _jaxpr.body_operands(eqn)[-1]
-        read = consumed(jaxpr, found)
-        inputs = [jaxpr.invars[operands.index(i)] for i in carry]
-        found[: len(carry)] = [x and v not in read for x, v in zip(found, inputs, strict=False)]
+    carry, operands = _jaxpr.carry(eqn), _jaxpr.body_operands(eqn)[-1]
+    for _ in carry:  # A value may take a step of the loop from each element of the carry to the next.
+        read = consumed(bodies[-1].jaxpr, found)
+        inputs = [bodies[-1].jaxpr.invars[operands.index(i)] for i in carry]
+        new = [x and v not in read for x, v in zip(found, inputs, strict=False)] + found[len(carry) :]
+        if new == found:
+            break
+        found = new
     return found

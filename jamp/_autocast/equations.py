@@ -1,6 +1,7 @@
 """The decisions about the equations of a function, and the source, the number of runs and the FLOPs of each."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -8,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 from jamp import _jaxpr
 from jamp._autocast.cast import Cast, Decision
 from jamp._autocast.context import AUTOCAST, ENTERED, NO_RULE, NOT_ENTERED
-from jamp._autocast.rules import RULES
+from jamp._autocast.rules import GRADIENT, RULES, YOURS
 from jamp._cast import is_float32, is_floating
 from jamp._jaxpr import Jaxpr, JaxprEqn
 from jamp._primitives import CUBIC, MOVING, PRODUCTS, REARRANGES
-from jamp._source_line import in_scope, scope, user_line
+from jamp._source_line import in_scope, scope, scope_path, user_line
 
 if TYPE_CHECKING:
     from jamp._autocast.quantize import Quantized
 
-_WAY_OUT = (
-    "cast its arguments in your code, or autocast the function that you pass to it: ODETerm(jamp.autocast(field))"
-)
+_WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +95,8 @@ def flops(eqn: JaxprEqn) -> float:
 def cause(eqn: JaxprEqn) -> str:
     """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
     name = _jaxpr.name(eqn)
+    if name == "custom_linear_solve":
+        return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec)"
     if name not in _jaxpr.CONSTRUCTS:
         if name in _jaxpr.primitive_names() and not _jaxpr.has_body(eqn):
             return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
@@ -112,13 +113,14 @@ def warnings_of(body: Cast, quantized: "Quantized | None") -> list[str]:
     decisions = list(_all_decisions(body))
     products = [x for x in decisions if _is_product(x)]
     is_used = quantized.is_used if quantized else any(x.is_low for x in products)
+    unused = _unused_rules(body)
     if is_used and not any(map(_is_left_out, decisions)):
-        return []
+        return unused
     found = list(flat_decisions(body, {}))
     total = sum(x.times * flops(x.decision.eqn) for x in found) or 1
     has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in all_equations(body.traced.jaxpr))
     unchanged = [x for x in found if _is_product(x.decision)]
-    messages = [] if is_used or has_autocast else _unchanged(unchanged, quantized)
+    messages = unused + ([] if is_used or has_autocast else _unchanged(unchanged, quantized))
     for x in found:
         eqn, share = x.decision.eqn, x.times * flops(x.decision.eqn) / total
         if _is_left_out(x.decision) and share >= 0.01:
@@ -126,6 +128,36 @@ def warnings_of(body: Cast, quantized: "Quantized | None") -> list[str]:
             message = f"autocast leaves {share:.1%} of the FLOPs in float32: {_jaxpr.name(eqn)} at {where} runs"
             messages.append(f"{message} as it was traced, because {cause(eqn)}.")
     return messages
+
+
+def _unused_rules(body: Cast) -> list[str]:
+    """Warnings about rules of the user that decided about no operation."""
+    rules = {key for key, rule in body.caster.rules.items() if rule.reason == YOURS}
+    unused = sorted(rules - body.caster.used)
+    # The derivatives of custom rules are traced later, and the gradients of weights only by a gradient.
+    is_custom = lambda eqn: _jaxpr.name(eqn) in ("custom_jvp_call", "custom_vjp_call", "linear_call")
+    paths = [(path, is_custom(eqn)) for eqn, path in _paths(body.traced.jaxpr, "")] if unused else []
+    messages = []
+    for key in unused:
+        part = key.partition("[")[2][:-1]
+        if part == GRADIENT or (key in RULES and part):
+            continue
+        if any(custom and (not part or f"/{part}/" in path) for path, custom in paths):
+            continue
+        seen = sorted({name for path, _ in paths for name in path.split("/") if name})
+        close = difflib.get_close_matches(part, seen, 3) if part else []
+        hint = f" Scopes with a similar name: {', '.join(close)}." if close else ""
+        messages.append(f"The rule for {key!r} matches no operation of this function.{hint}")
+    return messages
+
+
+def _paths(jaxpr: Jaxpr, around: str) -> Iterator[tuple[JaxprEqn, str]]:
+    """Every equation of a jaxpr and of the jaxprs in it, and the name scopes around it."""
+    for eqn in jaxpr.eqns:
+        path = scope_path(eqn, around)
+        yield eqn, path
+        for inner, _ in _jaxpr.inner(eqn):
+            yield from _paths(inner, path)
 
 
 def _unchanged(products: list[Found], quantized: "Quantized | None") -> list[str]:

@@ -153,7 +153,12 @@ class _Pass:
         if self._rules[key].reason == YOURS:
             return ""
         if is_transposed(eqn):
-            return "the function was differentiated before autocast; write jax.grad(autocast(f))"
+            carrier = np.dtype(self._config.carrier).name
+            return (
+                f"it is part of a gradient that the function takes itself, and stays in {carrier}. If the loss depends "
+                "on that gradient (forces), it must stay, because 8-bit products have no second derivative. If not, "
+                "write jax.grad(autocast(f))"
+            )
         if any(isinstance(n, int) and n < least for n in sizes):  # A symbolic size is not compared.
             return f"one of its sizes {sizes} is below min_size={least}"
         if is_attention:

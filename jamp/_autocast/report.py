@@ -62,12 +62,14 @@ class AutocastReport:
       compute_dtype: The name of the compute dtype.
       backward: Whether the function takes the gradient of a function that autocast has not transformed.
       quantized: "float8" for a `Float8` and "int8" for an `Int8`, whose carrier is the compute dtype; else "".
+      as_run: Whether the function has autocast inside, and is reported as it runs.
     """
 
     rows: tuple[AutocastRow, ...]
     compute_dtype: str
     backward: bool = False
     quantized: str = ""
+    as_run: bool = False
 
     @property
     def share_16_bit(self) -> float:
@@ -106,13 +108,20 @@ class AutocastReport:
         return (*stays, *[_BACKWARD] * self.backward)
 
     def _is_low(self, row: AutocastRow) -> bool:
-        is_narrow = any(name in row.after for name in (self.compute_dtype, "float8", "int8"))
-        return is_narrow and "float32" not in row.after.partition(" -> ")[0]
+        operands = row.after.partition(" -> ")[0]
+        return any(name in row.after for name in ("float16", "float8", "int8")) and "float32" not in operands
+
+    def _was_low(self, row: AutocastRow) -> bool:
+        return row.before == row.after and self._is_low(row) and not self.as_run
 
     def __str__(self) -> str:
         share = self.share_16_bit
         low = f"{self.share_8_bit:.1%} of the FLOPs in {self.quantized}, {share:.1%} in 16 bit or less"
         title = low if self.quantized else f"{share:.1%} of the FLOPs in 16 bit"
+        if any(map(self._was_low, self.rows)):
+            was = self._share(self._was_low)
+            title = f"{low}, of which {was:.1%} as it was" if self.quantized else f"{share - was:.1%} of the FLOPs"
+            title += "" if self.quantized else f" in {self.compute_dtype}, and {was:.1%} in 16 bit already"
         title = "no FLOPs counted" if math.isnan(share) else title
         total = sum(row.flops for row in self.rows)
         where = [row.scope or row.parameter for row in self.rows]
@@ -171,7 +180,7 @@ def autocast_report(
         rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
         backward = not as_run and any(map(is_transposed, all_equations(body.traced.jaxpr)))
         name = found.quantized.config.name if found.quantized else ""
-        return AutocastReport(tuple(rows), dtype, backward, name)
+        return AutocastReport(tuple(rows), dtype, backward, name, as_run)
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))

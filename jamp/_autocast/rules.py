@@ -34,6 +34,7 @@ _PRODUCT = Rule(COMPUTE, "16-bit hardware is for matrix products and convolution
 _GRADIENT = Rule(ACCUMULATE, "the gradient of a weight is a sum over all examples, and is kept as it was accumulated")
 _PRECISE = Rule(FLOAT32, "its precision (HIGHEST, or an algorithm) was asked for in the code")
 _OUTER = Rule(FLOAT32, "an outer product, which sums over one term, such as positions times frequencies, needs float32")
+_RANGE = Rule(FLOAT32, "an operand is a constant beyond the range of the compute dtype")
 _MOVE = Rule(WIDEST, "moves data: a value stored in 16 bit stays in 16 bit")
 _COPY = Rule(FLOAT32, "may copy an element many times: its transpose is a sum, which is float32")
 _ARITHMETIC = Rule(FLOAT32, "everything but products is computed in float32")
@@ -42,6 +43,7 @@ _EXPENSIVE = Rule(FLOAT32, "computed in float32, not recomputed: it is expensive
 RULES: dict[str, Rule] = {
     **dict.fromkeys(sorted(PRODUCTS), _PRODUCT),
     **dict.fromkeys((f"{name}[precision]" for name in sorted(PRODUCTS)), _PRECISE),
+    **dict.fromkeys((f"{name}[range]" for name in sorted(PRODUCTS)), _RANGE),
     # Not of convolutions: a GPU has none from 16 bit to float32, so XLA would cast the operands to float32.
     **dict.fromkeys((f"{name}[{GRADIENT}]" for name in ("dot_general", "ragged_dot_general")), _GRADIENT),
     "dot_general[outer]": _OUTER,

@@ -25,27 +25,17 @@ class Target:
     def __init__(self, compute_dtype: np.dtype[Any], rules: Mapping[str, Rule]):
         self.compute_dtype, self.rules = compute_dtype, rules
         self.parts = [key for key in rules if "[" in key and key not in RULES]  # rules for a part of the name stack
+        self.used: set[str] = set()  # the keys that decided about an equation, and the names of all primitives
         self._products: dict[Any, JaxprEqn] = {}
         to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, compute_dtype))(np.float32(0)).eqns[0]
         self._converts = {True: to_low, False: _evaluate.replace_dtype(to_low, compute_dtype, _FLOAT32)}
-        self._largest = np.float32(jnp.finfo(compute_dtype).max)
-        self._clip = jax.make_jaxpr(lambda x: lax.clamp(-self._largest, x, self._largest))(np.float32(0)).eqns[0]
         self._no_scope = to_low.source_info.name_stack
         self._default_precision = _jaxpr.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])
 
-    def convert(
-        self, source: Any, target: Var, low: bool, like: JaxprEqn | None, constant: Any = None
-    ) -> list[JaxprEqn]:
-        """The equations that cast one variable to another. They have the line, scopes and mesh of `like`, its reader.
-
-        One that is filled with a large `constant`, such as that of a mask, stays finite.
-        """
-        eqns = [self._converts[low].replace(invars=[source], outvars=[target])]
-        if low and constant is not None and _is_large(constant):
-            clipped = _jaxpr.core().Var(source.aval)
-            eqns = [self._clip.replace(invars=[self._clip.invars[0], source, self._clip.invars[2]], outvars=[clipped])]
-            eqns.append(self._converts[low].replace(invars=[clipped], outvars=[target]))
-        return [eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn for eqn in eqns]
+    def convert(self, source: Any, target: Var, low: bool, like: JaxprEqn | None) -> JaxprEqn:
+        """The equation that casts one variable to another. It has the line, scopes and mesh of `like`, its reader."""
+        eqn = self._converts[low].replace(invars=[source], outvars=[target])
+        return eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn
 
     def product(self, eqn: JaxprEqn, operands: Sequence[Any], inside: JaxprEqn | None) -> JaxprEqn:
         """A product as an equation that reads weights in float32, and whose derivative rounds no weight gradient."""
@@ -63,27 +53,40 @@ class Target:
         return found
 
     def low_literal(self, literal: Any) -> Any:
-        """A literal in 16 bit. A large one stays finite."""
-        aval, value = literal.aval.update(dtype=self.compute_dtype, weak_type=False), np.asarray(literal.val)
-        value = np.clip(value, -self._largest, self._largest) if _is_large(value) else value
-        return _jaxpr.core().Literal(value.astype(self.compute_dtype), aval)
+        """A literal in 16 bit."""
+        aval = literal.aval.update(dtype=self.compute_dtype, weak_type=False)
+        return _jaxpr.core().Literal(self._low(literal.val), aval)
 
     def holds(self, constant: Any) -> bool:
-        """Whether a constant may be stored in 16 bit: it is exact, or so large that it can only be that of a mask."""
+        """Whether a constant is exact in 16 bit."""
+        return np.array_equal(self._low(constant).astype(np.float64), np.float64(constant), equal_nan=True)
+
+    def overflows(self, constant: Any) -> bool:
+        """Whether a finite constant, or an element of an array of constants, becomes infinite in 16 bit."""
+        # For bfloat16 no array is read, because it has the range of float32 but for the last half unit.
+        if constant is None or (np.ndim(constant) and jnp.finfo(self.compute_dtype).maxexp == 128):
+            return False
+        return bool(np.any(np.isinf(self._low(constant)) & np.isfinite(constant)))
+
+    def _low(self, constant: Any) -> Any:
         with np.errstate(all="ignore"):
-            low = np.asarray(constant).astype(self.compute_dtype).astype(np.float64)
-        return bool(_is_large(constant)) or np.array_equal(low, np.float64(constant), equal_nan=True)
+            return np.asarray(constant).astype(self.compute_dtype)
 
     def widens_gradients(self, eqn: JaxprEqn) -> bool:
         """Whether the gradients of the weights of a product are float32."""
         rule = self.rules.get(f"{_jaxpr.name(eqn)}[{GRADIENT}]")
         return rule is not None and rule.category == ACCUMULATE
 
-    def rule_key(self, eqn: JaxprEqn, scope: str, is_gradient: bool) -> str:
-        """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets."""
+    def rule_key(self, eqn: JaxprEqn, scope: str, is_gradient: bool, overflows: bool) -> str:
+        """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets.
+
+        `overflows` says that an operand is a constant beyond the range of 16 bit.
+        """
         name, case = _jaxpr.name(eqn), GRADIENT if is_gradient else None
+        self.used.add(name)
         for key in self.parts:
             if key.startswith(f"{name}[") and f"/{key[len(name) + 1 : -1]}/" in scope_path(eqn, scope):
+                self.used.add(key)
                 return key
         # Any other precision was asked for in the code, and not by a default for the whole program.
         usual = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, *self._default_precision)
@@ -91,9 +94,6 @@ class Target:
             case = "precision"
         elif name == "dot_general" and _jaxpr.summed_terms(eqn) == 1:
             case = "outer"
+        elif name in PRODUCTS and overflows:
+            case = "range"
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
-
-
-def _is_large(constant: Any) -> Any:
-    """Whether a finite number is at least as large as the largest of float16."""
-    return np.isfinite(constant) and np.abs(constant) >= 65504
