@@ -37,6 +37,12 @@ def _on_cpu(x: Array, y: Array, **params: Any) -> Array:
     return _plain(x.astype(jnp.float32), y.astype(jnp.float32), **params)
 
 
+def _run(x: Array, y: Array, **params: Any) -> Array:
+    with jax.disable_jit(False):  # Without it, a program under `jax.disable_jit` would call this again.
+        found: Array = _compiled(**params)(x, y)
+    return found
+
+
 @functools.cache
 def _compiled(**params: Any) -> Any:
     return jax.jit(functools.partial(_wide_dot.bind, **params))
@@ -70,7 +76,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
     return env[closed.jaxpr.outvars[0]], 0
 
 
-_wide_dot.def_impl(lambda x, y, **params: _compiled(**params)(x, y))
+_wide_dot.def_impl(_run)
 _wide_dot.def_abstract_eval(
     lambda *avals, **params: _jaxpr.core().primitives.dot_general_p.abstract_eval(*avals, **params)[0]
 )
