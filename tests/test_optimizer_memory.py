@@ -11,13 +11,19 @@ from steps import stepper
 from trees import assert_equal, bits
 
 import jamp
-from jamp._step import moments
-from jamp._step.block_codes import BlockCodes, decode, encode
+from jamp._step import block_codes, moments
+from jamp._step.block_codes import BlockCodes, decode
+from jamp._step.rounding import random_words
 from jamp._step.split_masters import join_master, split_master, upper_half
 
 BF16 = jnp.bfloat16
 promotes = pytest.mark.promotes("optax.apply_updates, and Optax's optimizers")
 of_bits = lambda x: np.asarray(x, np.uint32).view(np.float32)
+
+
+def encode(x, block_size, never_negative, step=0):
+    """The codes of an array in a step."""
+    return block_codes.encode(x, block_size, never_negative, random_words(0, jnp.int32(step))[0])
 
 
 def stored(tree):
@@ -141,13 +147,13 @@ arrays = st.lists(floats, min_size=32, max_size=32).map(lambda x: np.float32(x).
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(arrays, st.booleans(), st.sampled_from([3, 5, 16, 128]))
+@given(arrays, st.booleans(), st.sampled_from([4, 8, 16, 128]))
 def test_a_code_is_one_of_the_two_next_to_a_number_and_stays_itself(x, never_negative, size):
     x = np.abs(x) if never_negative else x
     codes = encode(x, size, never_negative)
-    found = np.asarray(decode(codes, size), np.float64)
+    found = np.asarray(decode(codes), np.float64)
     assert codes.scales.shape == (2, -(-16 // min(size, 16)))
-    assert_equal(encode(np.float32(found), size, never_negative), codes)
+    assert_equal(encode(np.float32(found), size, never_negative, step=1), codes)
     levels, power = (255, 4) if never_negative else (127, 2)
     for start in range(0, 16, min(size, 16)):
         block, got = np.float64(x[:, start : start + size]), found[:, start : start + size]
@@ -169,7 +175,7 @@ def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
         (False, jnp.arange(-127, 128, dtype=jnp.int8)),
     ):
         stored = BlockCodes(jnp.broadcast_to(codes, (4001, codes.size)), scales)
-        found = encode(decode(stored, 256), 256, never_negative)
+        found = encode(decode(stored), 256, never_negative)
         normal_range = np.asarray(scales[:, 0]) > 1e-28  # else the smallest of a block are subnormal
         assert_equal(found.codes[normal_range], stored.codes[normal_range])
         assert_equal(found.scales, scales)
@@ -178,12 +184,12 @@ def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
 def test_on_average_a_code_is_the_number_and_random_bits_differ_by_step():
     x = jnp.abs(normal(512, 128)) + 0.1
     for never_negative in (False, True):
-        runs = jnp.stack([decode(encode(x * (1 + k * 2.0**-20), 128, never_negative), 128) for k in range(64)])
+        runs = jnp.stack([decode(encode(x, 128, never_negative, step=k)) for k in range(64)])
         mean, spread = runs.mean(0) / x - 1, (runs / x).std(0)
         assert float(jnp.abs(mean.mean())) < 2e-4
         assert float(jnp.mean(jnp.abs(mean) < 5 * jnp.maximum(spread, 1e-3) / 8)) > 0.98  # of skewed samples
-    equal = lambda k: jnp.full((64, 128), 0.3 * (1 + k * 2.0**-20)).at[:, 0].set(1 + jnp.arange(64) / 64)
-    first, second = (np.float32(encode(equal(k), 128, True).codes[:, 1:]) for k in range(2))
+    equal = jnp.full((64, 128), 0.3).at[:, 0].set(1 + jnp.arange(64) / 64)
+    first, second = (np.float32(encode(equal, 128, True, step=k).codes[:, 1:]) for k in range(2))
     up = [x - x.mean(1, keepdims=True) for x in (first, second)]
     assert np.std(up[0]) > 0.1
     pairs = (up[0], up[1]), (up[0][:, 1:], up[0][:, :-1])
@@ -193,12 +199,12 @@ def test_on_average_a_code_is_the_number_and_random_bits_differ_by_step():
 def test_inf_nan_zero_and_the_smallest_numbers():
     for never_negative in (False, True):
         x = jnp.ones((4, 16)).at[0, 3].set(jnp.inf).at[1, 3].set(jnp.nan).at[2].set(0).at[3, 0].set(1e-40)
-        found = np.asarray(decode(encode(x, 16, never_negative), 16))
+        found = np.asarray(decode(encode(x, 16, never_negative)))
         assert not np.isfinite(found[:2, 3]).any()
         assert not np.isfinite(found[:2]).any()
         assert_equal(found[2], np.zeros(16, np.float32))
     smallest = jnp.full((1, 16), 1e-37).at[0, 0].set(1.0)
-    assert np.all(np.asarray(decode(encode(smallest, 16, True), 16)) >= 2.0**-126)
+    assert np.all(np.asarray(decode(encode(smallest, 16, True))) >= 2.0**-126)
 
 
 # Which arrays are stored
@@ -291,6 +297,7 @@ def test_a_users_own_state_stays_whole_unless_it_says_what_it_holds_and_keep_kee
         lambda g, s, p=None: (g, {"nu": jax.tree.map(lambda n, x: 0.9 * n + x * x, s["nu"], g)}),
     )
     tx = optax.chain(own, optax.adam(1e-3))
+    quantize = jamp.interop.quantize_state
     names = lambda **how: set(stored(jamp.quantized_state(tx, **how).init(PARAMS)))
     usual = names()
     assert len(usual) == 4
@@ -301,9 +308,10 @@ def test_a_users_own_state_stays_whole_unless_it_says_what_it_holds_and_keep_kee
     assert {x.dtype.name for name, x in found.items() if "['nu']" in name} == {"uint8"}
     assert len(names(keep=lambda path, x: x.shape == (64, 256))) == 2
     assert names(block_size=32) == usual
-    for bad in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="block_size must be a positive int"):
-            jamp.quantized_state(tx, block_size=bad)
+    for bad in (0, -1, 2.0, True, 100):
+        for make in (lambda bad: jamp.quantized_state(tx, block_size=bad), lambda bad: quantize((), block_size=bad)):
+            with pytest.raises(ValueError, match=f"block_size must be a power of two, got block_size={bad}"):
+                make(bad)
     with pytest.raises(ValueError, match="would round twice"):
         jamp.quantized_state(jamp.quantized_state(tx)).init(PARAMS)
     with pytest.raises(ValueError, match=r"Wrap the whole: jamp\.loss_scaled"):
@@ -364,9 +372,9 @@ def test_an_inner_optimizer_is_called_twice_only_for_codes_and_other_bytes_stay(
 def test_rows_in_groups_of_8_have_the_codes_that_they_have_alone():
     x = normal(256, 400) * jnp.exp(normal(256, 1, seed=1))
     whole = encode(x, 128, False)
-    assert "tensor<32x8x4x128xf32>" in encode.lower(x, 128, False).as_text()  # as a TPU keeps it
+    assert "tensor<32x8x4x128xf32>" in jax.jit(encode, static_argnums=(1, 2)).lower(x, 128, False).as_text()  # as a TPU keeps it
     assert_equal(encode(x[:7], 128, False), jax.tree.map(lambda y: y[:7], whole))
-    assert_equal(decode(jax.tree.map(lambda y: y[:7], whole), 128), decode(whole, 128)[:7])
+    assert_equal(decode(jax.tree.map(lambda y: y[:7], whole)), decode(whole)[:7])
 
 
 @promotes
@@ -385,7 +393,7 @@ def test_a_spike_and_rows_without_gradients_leave_no_inf_and_decay():
     (state, sizes), (whole, wanted) = run(tx), run(exact)
     assert np.isfinite(wanted).all()
     assert np.isfinite(sizes).all()
-    assert float(jnp.max(sizes / wanted)) < 3
+    assert float(jnp.max(sizes / wanted)) < 4  # as one rounding down from the second code to the first, 2**-4
     nu, true = jamp.interop.dequantize_state(state)[0].nu, whole[0].nu
     assert 0.8 < float(jnp.mean(nu) / jnp.mean(true)) < 1.25
 

@@ -4,6 +4,7 @@
 last gradients were finite. `LossScaledState` is the same with the optimizer's state.
 """
 
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,14 +106,23 @@ def check_whole(params: Any) -> None:
         )
 
 
+def check_kind(state: Any, kind: Any, cure: str) -> None:
+    """Raise TypeError if a state is not of this kind: a NamedTuple, or a union whose first one names it."""
+    if not isinstance(state, kind):
+        expected = typing.get_args(kind)[0] if typing.get_args(kind) else kind
+        raise TypeError(
+            f"Expected the state that this optimizer's init returns, a {expected.__name__}; got {_name(state)}. {cure} "
+            "If it was restored from a checkpoint without a target, restore it into tx.init(params)."
+        )
+
+
 def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any) -> None:
     """Raise TypeError if a state is not of this kind, or not of an optimizer with a loss scale of this structure."""
-    if not isinstance(state, AnyLossScaledState):
-        raise TypeError(
-            f"Expected the state that this optimizer's init returns, a LossScaledState; got {_name(state)}. If it is "
-            "the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, loss_scale). If "
-            "it was restored from a checkpoint without a target, restore it into tx.init(params)."
-        )
+    check_kind(
+        state, AnyLossScaledState,
+        "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
+        "loss_scale).",
+    )  # fmt: skip
     given = isinstance(state, ScaledGradsState)
     if given != unscale:
         raise TypeError(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._step.moments import NOT_MOMENTS
 from jamp._step.params import rounds_params
-from jamp._step.rounding import random_words, round_stochastically, straight_through
+from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
 from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
 from jamp._step.state import contains
 
@@ -29,7 +29,7 @@ class StochasticRoundingState(NamedTuple):
       0
     """
 
-    rounding_count: Array  # i32[], steps so far, on which the random bits depend
+    rounding_count: Array  # i32[], steps so far modulo 2**32, on which the random bits depend
     inner_state: Any
 
     @property
@@ -123,7 +123,7 @@ def stochastic_rounding(
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters. Call tx.update(grads, state, params).")
         _check_params(params)
-        wide, count = to_float32(params), optax.safe_increment(state.rounding_count)
+        wide, count = to_float32(params), next_count(state.rounding_count)
         updates, inner_state = inner.update(to_float32(grads), to_float32(state.inner_state), wide, **extra_args)
         words = random_words(seed, count)
 
