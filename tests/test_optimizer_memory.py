@@ -139,6 +139,39 @@ def test_split_masters_convert_to_whole_ones_and_reject_what_they_cannot_hold():
         jamp.stochastic_rounding(split).init(like)
 
 
+@promotes
+def test_a_parameter_of_another_dtype_than_its_state_was_made_for_is_an_error():
+    """As of a checkpoint loaded in float32, or of `p + u` by hand: its low bits would be lost without a word."""
+    tx = jamp.master_params(optax.sgd(1e-4), split=True)
+    params = {"w": normal(8, 4).astype(BF16), "b": normal(4, seed=1)}
+    ones = jax.tree.map(jnp.ones_like, params)
+    state = tx.init(params)
+    for _ in range(5):
+        updates, state = tx.update(ones, state, params)
+        params = optax.apply_updates(params, updates)
+    wide, narrow = (params | {k: params[k].astype(dtype)} for k, dtype in (("w", jnp.float32), ("b", BF16)))
+    around = jamp.loss_scaled(tx)
+    lost = r"The parameter \['w'\] is float32, and the state has the low bits of a bfloat16 one, which would be lost"
+    none = r"The parameter \['b'\] is bfloat16, and the state was made for a wider one: it has no low bits"
+    for bad, match in ((wide, lost), (narrow, none)):
+        for call in (
+            lambda bad: tx.update(ones, state, bad),
+            lambda bad: jax.jit(tx.update)(ones, state, bad),
+            lambda bad: jamp.interop.join_masters(state, bad),
+            lambda bad: around.update(ones, jamp.interop.wrap_state(state), bad),
+        ):
+            with pytest.raises(ValueError, match=match):
+                call(bad)
+    # The cures: an exact cast, and new low bits for a parameter that is now narrower.
+    masters = jamp.interop.join_masters(state, params).master_params
+    back = wide | {"w": wide["w"].astype(BF16)}
+    assert_equal(jamp.interop.join_masters(state, back).master_params, masters)
+    whole = jamp.MasterParamsState(masters, state.inner_state)
+    params, state = jamp.interop.split_masters(whole, narrow)
+    assert_equal(jamp.interop.join_masters(state, params).master_params, masters)
+    tx.update(ones, state, params)
+
+
 # The codes
 
 
@@ -372,7 +405,9 @@ def test_an_inner_optimizer_is_called_twice_only_for_codes_and_other_bytes_stay(
 def test_rows_in_groups_of_8_have_the_codes_that_they_have_alone():
     x = normal(256, 400) * jnp.exp(normal(256, 1, seed=1))
     whole = encode(x, 128, False)
-    assert "tensor<32x8x4x128xf32>" in jax.jit(encode, static_argnums=(1, 2)).lower(x, 128, False).as_text()  # as a TPU keeps it
+    assert (
+        "tensor<32x8x4x128xf32>" in jax.jit(encode, static_argnums=(1, 2)).lower(x, 128, False).as_text()
+    )  # as a TPU keeps it
     assert_equal(encode(x[:7], 128, False), jax.tree.map(lambda y: y[:7], whole))
     assert_equal(decode(jax.tree.map(lambda y: y[:7], whole)), decode(whole)[:7])
 

@@ -68,9 +68,9 @@ def encode(x: Array, block_size: int, never_negative: bool, word: Array, scales:
     low = jnp.floor(place)
     below, above = _share(low, never_negative), _share(low + 1, never_negative)
     order = lax.rem(lax.iota(jnp.uint32, x.shape[-1]), np.uint32(block_size)) * np.uint32(0x9E3779B9)
-    order = (order + word).reshape([1] * (x.ndim - 1) + [-1])
+    order = order.reshape([1] * (x.ndim - 1) + [-1])
     bits = [lax.bitcast_convert_type(y, jnp.uint32) for y in (x, scale)]
-    mixed = (bits[0] ^ (bits[1] * np.uint32(0x85EBCA6B))) + order
+    mixed = (bits[0] ^ (bits[1] * np.uint32(0x85EBCA6B)) ^ word) + order
     random = (hash_bits(mixed) >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     code = low + (shares - below > random * (above - below)).astype(jnp.float32)
     # Errors of the roots must not change a code, or a step without a change would change the state.

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_floating
@@ -16,6 +17,12 @@ from jamp._step.split_masters import (
     check_given,
     check_inner,
     with_split_masters,
+)
+from jamp._step.state import check_kind
+
+_CURE = (
+    "If it is that of jamp.master_params(tx, split=True): jamp.interop.join_masters(state, params). If it is that of "
+    "the optimizer inside: tx.init(float32_params)._replace(inner_state=state)."
 )
 
 
@@ -132,7 +139,9 @@ def _with_masters(
     def update(
         grads: optax.Updates, state: MasterParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterParamsState]:
+        check_kind(state, MasterParamsState, _CURE)
         check_given(params)
+        _check_masters(state.master_params, params, dtype)
         grads = jax.tree.map(lambda g: cast_leaf(g, grad_dtype), grads)
         steps, inner_state = inner.update(grads, state.inner_state, state.master_params, **extra_args)
         masters = optax.apply_updates(state.master_params, steps)
@@ -146,3 +155,18 @@ def _with_masters(
         return jax.tree.map(to_master, steps, masters, params), MasterParamsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_masters(masters: Any, params: Any, dtype: DTypeLike) -> None:
+    """Raise TypeError if a master has another dtype, such as one cast with its state, or another parameter's shape."""
+
+    def check(path: Any, master: Any, p: Any) -> None:
+        wanted = jnp.result_type(cast_leaf(master, dtype))
+        if (jnp.result_type(master), jnp.shape(master)) != (wanted, jnp.shape(p)):
+            raise TypeError(
+                f"The master of the parameter {keystr(path) or 'array'}, {wanted.name}{list(jnp.shape(p))}, is "
+                f"{jnp.result_type(master).name}{list(jnp.shape(master))}. Restore the state with the dtypes and "
+                "shapes of tx.init(params)."
+            )
+
+    tree_map_with_path(check, masters, params)

@@ -20,10 +20,7 @@ Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 # The scale of a block, four bytes, must be smaller than the saving of its codes. Small arrays save nothing.
 _MIN_SIZE, _MIN_AXIS = 4096, 16
 
-_CURE = (
-    "If it is the state of the optimizer inside: jamp.interop.quantize_state(state, block_size). If other wrappers are "
-    "around this one, they must be the same and in the same order as for init."
-)
+_CURE = "If it is the state of the optimizer inside: jamp.interop.quantize_state(state, block_size)."
 
 
 class QuantizedState(NamedTuple):

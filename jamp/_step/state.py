@@ -112,7 +112,8 @@ def check_kind(state: Any, kind: Any, cure: str) -> None:
         expected = typing.get_args(kind)[0] if typing.get_args(kind) else kind
         raise TypeError(
             f"Expected the state that this optimizer's init returns, a {expected.__name__}; got {_name(state)}. {cure} "
-            "If it was restored from a checkpoint without a target, restore it into tx.init(params)."
+            "If it was restored from a checkpoint without a target, restore it into tx.init(params). If there are "
+            "several wrappers, they must be in the same order as for init."
         )
 
 
@@ -123,6 +124,12 @@ def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any
         "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
         "loss_scale).",
     )  # fmt: skip
+    dtype = getattr(state.loss_scale_state.loss_scale, "dtype", jnp.float32)
+    if dtype != jnp.float32:
+        raise TypeError(
+            f"The loss scale in the state is {dtype.name}, not float32. A cast of a whole state changes it: restore "
+            "the state with the dtypes of tx.init(params)."
+        )
     given = isinstance(state, ScaledGradsState)
     if given != unscale:
         raise TypeError(

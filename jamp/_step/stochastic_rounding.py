@@ -17,7 +17,9 @@ from jamp._step.moments import NOT_MOMENTS
 from jamp._step.params import rounds_params
 from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
 from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
-from jamp._step.state import contains
+from jamp._step.state import check_kind, contains
+
+_CURE = "If it is the state of the optimizer inside: tx.init(params)._replace(inner_state=state)."
 
 
 class StochasticRoundingState(NamedTuple):
@@ -120,6 +122,7 @@ def stochastic_rounding(
     def update(
         grads: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
+        check_kind(state, StochasticRoundingState, _CURE)
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters. Call tx.update(grads, state, params).")
         _check_params(params)
