@@ -36,7 +36,7 @@ def spoilt(x, place, value):
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])
-def test_a_block_that_holds_inf_or_nan_is_stored_as_inf_or_nan_and_no_other_is(is_jitted):
+def test_a_block_that_holds_inf_or_nan_is_stored_as_that_and_no_other_is(is_jitted):
     def both(arrays):
         word = random_words(0, jnp.int32(1))[0]
         return [decode(encode(f(x), 128, is_square, word)) for x in arrays for f, is_square in KINDS]
@@ -102,7 +102,7 @@ def test_a_step_with_inf_or_nan_is_skipped_and_changes_no_bit_in_all_shapes():
 
 
 @pytest.mark.promotes("optax")
-def test_without_a_skip_a_nan_gradient_reaches_the_8_bit_moments_and_the_next_update():
+def test_without_a_skip_a_nan_reaches_the_8_bit_moments_and_the_next_update():
     tx, params = jamp.quantized_state(optax.sgd(1e-2, momentum=0.9)), jnp.ones((128, 128))
     update, state = jax.jit(tx.update), tx.init(params)
     for place in PLACES:

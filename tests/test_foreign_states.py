@@ -73,7 +73,7 @@ def test_a_state_of_anything_else_is_an_error_that_names_the_cure(name):
 
 @pytest.mark.promotes("optax")
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_state_that_was_cast_is_an_error_that_names_the_cure_or_steps_as_the_optimizer_does(name):
+def test_a_state_that_was_cast_is_an_error_where_that_changes_what_it_stands_for(name):
     tx = WRAPPERS[name](ADAM)
     params = FULL if "quantized" in name else HALF
     own = tx.init(params)

@@ -39,10 +39,11 @@ def master_params(
     with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again.
 
     With `split=True` the state holds 16 bits a parameter, not 32: a bfloat16 parameter is the upper half of its
-    float32 master, rounded to nearest with ties away from zero, and the state the lower half. A run equals that with
-    whole masters, except that those round ties to even. Save parameters and state together: the low bits of another
-    step are not detected, and move each master by up to a spacing of bfloat16. To start from float32 masters, or to go
-    back to them, use `jamp.interop.split_masters` and `join_masters`.
+    float32 master, rounded to nearest with ties away from zero, and the state the lower half. A step equals that with
+    whole masters, except that those round ties to even, and that XLA may round the last digits of a master differently
+    in another program: 20 steps of schedule-free AdamW end up to 24 units in the last place apart. Save parameters and
+    state together: the low bits of another step are not detected, and move each master by up to a spacing of bfloat16.
+    To start from float32 masters, or to go back to them, use `jamp.interop.split_masters` and `join_masters`.
 
     Args:
       inner: The optimizer. It sees gradients and parameters in `dtype`.
@@ -55,8 +56,10 @@ def master_params(
       `SplitMasterParamsState`, sharded like the parameters.
 
     Raises:
+      TypeError: From `update`, if the state is not that of `init`, or its masters or low bits have other dtypes.
       ValueError: If a dtype is not floating, or not float32 with `split`. From `init` and `update`, if a parameter is
-        float16 or float8 and `split` is set. From `update`, without `params`.
+        float16 or float8 and `split` is set. From `update`, without `params`, or with `split` if a parameter is
+        bfloat16 and was not for `init`, or the other way round.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -92,7 +95,7 @@ def mixed_precision(
 
     Mixed precision in the usual sense, float32 parameters and a model in 16 bit, is `jamp.loss_scaled` around the
     optimizer and `jamp.autocast` around the loss function. This is for parameters that are stored in 16 bit.
-    On an overflow the masters and the parameters stay unchanged, bit for bit.
+    On an overflow the masters stay unchanged, bit for bit, and the parameters as with `loss_scaled`.
 
     Args:
       inner: The optimizer, which sees float32 parameters: the masters.

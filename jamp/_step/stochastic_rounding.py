@@ -72,6 +72,7 @@ def stochastic_rounding(
       An Optax transformation whose `update` needs `params`. Its state is a `StochasticRoundingState`.
 
     Raises:
+      TypeError: From `update`, if the state is not a `StochasticRoundingState`.
       ValueError: If `seed` or `state_dtype` is wrong. From `init` and `update`, if a parameter is float16 or float8.
         From `init`, if `inner` is loss-scaled, has masters or rounds stochastically. From `update`, without `params`.
 
