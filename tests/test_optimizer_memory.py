@@ -13,7 +13,7 @@ from trees import assert_equal, bits
 import jamp
 from jamp._step import block_codes, moments
 from jamp._step.block_codes import BlockCodes, decode
-from jamp._step.rounding import random_words
+from jamp._step.rounding import next_count, random_words
 from jamp._step.split_masters import join_master, split_master, upper_half
 
 BF16 = jnp.bfloat16
@@ -114,6 +114,22 @@ def test_a_run_equals_that_with_whole_masters_up_to_its_first_tie():
         assert bits(jax.tree.map(lambda x: x[:first], mine)) == bits(jax.tree.map(lambda x: x[:first], theirs))
     off = [np.max(np.abs(np.float32(split[k]) - whole[k])) for k in params]
     assert 0 < max(off) < 1e-3  # and after it stay close
+
+
+@promotes
+def test_schedule_free_with_split_masters_ends_some_last_places_from_whole_ones():
+    """Each is a program of its own, and XLA rounds what it fuses in its own way."""
+    params = normal(32, 160).astype(BF16)
+    grads = jax.random.normal(jax.random.key(1), (20, 32, 160))
+    ends = []
+    for split in (False, True):
+        tx = jamp.master_params(optax.contrib.schedule_free_adamw(1e-2), split=split)
+        step, p, state = stepper(tx), params, tx.init(params)
+        for g in grads:
+            p, state = step(p, state, g)
+        masters = (jamp.interop.join_masters(state, p) if split else state).master_params
+        ends.append(np.asarray(masters).view(np.int32).astype(np.int64))
+    assert np.max(np.abs(ends[0] - ends[1])) < 100
 
 
 @promotes
@@ -227,6 +243,52 @@ def test_on_average_a_code_is_the_number_and_random_bits_differ_by_step():
     assert np.std(up[0]) > 0.1
     pairs = (up[0], up[1]), (up[0][:, 1:], up[0][:, :-1])
     assert max(abs(np.corrcoef(x.ravel(), y.ravel())[0, 1]) for x, y in pairs) < 0.06  # of steps, and of places
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 600])
+def test_codes_move_where_a_scale_stands_still_and_after_2_to_the_31_steps(start):
+    """Without the step in the random bits, the same number gets the same bits forever."""
+    x = jax.random.uniform(jax.random.key(0), (64, 128)).at[:, 0].set(1.0)
+
+    def step(carry, _):
+        codes, count = carry
+        count = next_count(count)
+        return (encode((decode(codes) * 0.999).at[:, 0].set(1.0), 128, True, count), count), None
+
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=1000)[0])
+    codes, count = run((encode(x, 128, True, start), jnp.int32(start)))
+    assert int(count) == (start + 1000 + 2**31) % 2**32 - 2**31  # it wraps around
+    # An error is at most the largest spacing of the codes, 4 / 255, with half of it as its deviation, and decays.
+    deviation = 2 / 255 * (1 / (1 - 0.999**2)) ** 0.5
+    found, wanted = decode(codes)[:, 1:].mean(), x[:, 1:].mean() * 0.999**1000
+    assert abs(float(found - wanted)) < 6 * deviation / (64 * 127) ** 0.5
+    assert float(found) < 0.25  # and it was 0.5
+
+
+@promotes
+def test_the_step_in_the_random_bits_is_counted_kept_on_a_skip_and_shared():
+    tx = jamp.loss_scaled(jamp.quantized_state(optax.sgd(0.1, momentum=0.9)))
+    params = {"w": normal(64, 64)}
+    state = tx.init(params)
+    count = lambda state: np.asarray(state.inner_state.rounding_count).tolist()
+    assert count(state) == int(jamp.interop.quantize_state(optax.EmptyState()).rounding_count) == 0
+    step = stepper(tx)
+    after, state = step(params, state, params)
+    _, skipped = step(after, state, {"w": params["w"] * jnp.nan})
+    assert (count(state), count(skipped)) == (1, 1)
+    both = jax.jit(jax.vmap(lambda p: tx.update(p, tx.init(p), p)[1]))(
+        jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    )
+    assert count(both) == [1, 1]
+    codes = both.inner_state.inner_state[0].trace.codes["w"]
+    assert_equal(codes[0], codes[1])
+    # The same step of another count rounds otherwise, and of the same count, as after a restart, does not.
+    again = lambda n: step(after, state._replace(inner_state=state.inner_state._replace(rounding_count=n)), params)
+    codes = [again(jnp.int32(n))[1].inner_state.inner_state[0].trace.codes["w"] for n in (1, 1, 2)]
+    assert_equal(codes[0], codes[1])
+    assert 0 < np.mean(codes[0] != codes[2]) < 0.7
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(tx.update, params, state, params)
 
 
 def test_inf_nan_zero_and_the_smallest_numbers():

@@ -294,3 +294,17 @@ def test_a_derivative_through_a_step_is_that_of_the_step_that_is_not_rounded(sta
         for argnum in (1, 2):
             mine, want = (jax.grad(after, argnum)(f, p, 0.125) for f in (rounded, make))
             np.testing.assert_allclose(np.float32(mine), np.float32(want), rtol=0.05)
+
+
+@pytest.mark.promotes("optax")
+def test_random_bits_differ_by_step_also_after_2_to_the_31_steps():
+    tx, p = jamp.stochastic_rounding(optax.sgd(2.0**-10)), jnp.ones(4096, jnp.bfloat16)
+    state = tx.init(p)._replace(rounding_count=jnp.int32(2**31 - 2))
+    found, counts = [], []
+    for _ in range(4):  # from the same parameters
+        updates, state = tx.update(jnp.ones(4096), state, p)
+        found.append(np.asarray(updates) != 0)
+        counts.append(int(state.rounding_count))
+    assert counts == [2**31 - 1, -(2**31), -(2**31) + 1, -(2**31) + 2]
+    assert len({x.tobytes() for x in found}) == 4
+    assert all(abs(x.mean() - 0.25) < 6 * (0.1875 / 4096) ** 0.5 for x in found)  # a step of a quarter of the spacing

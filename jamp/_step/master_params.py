@@ -41,9 +41,11 @@ def master_params(
     With `split=True` the state holds 16 bits a parameter, not 32: a bfloat16 parameter is the upper half of its
     float32 master, rounded to nearest with ties away from zero, and the state the lower half. A step equals that with
     whole masters, except that those round ties to even, and that XLA may round the last digits of a master differently
-    in another program: 20 steps of schedule-free AdamW end up to 24 units in the last place apart. Save parameters and
-    state together: the low bits of another step are not detected, and move each master by up to a spacing of bfloat16.
-    To start from float32 masters, or to go back to them, use `jamp.interop.split_masters` and `join_masters`.
+    in another program: 20 steps of schedule-free AdamW end some dozens of units in the last place apart.
+
+    Save parameters and state together: the low bits of another step are not detected, and move each master by up to a
+    spacing of bfloat16. To start from float32 masters, or to go back to them, use `jamp.interop.split_masters` and
+    `join_masters`.
 
     Args:
       inner: The optimizer. It sees gradients and parameters in `dtype`.
