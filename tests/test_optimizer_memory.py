@@ -11,13 +11,19 @@ from steps import stepper
 from trees import assert_equal, bits
 
 import jamp
-from jamp._step import moments
-from jamp._step.block_codes import BlockCodes, decode, encode
+from jamp._step import block_codes, moments
+from jamp._step.block_codes import BlockCodes, decode
+from jamp._step.rounding import next_count, random_words
 from jamp._step.split_masters import join_master, split_master, upper_half
 
 BF16 = jnp.bfloat16
 promotes = pytest.mark.promotes("optax.apply_updates, and Optax's optimizers")
 of_bits = lambda x: np.asarray(x, np.uint32).view(np.float32)
+
+
+def encode(x, block_size, never_negative, step=0):
+    """The codes of an array in a step."""
+    return block_codes.encode(x, block_size, never_negative, random_words(0, jnp.int32(step))[0])
 
 
 def stored(tree):
@@ -111,6 +117,22 @@ def test_a_run_equals_that_with_whole_masters_up_to_its_first_tie():
 
 
 @promotes
+def test_schedule_free_with_split_masters_ends_some_last_places_from_whole_ones():
+    """Each is a program of its own, and XLA rounds what it fuses in its own way."""
+    params = normal(32, 160).astype(BF16)
+    grads = jax.random.normal(jax.random.key(1), (20, 32, 160))
+    ends = []
+    for split in (False, True):
+        tx = jamp.master_params(optax.contrib.schedule_free_adamw(1e-2), split=split)
+        step, p, state = stepper(tx), params, tx.init(params)
+        for g in grads:
+            p, state = step(p, state, g)
+        masters = (jamp.interop.join_masters(state, p) if split else state).master_params
+        ends.append(np.asarray(masters).view(np.int32).astype(np.int64))
+    assert np.max(np.abs(ends[0] - ends[1])) < 100
+
+
+@promotes
 def test_split_masters_convert_to_whole_ones_and_reject_what_they_cannot_hold():
     tx, split = (jamp.master_params(optax.adam(1e-3), split=s) for s in (False, True))
     wide = {"w": normal(40, 30), "b": normal(30, seed=1)}
@@ -133,6 +155,39 @@ def test_split_masters_convert_to_whole_ones_and_reject_what_they_cannot_hold():
         jamp.stochastic_rounding(split).init(like)
 
 
+@promotes
+def test_a_parameter_of_another_dtype_than_its_state_was_made_for_is_an_error():
+    """As of a checkpoint loaded in float32, or of `p + u` by hand: its low bits would be lost without a word."""
+    tx = jamp.master_params(optax.sgd(1e-4), split=True)
+    params = {"w": normal(8, 4).astype(BF16), "b": normal(4, seed=1)}
+    ones = jax.tree.map(jnp.ones_like, params)
+    state = tx.init(params)
+    for _ in range(5):
+        updates, state = tx.update(ones, state, params)
+        params = optax.apply_updates(params, updates)
+    wide, narrow = (params | {k: params[k].astype(dtype)} for k, dtype in (("w", jnp.float32), ("b", BF16)))
+    around = jamp.loss_scaled(tx)
+    lost = r"The parameter \['w'\] is float32, and the state has the low bits of a bfloat16 one, which would be lost"
+    none = r"The parameter \['b'\] is bfloat16, and the state was made for a wider one: it has no low bits"
+    for bad, match in ((wide, lost), (narrow, none)):
+        for call in (
+            lambda bad: tx.update(ones, state, bad),
+            lambda bad: jax.jit(tx.update)(ones, state, bad),
+            lambda bad: jamp.interop.join_masters(state, bad),
+            lambda bad: around.update(ones, jamp.interop.wrap_state(state), bad),
+        ):
+            with pytest.raises(ValueError, match=match):
+                call(bad)
+    # The cures: an exact cast, and new low bits for a parameter that is now narrower.
+    masters = jamp.interop.join_masters(state, params).master_params
+    back = wide | {"w": wide["w"].astype(BF16)}
+    assert_equal(jamp.interop.join_masters(state, back).master_params, masters)
+    whole = jamp.MasterParamsState(masters, state.inner_state)
+    params, state = jamp.interop.split_masters(whole, narrow)
+    assert_equal(jamp.interop.join_masters(state, params).master_params, masters)
+    tx.update(ones, state, params)
+
+
 # The codes
 
 
@@ -141,13 +196,13 @@ arrays = st.lists(floats, min_size=32, max_size=32).map(lambda x: np.float32(x).
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(arrays, st.booleans(), st.sampled_from([3, 5, 16, 128]))
+@given(arrays, st.booleans(), st.sampled_from([4, 8, 16, 128]))
 def test_a_code_is_one_of_the_two_next_to_a_number_and_stays_itself(x, never_negative, size):
     x = np.abs(x) if never_negative else x
     codes = encode(x, size, never_negative)
-    found = np.asarray(decode(codes, size), np.float64)
+    found = np.asarray(decode(codes), np.float64)
     assert codes.scales.shape == (2, -(-16 // min(size, 16)))
-    assert_equal(encode(np.float32(found), size, never_negative), codes)
+    assert_equal(encode(np.float32(found), size, never_negative, step=1), codes)
     levels, power = (255, 4) if never_negative else (127, 2)
     for start in range(0, 16, min(size, 16)):
         block, got = np.float64(x[:, start : start + size]), found[:, start : start + size]
@@ -169,7 +224,7 @@ def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
         (False, jnp.arange(-127, 128, dtype=jnp.int8)),
     ):
         stored = BlockCodes(jnp.broadcast_to(codes, (4001, codes.size)), scales)
-        found = encode(decode(stored, 256), 256, never_negative)
+        found = encode(decode(stored), 256, never_negative)
         normal_range = np.asarray(scales[:, 0]) > 1e-28  # else the smallest of a block are subnormal
         assert_equal(found.codes[normal_range], stored.codes[normal_range])
         assert_equal(found.scales, scales)
@@ -178,27 +233,73 @@ def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
 def test_on_average_a_code_is_the_number_and_random_bits_differ_by_step():
     x = jnp.abs(normal(512, 128)) + 0.1
     for never_negative in (False, True):
-        runs = jnp.stack([decode(encode(x * (1 + k * 2.0**-20), 128, never_negative), 128) for k in range(64)])
+        runs = jnp.stack([decode(encode(x, 128, never_negative, step=k)) for k in range(64)])
         mean, spread = runs.mean(0) / x - 1, (runs / x).std(0)
         assert float(jnp.abs(mean.mean())) < 2e-4
         assert float(jnp.mean(jnp.abs(mean) < 5 * jnp.maximum(spread, 1e-3) / 8)) > 0.98  # of skewed samples
-    equal = lambda k: jnp.full((64, 128), 0.3 * (1 + k * 2.0**-20)).at[:, 0].set(1 + jnp.arange(64) / 64)
-    first, second = (np.float32(encode(equal(k), 128, True).codes[:, 1:]) for k in range(2))
+    equal = jnp.full((64, 128), 0.3).at[:, 0].set(1 + jnp.arange(64) / 64)
+    first, second = (np.float32(encode(equal, 128, True, step=k).codes[:, 1:]) for k in range(2))
     up = [x - x.mean(1, keepdims=True) for x in (first, second)]
     assert np.std(up[0]) > 0.1
     pairs = (up[0], up[1]), (up[0][:, 1:], up[0][:, :-1])
     assert max(abs(np.corrcoef(x.ravel(), y.ravel())[0, 1]) for x, y in pairs) < 0.06  # of steps, and of places
 
 
+@pytest.mark.parametrize("start", [0, 2**31 - 600])
+def test_codes_move_where_a_scale_stands_still_and_after_2_to_the_31_steps(start):
+    """Without the step in the random bits, the same number gets the same bits forever."""
+    x = jax.random.uniform(jax.random.key(0), (64, 128)).at[:, 0].set(1.0)
+
+    def step(carry, _):
+        codes, count = carry
+        count = next_count(count)
+        return (encode((decode(codes) * 0.999).at[:, 0].set(1.0), 128, True, count), count), None
+
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=1000)[0])
+    codes, count = run((encode(x, 128, True, start), jnp.int32(start)))
+    assert int(count) == (start + 1000 + 2**31) % 2**32 - 2**31  # it wraps around
+    # An error is at most the largest spacing of the codes, 4 / 255, with half of it as its deviation, and decays.
+    deviation = 2 / 255 * (1 / (1 - 0.999**2)) ** 0.5
+    found, wanted = decode(codes)[:, 1:].mean(), x[:, 1:].mean() * 0.999**1000
+    assert abs(float(found - wanted)) < 6 * deviation / (64 * 127) ** 0.5
+    assert float(found) < 0.25  # and it was 0.5
+
+
+@promotes
+def test_the_step_in_the_random_bits_is_counted_kept_on_a_skip_and_shared():
+    tx = jamp.loss_scaled(jamp.quantized_state(optax.sgd(0.1, momentum=0.9)))
+    params = {"w": normal(64, 64)}
+    state = tx.init(params)
+    count = lambda state: np.asarray(state.inner_state.rounding_count).tolist()
+    assert count(state) == int(jamp.interop.quantize_state(optax.EmptyState()).rounding_count) == 0
+    step = stepper(tx)
+    after, state = step(params, state, params)
+    _, skipped = step(after, state, {"w": params["w"] * jnp.nan})
+    assert (count(state), count(skipped)) == (1, 1)
+    both = jax.jit(jax.vmap(lambda p: tx.update(p, tx.init(p), p)[1]))(
+        jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    )
+    assert count(both) == [1, 1]
+    codes = both.inner_state.inner_state[0].trace.codes["w"]
+    assert_equal(codes[0], codes[1])
+    # The same step of another count rounds otherwise, and of the same count, as after a restart, does not.
+    again = lambda n: step(after, state._replace(inner_state=state.inner_state._replace(rounding_count=n)), params)
+    codes = [again(jnp.int32(n))[1].inner_state.inner_state[0].trace.codes["w"] for n in (1, 1, 2)]
+    assert_equal(codes[0], codes[1])
+    assert 0 < np.mean(codes[0] != codes[2]) < 0.7
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(tx.update, params, state, params)
+
+
 def test_inf_nan_zero_and_the_smallest_numbers():
     for never_negative in (False, True):
         x = jnp.ones((4, 16)).at[0, 3].set(jnp.inf).at[1, 3].set(jnp.nan).at[2].set(0).at[3, 0].set(1e-40)
-        found = np.asarray(decode(encode(x, 16, never_negative), 16))
+        found = np.asarray(decode(encode(x, 16, never_negative)))
         assert not np.isfinite(found[:2, 3]).any()
         assert not np.isfinite(found[:2]).any()
         assert_equal(found[2], np.zeros(16, np.float32))
     smallest = jnp.full((1, 16), 1e-37).at[0, 0].set(1.0)
-    assert np.all(np.asarray(decode(encode(smallest, 16, True), 16)) >= 2.0**-126)
+    assert np.all(np.asarray(decode(encode(smallest, 16, True))) >= 2.0**-126)
 
 
 # Which arrays are stored
@@ -291,6 +392,7 @@ def test_a_users_own_state_stays_whole_unless_it_says_what_it_holds_and_keep_kee
         lambda g, s, p=None: (g, {"nu": jax.tree.map(lambda n, x: 0.9 * n + x * x, s["nu"], g)}),
     )
     tx = optax.chain(own, optax.adam(1e-3))
+    quantize = jamp.interop.quantize_state
     names = lambda **how: set(stored(jamp.quantized_state(tx, **how).init(PARAMS)))
     usual = names()
     assert len(usual) == 4
@@ -301,9 +403,10 @@ def test_a_users_own_state_stays_whole_unless_it_says_what_it_holds_and_keep_kee
     assert {x.dtype.name for name, x in found.items() if "['nu']" in name} == {"uint8"}
     assert len(names(keep=lambda path, x: x.shape == (64, 256))) == 2
     assert names(block_size=32) == usual
-    for bad in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="block_size must be a positive int"):
-            jamp.quantized_state(tx, block_size=bad)
+    for bad in (0, -1, 2.0, True, 100):
+        for make in (lambda bad: jamp.quantized_state(tx, block_size=bad), lambda bad: quantize((), block_size=bad)):
+            with pytest.raises(ValueError, match=f"block_size must be a power of two, got block_size={bad}"):
+                make(bad)
     with pytest.raises(ValueError, match="would round twice"):
         jamp.quantized_state(jamp.quantized_state(tx)).init(PARAMS)
     with pytest.raises(ValueError, match=r"Wrap the whole: jamp\.loss_scaled"):
@@ -364,9 +467,11 @@ def test_an_inner_optimizer_is_called_twice_only_for_codes_and_other_bytes_stay(
 def test_rows_in_groups_of_8_have_the_codes_that_they_have_alone():
     x = normal(256, 400) * jnp.exp(normal(256, 1, seed=1))
     whole = encode(x, 128, False)
-    assert "tensor<32x8x4x128xf32>" in encode.lower(x, 128, False).as_text()  # as a TPU keeps it
+    assert (
+        "tensor<32x8x4x128xf32>" in jax.jit(encode, static_argnums=(1, 2)).lower(x, 128, False).as_text()
+    )  # as a TPU keeps it
     assert_equal(encode(x[:7], 128, False), jax.tree.map(lambda y: y[:7], whole))
-    assert_equal(decode(jax.tree.map(lambda y: y[:7], whole), 128), decode(whole, 128)[:7])
+    assert_equal(decode(jax.tree.map(lambda y: y[:7], whole)), decode(whole)[:7])
 
 
 @promotes
@@ -385,7 +490,7 @@ def test_a_spike_and_rows_without_gradients_leave_no_inf_and_decay():
     (state, sizes), (whole, wanted) = run(tx), run(exact)
     assert np.isfinite(wanted).all()
     assert np.isfinite(sizes).all()
-    assert float(jnp.max(sizes / wanted)) < 3
+    assert float(jnp.max(sizes / wanted)) < 4  # as one rounding down from the second code to the first, 2**-4
     nu, true = jamp.interop.dequantize_state(state)[0].nu, whole[0].nu
     assert 0.8 < float(jnp.mean(nu) / jnp.mean(true)) < 1.25
 

@@ -49,7 +49,11 @@ PROGRAMS = {
     "precompute": (lambda w, x: jamp.precompute(jamp.autocast(dense), w, x)(x), W, X),
     "loss_scaled": (stepped(jamp.loss_scaled(optax.adam(0.1))), W, X),
     "master_params": (stepped(jamp.loss_scaled(jamp.master_params(optax.adam(0.1)))), W, X),
-    "stochastic_rounding": (stepped(jamp.loss_scaled(jamp.stochastic_rounding(optax.adam(0.1)))), W, X),
+    "stochastic_rounding": (
+        stepped(jamp.loss_scaled(jamp.stochastic_rounding(optax.adam(0.1)))),
+        W.astype(jnp.bfloat16),
+        X,
+    ),
 }
 
 

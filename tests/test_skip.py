@@ -1,5 +1,6 @@
 """The traps of the skip, which selects each output where it is defined."""
 
+import functools
 import re
 from collections import Counter, OrderedDict
 
@@ -11,9 +12,10 @@ import pytest
 from jax import lax
 from jaxprs import equations
 from steps import GOOD, INF, PARAMS, check_skips, stepper, together
-from trees import assert_close, assert_equal
+from trees import assert_close, assert_equal, bits
 
 import jamp
+from jamp._step.skip import apply_or_keep
 
 ADAMW = jamp.optimizers.adamw(0.1)
 COUNT, ONES, ZEROS = jnp.int32(0), jnp.ones(3), jax.tree.map(jnp.zeros_like, GOOD)
@@ -95,6 +97,32 @@ def test_skip_leaves_params_and_inner_state_bit_identical_with(traps):
     each = lambda x: dict.fromkeys(traps, x)
     optimizers = together({name: inner(*trap) for name, trap in traps.items()})
     check_skips(optimizers, each(GOOD), [each(INF), each(GOOD) | {next(iter(traps)): INF}], each(PARAMS))
+
+
+@pytest.mark.promotes("optax.apply_updates")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_skip_keeps_all_parameters_but_subnormal_ones_and_a_selection_those_too(dtype):
+    numbers = [0.0, -0.0, 1.0, -3e38, jnp.finfo(dtype).tiny, jnp.inf, -jnp.inf, 1e-40, -1e-40, 1e-38]
+    numbers = np.asarray(numbers, np.float32).astype(dtype)
+    is_normal = np.abs(numbers.astype(np.float32)) >= np.float32(jnp.finfo(dtype).tiny)
+    wraps = [lambda tx: tx] if dtype == jnp.float32 else [
+        jamp.master_params, functools.partial(jamp.master_params, split=True), jamp.stochastic_rounding,
+    ]  # fmt: skip
+    for wrap in wraps:
+        tx, params = jamp.loss_scaled(wrap(optax.adam(0.1))), jnp.asarray(numbers)
+
+        def step(params, state, tx=tx):
+            updates, state = tx.update(jnp.full_like(params, jnp.nan), state, params)
+            new = optax.apply_updates(params, updates)
+            return new, jnp.where(jamp.get_grads_finite(state), new, params), apply_or_keep(state[2], params, updates)
+
+        for run in (step, jax.jit(step)):
+            new, *selected = run(params, tx.init(params))
+            assert [bits(x) for x in selected] == [bits(numbers)] * 2
+            rows = [np.asarray(x).view(np.uint8).reshape(len(numbers), -1) for x in (new, numbers)]
+            is_same = np.all(rows[0] == rows[1], 1)
+            assert np.all(is_same | ~is_normal & (np.asarray(new) == 0))
+            assert_equal(np.signbit(new), np.signbit(numbers))
 
 
 def test_integers_complex_float0_none_and_empty_trees_are_skipped_too():

@@ -294,3 +294,94 @@ def test_a_derivative_through_a_step_is_that_of_the_step_that_is_not_rounded(sta
         for argnum in (1, 2):
             mine, want = (jax.grad(after, argnum)(f, p, 0.125) for f in (rounded, make))
             np.testing.assert_allclose(np.float32(mine), np.float32(want), rtol=0.05)
+
+
+@pytest.mark.promotes("optax")
+def test_random_bits_differ_by_step_also_after_2_to_the_31_steps():
+    tx, p = jamp.stochastic_rounding(optax.sgd(2.0**-10)), jnp.ones(4096, jnp.bfloat16)
+    state = tx.init(p)._replace(rounding_count=jnp.int32(2**31 - 2))
+    found, counts = [], []
+    for _ in range(4):  # from the same parameters
+        updates, state = tx.update(jnp.ones(4096), state, p)
+        found.append(np.asarray(updates) != 0)
+        counts.append(int(state.rounding_count))
+    assert counts == [2**31 - 1, -(2**31), -(2**31) + 1, -(2**31) + 2]
+    assert len({x.tobytes() for x in found}) == 4
+    assert all(abs(x.mean() - 0.25) < 6 * (0.1875 / 4096) ** 0.5 for x in found)  # a step of a quarter of the spacing
+
+
+# Optimizers of Optax that read the parameters beyond weight decay, and the fields that depend on their distance.
+DISTANCES = {
+    "dog": (lambda: optax.contrib.dog(), "max_dist"),
+    "dowg": (lambda: optax.contrib.dowg(), "estim_sq_dist"),
+    "mechanize": (lambda: optax.contrib.mechanize(optax.adamw(1e-3)), "m"),
+}
+COMPARISONS = {
+    "prodigy": (lambda: optax.contrib.prodigy(1.0), "estim_lr"),
+    "momo": (lambda: optax.contrib.momo(1.0), "gamma"),
+    "momo_adam": (lambda: optax.contrib.momo_adam(1e-2), "gamma"),
+    "cocob": (lambda: optax.contrib.cocob(), "reward"),
+    "lamb": (lambda: optax.lamb(5e-3), "nu"),
+    "dadapt": (lambda: optax.contrib.dadapt_adamw(1.0), "estim_lr"),
+}
+
+
+def estimate(tx, field, params, steps):
+    """The sum of a field of the state after some steps towards other parameters."""
+    target = jax.tree.map(lambda p: normal(*p.shape, seed=7), params)
+    loss = lambda p: sum(
+        jnp.mean((x.astype(jnp.float32) - t) ** 2) for x, t in zip(p.values(), target.values(), strict=True)
+    )
+    tx = optax.with_extra_args_support(tx)
+
+    def step(carry, _):
+        p, state = carry
+        value, grads = jax.value_and_grad(loss)(p)
+        updates, state = tx.update(grads, state, p, value=value)
+        return (optax.apply_updates(p, updates), state), None
+
+    _, state = jax.jit(lambda c: jax.lax.scan(step, c, None, length=steps)[0])((params, tx.init(params)))
+    return float(sum(map(jnp.sum, jax.tree.leaves(optax.tree.get(state, field)))))
+
+
+@pytest.mark.promotes("optax")
+@pytest.mark.parametrize("name", DISTANCES)
+def test_an_optimizer_that_measures_the_distance_to_the_start_is_an_error(name, monkeypatch):
+    make, field = DISTANCES[name]
+    low = {"w": normal(64, 64).astype(BF16)}
+    for wrap in (jamp.stochastic_rounding, lambda tx: jamp.loss_scaled(jamp.stochastic_rounding(optax.chain(tx)))):
+        with pytest.raises(ValueError, match=r"measures the distance .* jamp\.master_params\(tx, split=True\)"):
+            wrap(make()).init(low)
+    jamp.stochastic_rounding(make()).init(jamp.cast_floating(low, jnp.float32))
+    # The cure gives what float32 gives. Rounding, let through, does not.
+    wanted = estimate(make(), field, jamp.cast_floating(low, jnp.float32), 10)
+    assert estimate(jamp.master_params(make(), split=True), field, low, 10) == pytest.approx(wanted, rel=0.02)
+    monkeypatch.setattr("jamp._step.stochastic_rounding._DISTANCES", ())
+    found = estimate(jamp.stochastic_rounding(make()), field, low, 10)
+    assert max(found, wanted) > 10 * min(found, wanted)
+
+
+@pytest.mark.promotes("optax")
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_an_optimizer_that_only_compares_parameters_estimates_as_in_float32(name):
+    make, field = COMPARISONS[name]
+    low = {"w": normal(64, 64).astype(BF16)}
+    wanted = estimate(make(), field, jamp.cast_floating(low, jnp.float32), 60)
+    assert estimate(jamp.stochastic_rounding(make()), field, low, 60) == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.promotes("optax")
+def test_it_warns_if_it_rounds_nothing_and_not_in_a_branch_or_with_a_state_dtype():
+    tx, full = jamp.stochastic_rounding(optax.sgd(0.1)), {"w": jnp.ones(3), "b": jnp.ones(2)}
+    with pytest.warns(UserWarning, match=r"does nothing: no parameter is bfloat16, they are float32\. .*cast_floating"):
+        tx.update(full, tx.init(full), full)
+    wrapped = jamp.loss_scaled(tx)
+    with pytest.warns(UserWarning, match="does nothing"):
+        wrapped.update(full, wrapped.init(full), full)
+    mixed = full | {"w": full["w"].astype(BF16)}  # the rest, which a warning would make errors, is silent
+    both = optax.partition({"low": tx, "full": tx}, {"w": "low", "b": "full"})
+    for quiet, p in (
+        (tx, mixed), (wrapped, mixed), (both, mixed),
+        (jamp.stochastic_rounding(optax.adam(0.1), state_dtype=BF16), full), (tx, {"n": jnp.arange(3)}), (tx, {}),
+    ):  # fmt: skip
+        quiet.update(jax.tree.map(jnp.ones_like, p), quiet.init(p), p)

@@ -31,9 +31,11 @@ def loss_scaled(
     `jamp.value_and_grad(loss_fn, opt_state)`.
 
     `update` takes the true gradients. If they are finite, it returns the inner update. If not, it returns updates of
-    -0.0, and nothing in the inner state changes: no count, no schedule, no moment. The loss scale always adapts. Inside
-    one `jit` with `optax.apply_updates`, a skip leaves every parameter unchanged bit for bit. Outside, XLA:CPU flushes
-    subnormal parameters to 0 in that addition.
+    -0.0, and nothing in the inner state changes: no count, no schedule, no moment. The loss scale always adapts.
+
+    On a skip `optax.apply_updates` leaves every parameter as it is, but XLA:CPU may flush subnormal ones to 0 in that
+    addition. A selection changes no bit: `jnp.where(jamp.get_grads_finite(state), new, old)`. `TrainState.
+    apply_gradients`, `jamp.nnx.Optimizer`, `jamp.equinox.apply_gradients` and `GradScaler.step` select.
 
     float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32. Only
     `jamp.stochastic_rounding` gets its parameters as they are.

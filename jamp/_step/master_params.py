@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_floating
@@ -16,6 +17,12 @@ from jamp._step.split_masters import (
     check_given,
     check_inner,
     with_split_masters,
+)
+from jamp._step.state import check_kind
+
+_CURE = (
+    "If it is that of jamp.master_params(tx, split=True): jamp.interop.join_masters(state, params). If it is that of "
+    "the optimizer inside: tx.init(float32_params)._replace(inner_state=state)."
 )
 
 
@@ -32,10 +39,13 @@ def master_params(
     with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again.
 
     With `split=True` the state holds 16 bits a parameter, not 32: a bfloat16 parameter is the upper half of its
-    float32 master, rounded to nearest with ties away from zero, and the state the lower half. A run equals that with
-    whole masters, except that those round ties to even. Save parameters and state together: the low bits of another
-    step are not detected, and move each master by up to a spacing of bfloat16. To start from float32 masters, or to go
-    back to them, use `jamp.interop.split_masters` and `join_masters`.
+    float32 master, rounded to nearest with ties away from zero, and the state the lower half. A step equals that with
+    whole masters, except that those round ties to even, and that XLA may round the last digits of a master differently
+    in another program: 20 steps of schedule-free AdamW end some dozens of units in the last place apart.
+
+    Save parameters and state together: the low bits of another step are not detected, and move each master by up to a
+    spacing of bfloat16. To start from float32 masters, or to go back to them, use `jamp.interop.split_masters` and
+    `join_masters`.
 
     Args:
       inner: The optimizer. It sees gradients and parameters in `dtype`.
@@ -48,8 +58,10 @@ def master_params(
       `SplitMasterParamsState`, sharded like the parameters.
 
     Raises:
+      TypeError: From `update`, if the state is not that of `init`, or its masters or low bits have other dtypes.
       ValueError: If a dtype is not floating, or not float32 with `split`. From `init` and `update`, if a parameter is
-        float16 or float8 and `split` is set. From `update`, without `params`.
+        float16 or float8 and `split` is set. From `update`, without `params`, or with `split` if a parameter is
+        bfloat16 and was not for `init`, or the other way round.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -85,7 +97,7 @@ def mixed_precision(
 
     Mixed precision in the usual sense, float32 parameters and a model in 16 bit, is `jamp.loss_scaled` around the
     optimizer and `jamp.autocast` around the loss function. This is for parameters that are stored in 16 bit.
-    On an overflow the masters and the parameters stay unchanged, bit for bit.
+    On an overflow the masters stay unchanged, bit for bit, and the parameters as with `loss_scaled`.
 
     Args:
       inner: The optimizer, which sees float32 parameters: the masters.
@@ -132,7 +144,9 @@ def _with_masters(
     def update(
         grads: optax.Updates, state: MasterParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterParamsState]:
+        check_kind(state, MasterParamsState, _CURE)
         check_given(params)
+        _check_masters(state.master_params, params, dtype)
         grads = jax.tree.map(lambda g: cast_leaf(g, grad_dtype), grads)
         steps, inner_state = inner.update(grads, state.inner_state, state.master_params, **extra_args)
         masters = optax.apply_updates(state.master_params, steps)
@@ -146,3 +160,18 @@ def _with_masters(
         return jax.tree.map(to_master, steps, masters, params), MasterParamsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_masters(masters: Any, params: Any, dtype: DTypeLike) -> None:
+    """Raise TypeError if a master has another dtype, such as one cast with its state, or another parameter's shape."""
+
+    def check(path: Any, master: Any, p: Any) -> None:
+        wanted = jnp.result_type(cast_leaf(master, dtype))
+        if (jnp.result_type(master), jnp.shape(master)) != (wanted, jnp.shape(p)):
+            raise TypeError(
+                f"The master of the parameter {keystr(path) or 'array'}, {wanted.name}{list(jnp.shape(p))}, is "
+                f"{jnp.result_type(master).name}{list(jnp.shape(master))}. Restore the state with the dtypes and "
+                "shapes of tx.init(params)."
+            )
+
+    tree_map_with_path(check, masters, params)

@@ -6,18 +6,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.tree_util import tree_map_with_path
+from jax import Array, lax
+from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import is_float32
-from jamp._step.block_codes import BlockCodes, decode, encode
+from jamp._step.block_codes import BlockCodes, check_codes, decode, encode
 from jamp._step.moments import map_moments
-from jamp._step.state import contains
+from jamp._step.rounding import next_count, random_words
+from jamp._step.state import check_kind, contains
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 
 # The scale of a block, four bytes, must be smaller than the saving of its codes. Small arrays save nothing.
 _MIN_SIZE, _MIN_AXIS = 4096, 16
+
+_CURE = "If it is the state of the optimizer inside: jamp.interop.quantize_state(state, block_size)."
 
 
 class QuantizedState(NamedTuple):
@@ -30,6 +33,7 @@ class QuantizedState(NamedTuple):
       (dtype('int8'), dtype('uint8'))
     """
 
+    rounding_count: Array  # i32[], steps so far modulo 2**32, on which the random bits depend
     inner_state: Any
 
 
@@ -54,8 +58,8 @@ def quantized_state(
 
     Args:
       inner: The optimizer.
-      block_size: The number of elements along the last axis that share a float32 scale. Where that axis is sharded,
-        make its shards multiples of it, so that no block is cut. On Explicit axes JAX demands it.
+      block_size: The number of elements along the last axis that share a float32 scale, a power of two. Where that
+        axis is sharded, make its shards multiples of it, so that no block is cut. On Explicit axes JAX demands it.
       keep: A function of the path in the inner state and the array. An array for which it returns True stays as it is.
       never_negative: For states that jamp does not know: a function of the path and the array, for each float32 array
         that is in none of Optax's moments. False stores it in eight bits, and so does True, for an array that is never
@@ -65,7 +69,9 @@ def quantized_state(
       An Optax transformation. Its state is a `QuantizedState`, whose codes have the shapes of the parameters.
 
     Raises:
-      ValueError: If `block_size` is not a positive int. From `init`, if `inner` is loss-scaled or quantized.
+      TypeError: From `update`, if the state is not a `QuantizedState`, or the dtypes of its codes or scales changed.
+      ValueError: If `block_size` is not a power of two. From `init`, if `inner` is loss-scaled or quantized. From
+        `update`, if the state has another block size.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -78,8 +84,7 @@ def quantized_state(
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv:2110.02861): blocks.
     """
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"block_size must be a positive int, got block_size={block_size!r}.")
+    _check_block_size(block_size)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> QuantizedState:
@@ -98,13 +103,15 @@ def quantized_state(
     def update(
         grads: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, QuantizedState]:
-        step = lambda state: inner.update(grads, dequantize_state(state, block_size), params, **extra_args)
+        check_kind(state, QuantizedState, _CURE)
+        count = next_count(state.rounding_count)
+        step = lambda state: inner.update(grads, _decoded(state, block_size), params, **extra_args)
         if not contains(state, _is_codes):
             updates, new = step(state)
-            return updates, QuantizedState(new)
+            return updates, QuantizedState(count, new)
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
         # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once.
-        scaled = quantize_state(step(state)[1], block_size, keep, never_negative)
+        scaled = _encoded(step(state)[1], count, block_size, keep, never_negative)
         barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
         apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
         updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
@@ -118,12 +125,40 @@ def quantize_state(
 ) -> QuantizedState:
     """Convert a state of `tx` to one of `jamp.quantized_state(tx)`, with the same other arguments.
 
+    Raises:
+      ValueError: If `block_size` is not a power of two.
+
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> state = jamp.interop.quantize_state(optax.adam(1e-3).init(jnp.ones((64, 256))))
       >>> state.inner_state[0].nu.codes.dtype
       dtype('uint8')
     """
+    _check_block_size(block_size)
+    return _encoded(state, jnp.array(0, jnp.int32), block_size, keep, never_negative)
+
+
+def dequantize_state(state: QuantizedState) -> Any:
+    """Convert a state of `jamp.quantized_state(tx)`, of any block size, to one of `tx`.
+
+    Raises:
+      TypeError: If the state is not a `QuantizedState`, or the dtypes of its codes or scales changed.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> state = jamp.quantized_state(optax.adam(1e-3)).init(jnp.ones((64, 256)))
+      >>> jamp.interop.dequantize_state(state)[0].nu.dtype
+      dtype('float32')
+    """
+    check_kind(state, QuantizedState, "It is for the states of jamp.quantized_state(tx) alone.")
+    return _decoded(state, None)
+
+
+def _encoded(
+    state: Any, count: Array, block_size: int, keep: Choice | None, never_negative: Choice | None
+) -> QuantizedState:
+    """A state of the inner optimizer as it is stored after so many steps."""
+    word, _ = random_words(0, count)
 
     def stored(path: Any, x: Any, is_square: bool | None) -> Any:
         if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
@@ -132,7 +167,7 @@ def quantize_state(
             is_square = never_negative(path, x)
         if is_square is None or (keep is not None and keep(path, x)):
             return x
-        return encode(x, block_size, is_square)
+        return encode(x, block_size, is_square, word)
 
     def field(start: Any, tree: Any, is_square: bool | None) -> Any:
         new = tree_map_with_path(lambda path, x: stored((*start, *path), x, is_square), tree)
@@ -144,40 +179,45 @@ def quantize_state(
         )
         return BlockCodes(pick("codes", lambda x: x), pick("scales", lambda x: optax.MaskedNode()))
 
-    return QuantizedState(map_moments(field, state))
+    return QuantizedState(count, map_moments(field, state))
 
 
 def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> QuantizedState:
     """A state of the inner optimizer, stored like another one and with its scales."""
 
+    word, _ = random_words(0, scaled.rounding_count)
+
     def one(code: Any, scales: Any, x: Any) -> Any:
-        return encode(x, block_size, code.dtype == jnp.uint8, scales).codes if _is_array(scales) else x
+        return encode(x, block_size, code.dtype == jnp.uint8, word, scales).codes if _is_array(scales) else x
 
     def field(stored: Any, tree: Any) -> Any:
         if not _is_codes(stored):
             return tree
         return BlockCodes(jax.tree.map(one, stored.codes, stored.scales, tree), stored.scales)
 
-    return QuantizedState(jax.tree.map(field, scaled.inner_state, state, is_leaf=_is_codes))
+    return scaled._replace(inner_state=jax.tree.map(field, scaled.inner_state, state, is_leaf=_is_codes))
 
 
-def dequantize_state(state: QuantizedState, block_size: int = 128) -> Any:
-    """Convert a state of `jamp.quantized_state(tx)` to one of `tx`. The block size is that of the transformation.
+def _decoded(state: QuantizedState, block_size: int | None) -> Any:
+    """The state of the inner optimizer, from one whose blocks have this size, or any."""
 
-    Examples:
-      >>> import jax.numpy as jnp, optax, jamp
-      >>> state = jamp.quantized_state(optax.adam(1e-3)).init(jnp.ones((64, 256)))
-      >>> jamp.interop.dequantize_state(state)[0].nu.dtype
-      dtype('float32')
-    """
+    def whole(path: Any, codes: Any, scales: Any) -> Any:
+        if not _is_array(scales):
+            return codes
+        check_codes(f"The state{keystr(path)}", BlockCodes(codes, scales), block_size)
+        return decode(BlockCodes(codes, scales))
 
-    def whole(codes: Any, scales: Any) -> Any:
-        return decode(BlockCodes(codes, scales), block_size) if _is_array(scales) else codes
+    def field(start: Any, x: Any) -> Any:
+        return tree_map_with_path(lambda path, *y: whole((*start, *path), *y), *x) if _is_codes(x) else x
 
-    def field(x: Any) -> Any:
-        return jax.tree.map(whole, x.codes, x.scales) if _is_codes(x) else x
+    return tree_map_with_path(field, state.inner_state, is_leaf=_is_codes)
 
-    return jax.tree.map(field, state.inner_state, is_leaf=_is_codes)
+
+def _check_block_size(block_size: Any) -> None:
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1 or block_size.bit_count() > 1:
+        raise ValueError(
+            f"block_size must be a power of two, got block_size={block_size!r}. The number of blocks then tells it."
+        )
 
 
 def _is_codes(x: Any) -> bool:

@@ -17,6 +17,11 @@ from jamp import _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 
 
+def next_count(count: Array) -> Array:
+    """The step count after a step, i32[]. It wraps around: with one that saturates, the random bits would repeat."""
+    return jnp.asarray(count) + 1
+
+
 def random_words(seed: Any, count: Array) -> tuple[Array, Array]:
     """Two random words for one step, u32[] both, from a seed (an int or i32[]) and the step count (i32[])."""
     start = jnp.uint32(seed & 0xFFFFFFFF) if isinstance(seed, int) else jnp.asarray(seed).astype(jnp.uint32)

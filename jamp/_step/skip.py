@@ -63,8 +63,9 @@ def new_or_old(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any
 def apply_or_keep(grads_finite: Array | None, params: Any, updates: Any) -> Any:
     """`optax.apply_updates` if the gradients are finite (bool[]; None: they were not checked), else `params`.
 
-    An update of -0.0 leaves every number unchanged, but outside `jit` XLA:CPU flushes subnormal numbers to 0, and the
-    addition may change the payload of a NaN. Inside `jit` the selection is fused with the addition.
+    An update of -0.0 leaves every number unchanged, but XLA:CPU may flush subnormal numbers to 0 in the addition, also
+    inside `jit`, and it may change the payload of a NaN. The selection keeps every bit, and `jit` fuses it with the
+    addition.
     """
     return _choose(grads_finite, optax.apply_updates(params, updates), params)
 
@@ -87,7 +88,7 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
 
 
 def _nothing(update: Any) -> complex:
-    """The update that leaves a parameter unchanged bit for bit: p + -0.0 is p for every p, also for p = -0.0."""
+    """The update that leaves a parameter unchanged: p + -0.0 is p for every p that is not flushed, also p = -0.0."""
     if jnp.issubdtype(update.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0

@@ -7,12 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import is_floating, to_float32
 from jamp._step.params import rounds_params
+from jamp._step.state import check_kind
 
 _INF = np.uint32(0x7F800000)
+_CURE = (
+    "If it is the state of jamp.master_params(tx) without split=True, with whole masters: params, state = "
+    "jamp.interop.split_masters(state, params)."
+)
 
 
 class MasterParamsState(NamedTuple):
@@ -58,6 +63,7 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
     def update(
         grads: optax.Updates, state: SplitMasterParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, SplitMasterParamsState]:
+        check_kind(state, SplitMasterParamsState, _CURE)
         check_given(params)
         _check_splittable(params)
         masters = _join(params, state.low_bits)
@@ -87,6 +93,9 @@ def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
     Returns:
       The parameters: the masters, where `like` is bfloat16 rounded to nearest with ties away from zero. And the state.
 
+    Raises:
+      TypeError: If the state is not a `MasterParamsState`.
+
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> masters = jnp.float32([1.001, 2.0])
@@ -95,6 +104,7 @@ def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
       >>> bool((jamp.interop.join_masters(state, params).master_params == masters).all())
       True
     """
+    check_kind(state, MasterParamsState, "It is for the states of jamp.master_params(tx) without split=True alone.")
     params, low_bits = _split(state.master_params, like)
     params = jax.tree.map(lambda x, p: x.astype(p.dtype), params, like)
     return params, SplitMasterParamsState(low_bits, state.inner_state)
@@ -107,6 +117,10 @@ def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsStat
       state: The `SplitMasterParamsState`.
       params: The parameters of the same step.
 
+    Raises:
+      TypeError: If the state is not a `SplitMasterParamsState`.
+      ValueError: If a bfloat16 parameter has no low bits in the state, or a parameter of another dtype has some.
+
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
       >>> params = jnp.ones(3, jnp.bfloat16)
@@ -114,11 +128,40 @@ def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsStat
       >>> jamp.interop.join_masters(state, params).master_params.dtype
       dtype('float32')
     """
+    check_kind(state, SplitMasterParamsState, "It is for the states of jamp.master_params(tx, split=True) alone.")
     return MasterParamsState(_join(params, state.low_bits), state.inner_state)
 
 
 def _join(params: Any, low_bits: Any) -> Any:
-    return jax.tree.map(lambda p, low: join_master(p, low) if is_split(p) else p, params, low_bits)
+    def master(path: Any, p: Any, low: Any) -> Any:
+        _check_low_bits(keystr(path) or "array", p, low)
+        return join_master(p, low) if is_split(p) else p
+
+    return tree_map_with_path(master, params, low_bits)
+
+
+def _check_low_bits(name: str, p: Any, low: Any) -> None:
+    """Raise ValueError if a state does not have the low bits of this parameter, or TypeError if they are not bits."""
+    dtype = jnp.result_type(p).name
+    if is_split(p) and isinstance(low, optax.MaskedNode):
+        raise ValueError(
+            f"The parameter {name} is bfloat16, and the state was made for a wider one: it has no low bits. Pass the "
+            "wide parameter. To go on in bfloat16: params, state = jamp.interop.split_masters("
+            "jamp.MasterParamsState(wide_params, state.inner_state), params)."
+        )
+    if not is_split(p) and not isinstance(low, optax.MaskedNode):
+        raise ValueError(
+            f"The parameter {name} is {dtype}, and the state has the low bits of a bfloat16 one, which would be lost. "
+            "Cast it back with p.astype(jnp.bfloat16), which is exact for one that was stored or loaded in float32, "
+            "and step with optax.apply_updates, which keeps the dtype. To go on in float32, use the masters: "
+            "jamp.interop.join_masters(state, bfloat16_params)."
+        )
+    if is_split(p) and (jnp.result_type(low) != jnp.uint16 or jnp.shape(low) != jnp.shape(p)):
+        raise TypeError(
+            f"The low bits of the parameter {name}, bfloat16{list(jnp.shape(p))}, are "
+            f"{jnp.result_type(low)}{list(jnp.shape(low))}, not uint16. Restore them with the dtypes and "
+            "shapes of tx.init(params)."
+        )
 
 
 def _split(masters: Any, like: Any) -> tuple[Any, Any]:

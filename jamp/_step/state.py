@@ -4,6 +4,7 @@
 last gradients were finite. `LossScaledState` is the same with the optimizer's state.
 """
 
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,13 +106,29 @@ def check_whole(params: Any) -> None:
         )
 
 
+def check_kind(state: Any, kind: Any, cure: str) -> None:
+    """Raise TypeError if a state is not of this kind: a NamedTuple, or a union whose first one names it."""
+    if not isinstance(state, kind):
+        expected = typing.get_args(kind)[0] if typing.get_args(kind) else kind
+        raise TypeError(
+            f"Expected the state that this optimizer's init returns, a {expected.__name__}; got {_name(state)}. {cure} "
+            "If it was restored from a checkpoint without a target, restore it into tx.init(params). If there are "
+            "several wrappers, they must be in the same order as for init."
+        )
+
+
 def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any) -> None:
     """Raise TypeError if a state is not of this kind, or not of an optimizer with a loss scale of this structure."""
-    if not isinstance(state, AnyLossScaledState):
+    check_kind(
+        state, AnyLossScaledState,
+        "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
+        "loss_scale).",
+    )  # fmt: skip
+    dtype = getattr(state.loss_scale_state.loss_scale, "dtype", jnp.float32)
+    if dtype != jnp.float32:
         raise TypeError(
-            f"Expected the state that this optimizer's init returns, a LossScaledState; got {_name(state)}. If it is "
-            "the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, loss_scale). If "
-            "it was restored from a checkpoint without a target, restore it into tx.init(params)."
+            f"The loss scale in the state is {dtype.name}, not float32. A cast of a whole state changes it: restore "
+            "the state with the dtypes of tx.init(params)."
         )
     given = isinstance(state, ScaledGradsState)
     if given != unscale:

@@ -1,5 +1,6 @@
 """`stochastic_rounding`: bfloat16 parameters without float32 masters."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,9 +16,13 @@ from jax.typing import DTypeLike
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._step.moments import NOT_MOMENTS
 from jamp._step.params import rounds_params
-from jamp._step.rounding import random_words, round_stochastically, straight_through
+from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
 from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
-from jamp._step.state import contains
+from jamp._step.state import check_kind, contains
+
+# Their updates depend on the distance to the first parameters, to which each rounding adds.
+_DISTANCES = ("DoGState", "DoWGState", "MechanicState")
+_CURE = "If it is the state of the optimizer inside: tx.init(params)._replace(inner_state=state)."
 
 
 class StochasticRoundingState(NamedTuple):
@@ -29,7 +34,7 @@ class StochasticRoundingState(NamedTuple):
       0
     """
 
-    rounding_count: Array  # i32[], steps so far, on which the random bits depend
+    rounding_count: Array  # i32[], steps so far modulo 2**32, on which the random bits depend
     inner_state: Any
 
     @property
@@ -49,7 +54,12 @@ def stochastic_rounding(
 
     Rounding to nearest loses small updates. This rounds each new parameter up or down, with the probability that makes
     it right on average. Put it last before `apply_updates`, and `loss_scaled` around it. `inner` sees float32 gradients
-    and parameters. Parameters of 32 or more bits are stepped as usual.
+    and parameters. Parameters of 32 or more bits are stepped as usual. If all are, and `state_dtype` is None, it does
+    nothing, and warns.
+
+    A step's roundings are noise of up to a 128th of each parameter. Optax's `dog`, `dowg` and `mechanize` measure the
+    distance to the first parameters, and with it that noise, so they are an error. `prodigy`, `momo` and `cocob`
+    multiply that distance by the gradient, and the noise averages out.
 
     The random bits are a hash of the seed, the step count, the parameter's path and the element's index in the whole
     array. From the same gradients, a compiled run is the same bit for bit on any number of devices and after a restart.
@@ -70,8 +80,10 @@ def stochastic_rounding(
       An Optax transformation whose `update` needs `params`. Its state is a `StochasticRoundingState`.
 
     Raises:
+      TypeError: From `update`, if the state is not a `StochasticRoundingState`.
       ValueError: If `seed` or `state_dtype` is wrong. From `init` and `update`, if a parameter is float16 or float8.
-        From `init`, if `inner` is loss-scaled, has masters or rounds stochastically. From `update`, without `params`.
+        From `init`, if `inner` is loss-scaled, has masters, rounds stochastically, or measures the distance of bfloat16
+        parameters. From `update`, without `params`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -113,17 +125,20 @@ def stochastic_rounding(
     def init(params: optax.Params) -> StochasticRoundingState:
         _check_params(params)
         inner_state, count = inner.init(to_float32(params)), jnp.array(0, jnp.int32)
-        _check_inner(inner_state)
+        _check_inner(inner_state, params)
         specs = jax.tree.broadcast(PartitionSpec(), params)
         return StochasticRoundingState(count, store(inner_state, random_words(seed, count), params, specs))
 
     def update(
         grads: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
+        check_kind(state, StochasticRoundingState, _CURE)
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters. Call tx.update(grads, state, params).")
         _check_params(params)
-        wide, count = to_float32(params), optax.safe_increment(state.rounding_count)
+        if state_dtype is None:
+            _warn_if_nothing_is_rounded(params)
+        wide, count = to_float32(params), next_count(state.rounding_count)
         updates, inner_state = inner.update(to_float32(grads), to_float32(state.inner_state), wide, **extra_args)
         words = random_words(seed, count)
 
@@ -172,7 +187,24 @@ def _check_params(params: Any) -> None:
             )
 
 
-def _check_inner(inner_state: Any) -> None:
+def _warn_if_nothing_is_rounded(params: Any) -> None:
+    # A branch of `optax.partition` sees other branches' parameters as masked nodes, and may have wide ones alone.
+    dtypes = {p.dtype.name for p in jax.tree.leaves(params) if is_floating(p)}
+    if dtypes and "bfloat16" not in dtypes and not contains(params, lambda x: isinstance(x, optax.MaskedNode)):
+        warnings.warn(
+            f"stochastic_rounding does nothing: no parameter is bfloat16, they are {', '.join(sorted(dtypes))}. Cast "
+            "them with jamp.cast_floating(params, jnp.bfloat16), or leave it out.",
+            stacklevel=3,
+        )
+
+
+def _check_inner(inner_state: Any, params: Any) -> None:
+    measures = lambda x: type(x).__name__ in _DISTANCES and type(x).__module__.partition(".")[0] == "optax"
+    if contains(inner_state, measures) and any(jnp.result_type(p) == jnp.bfloat16 for p in jax.tree.leaves(params)):
+        raise ValueError(
+            "The optimizer inside stochastic_rounding (dog, dowg or mechanize) measures the distance of the parameters "
+            "to the first ones, and each rounding adds to it. Use float32 masters: jamp.master_params(tx, split=True)."
+        )
     if contains(inner_state):
         raise ValueError(
             "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "

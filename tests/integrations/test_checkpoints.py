@@ -217,6 +217,20 @@ def test_every_state_survives_each_way_of_walking_a_tree(way, tmp_path):
     assert {type(x).__name__ for x in restored.values()} == {"LossScaledState", "ScaledGradsState"}
 
 
+def test_8_bit_moments_of_another_block_size_are_an_error_in_msgpack_too():
+    params = {"w": jnp.ones((64, 256))}
+    small, usual = (jamp.loss_scaled(jamp.quantized_state(optax.adam(0.1), block_size=size)) for size in (64, 128))
+    update = jax.jit(small.update)
+    _, state = update(params, small.init(params), params)
+    saved = serialization.to_bytes(state)
+    restored = serialization.from_bytes(usual.init(params), saved)
+    with pytest.raises(ValueError, match=r"state\[0\]\.mu\['w'\] has blocks of 64 elements.*block_size=128"):
+        jax.eval_shape(usual.update, params, restored, params)
+    again = serialization.from_bytes(small.init(params), saved)
+    assert bits(update(params, again, params)) == bits(update(params, state, params))
+    assert int(again.inner_state.rounding_count) == 1
+
+
 def test_another_loss_scale_or_what_does_not_fit_is_an_error_that_names_both():
     fresh = {name: start("loss_scaled", name)[0] for name in SCALES}
     for old, new in itertools.permutations(SCALES, 2):
