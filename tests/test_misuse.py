@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.experimental import pallas as pl
 from steps import GOOD, PARAMS
 from trees import assert_equal
@@ -215,6 +216,49 @@ def test_scale_loss_and_value_and_grad_are_silent_in_correct_chains():
     fixed = [jamp.loss_scaled(SGD, x) for x in (jamp.NoOpLossScale(), jamp.StaticLossScale(8.0))]
     for tx in (jamp.loss_scaled(optax.apply_if_finite(SGD, 5)), *(optax.apply_if_finite(x, 5) for x in fixed)):
         assert jamp.grad(loss_fn, {"frozen": state(optax.apply_if_finite(SGD, 5)), "opt": state(tx)})
+
+
+CONSTANT = state(SCALED)
+FROZEN = {
+    "value_and_grad": jax.jit(jamp.value_and_grad(loss_fn, CONSTANT)),
+    "grad, called in a step": jax.jit(lambda p, f=jamp.grad(loss_fn, CONSTANT): f(p)),
+    "scale_loss": jax.jit(jax.grad(lambda p, s=state(UNSCALING): jamp.scale_loss(loss_fn(p), {"opt": s}))),
+    "of autocast": jax.jit(jamp.autocast(jamp.grad(loss_fn, CONSTANT))),
+    "GradScaler.value_and_grad": jax.jit(lambda p, f=jamp.GradScaler().value_and_grad(loss_fn): f(p)),
+    "GradScaler.scale": jax.jit(jax.grad(lambda p, scaler=jamp.GradScaler(): scaler.scale(loss_fn(p)))),
+    "another loss scale": jax.jit(jamp.grad(loss_fn, jamp.AdaptiveLossScale().init())),
+    "numbers of a checkpoint": jax.jit(jamp.grad(loss_fn, jax.tree.map(np.asarray, CONSTANT))),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_loss_scale_that_is_a_constant_of_a_jitted_function_warns_at_the_caller(name):
+    match = (
+        r"constant of the function that is being traced.*keeps the first scale forever.*Pass the state to the jitted"
+    )
+    with pytest.warns(UserWarning, match=match) as caught:
+        FROZEN[name].lower(PARAMS)
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_loss_scale_that_is_traced_or_read_at_each_call_or_never_changes_is_silent():
+    grad = jamp.grad(loss_fn, CONSTANT)
+    jax.jit(lambda p, s: jamp.grad(loss_fn, s)(p)).lower(PARAMS, CONSTANT)
+    jax.jit(lambda p: jamp.grad(loss_fn, state(SCALED))(p)).lower(PARAMS)  # a state that the step itself makes
+    jax.jit(lambda p: lax.scan(lambda s, _: (s, jamp.grad(loss_fn, s)(p)), CONSTANT, length=2)).lower(PARAMS)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), (PARAMS, CONSTANT))
+    jax.vmap(lambda p, s: jax.jit(jamp.grad(loss_fn, s))(p))(*stacked)
+    grad(PARAMS)
+    jax.vmap(grad)(stacked[0])
+    jax.jvp(grad, (PARAMS,), (PARAMS,))
+    jax.grad(lambda p: jamp.scale_loss(loss_fn(p), CONSTANT))(PARAMS)
+    jamp.autocast(grad)(PARAMS)  # outside jit it is traced at each call
+    jamp.autocast_report(grad)(PARAMS)
+    with jax.disable_jit():
+        jax.jit(grad)(PARAMS)
+    for fixed in (jamp.NoOpLossScale(), jamp.StaticLossScale(8.0), jamp.GradScaler.static().loss_scale):
+        jax.jit(jamp.grad(loss_fn, jamp.loss_scaled(SGD, fixed).init(PARAMS))).lower(PARAMS)
+    jax.jit(lambda: jamp.scale_loss(jnp.float32(1.0), state(SCALED))).lower()
 
 
 def test_a_policy_that_makes_the_parameters_16_bit_warns():

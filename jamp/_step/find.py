@@ -45,6 +45,11 @@ def scale_of(loss_scale_state: Any) -> Array | None:
     return None if is_noop(loss_scale_state) else array_of(loss_scale_state.loss_scale)
 
 
+def adapts(loss_scale_state: Any) -> bool:
+    """Whether a loss scale can change. The state of one that never does holds nothing else."""
+    return len(jax.tree.leaves(loss_scale_state)) > 1
+
+
 def step_applied(opt_state: Any) -> Array | None:
     """bool[], whether the last step was applied; None if nothing was checked, as under `NoOpLossScale`."""
     found = [x for _, x in _nodes(opt_state) if is_scaler_state(x)]
@@ -103,8 +108,7 @@ def _hides_overflows(x: Any) -> bool:
 
 
 def _adapts(x: Any) -> bool:
-    # The state of a loss scale that never changes holds nothing else.
-    return is_scaler_state(x) and len(jax.tree.leaves(x.loss_scale_state)) > 1
+    return is_scaler_state(x) and adapts(x.loss_scale_state)
 
 
 def _has_scaled_grads(nodes: _Nodes) -> bool:
