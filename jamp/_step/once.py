@@ -39,7 +39,7 @@ def remember(gradients: Iterable[Any]) -> None:
 def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
     """Raise ValueError if gradients of `scaled` come to an optimizer with a loss scale of its own.
 
-    Gradients are recognized by identity: averaged or clipped ones are not.
+    Gradients are recognized by identity: averaged or clipped ones, and those that a `jit` returns, are not.
     """
     own = getattr(loss_scale, "scale", None) if getattr(loss_scale, "is_constant", False) else None
     if own != 1 and any(_TRUE.get(id(x)) is x for x in jax.tree.leaves(gradients)):

@@ -23,9 +23,10 @@ from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
 from jamp._shard_map import varying
 from jamp._step import retry
+from jamp._step.end import end
 from jamp._step.once import remember
 from jamp._step.retry import Scaling
-from jamp._step.scaling import users_stacklevel
+from jamp._step.stacklevel import users_stacklevel
 
 
 class _Derivative(NamedTuple):
@@ -63,7 +64,7 @@ class _Derivative(NamedTuple):
 @functools.cache
 def scaled_call() -> Any:
     """The primitive that evaluates a function, the jaxpr `jaxpr`. Make it before a trace: see `_jaxpr.core`."""
-    _linear_call()
+    _linear_call(), end()
 
     def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
         return _evaluate.call(jaxpr, inputs)
@@ -181,6 +182,8 @@ def _transpose(
         tuple(sorted(axes)),
         scaling,
     )
+    if scaling.retries:
+        found = [end().bind(x) for x in found]
     remember(found)
     return [None] * (len(operands) - len(tangents)) + found
 
