@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jamp._step.find import find_state_to_unscale, scale_of
+from jamp._step.order import warn_of_order
 from jamp._step.scaling import unscale, with_scaled_loss
 
 
@@ -64,6 +65,7 @@ def value_and_grad(
             "This is an nnx.Optimizer or its state, whose arrays are Variables, and value_and_grad does not restore "
             "state that the loss function changes in a model. Use jamp.nnx.Optimizer and jamp.nnx.value_and_grad."
         )
+    warn_of_order(state)
     scale = scale_of(found)
     scaled = with_scaled_loss(fun, found, has_aux)
     differentiate = jax.value_and_grad(scaled, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)

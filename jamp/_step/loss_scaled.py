@@ -12,8 +12,8 @@ from jamp import _jaxpr
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, check_loss_scale, is_noop
 from jamp._step import scaling
-from jamp._step.once import check_unscaled
-from jamp._step.params import check_rounds_last, params_for, params_for_init
+from jamp._step.once import check_unscaled, warn_if_scaled
+from jamp._step.params import check_rounds_last, params_for, params_for_init, warn_if_rounded
 from jamp._step.skip import update_or_skip
 from jamp._step.state import AnyLossScaledState, check_state, check_whole, scaler_of, wrap_inner
 
@@ -77,6 +77,8 @@ def loss_scaled(
         check_whole(params)
         inner_state = jax.tree.map(_without_weak_type, inner.init(params_for_init(inner.init, params)))
         check_rounds_last(inner_state)
+        if not noop:
+            warn_if_rounded(inner_state, params)
         return wrap_inner(inner_state, loss_scale, unscale=unscale)
 
     def update(
@@ -91,6 +93,8 @@ def loss_scaled(
         _check_extra_args(extra_args, unscale)
         if not noop:
             check_unscaled(grads, loss_scale)
+            if not unscale and grads_finite is None:
+                warn_if_scaled(state.loss_scale_state)
         params = params_for(state.inner_state, params)
 
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:

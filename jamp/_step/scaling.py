@@ -14,14 +14,14 @@ from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._step.find import (
     find_loss_scale_state,
     find_state_to_unscale,
-    has_transform_before_unscale,
     scale_of,
 )
 from jamp._step.finite import leaves_finite
 from jamp._step.frozen import warn_if_frozen
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
-from jamp._step.once import scales_once
+from jamp._step.once import check_scaled_once, scales, scales_once, unscales
+from jamp._step.order import warn_of_order
 from jamp._step.stacklevel import users_stacklevel
 
 
@@ -48,13 +48,10 @@ def scale_loss(loss: Any, state: Any) -> Any:
       4.0
     """
     found = find_loss_scale_state(state)
-    if scale_of(found) is not None and has_transform_before_unscale(state):
-        warnings.warn(
-            "A transformation stands before loss_scaled(..., unscale=True) in its chain. A clip or a decay there works "
-            "on gradients that are multiplied by the loss scale. Put it inside: "
-            "jamp.loss_scaled(optax.chain(clip, tx), unscale=True).",
-            stacklevel=users_stacklevel(),
-        )
+    warn_of_order(state)
+    check_scaled_once("scale_loss")
+    if scale_of(found) is not None:
+        scales(found)
     return _scale_by(loss, found)
 
 
@@ -115,7 +112,9 @@ def unscale_and_check(
       >>> float(grads["w"][0]), bool(finite)
       (2.0, True)
     """
-    scale = scale_of(find_state_to_unscale(state, "unscale_and_check"))
+    found = find_state_to_unscale(state, "unscale_and_check")
+    unscales(found)
+    scale = scale_of(found)
     target, check = check_floating("dtype", dtype), scale is not None
     true, grads_finite = true_gradients(grads, scale, check=check, dtype=target, axis_name=axis_name)
     return true, jnp.bool_(True) if grads_finite is None else grads_finite
