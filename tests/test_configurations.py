@@ -171,11 +171,14 @@ SLOW = {
     "debug.compare",
     "debug.find_nonfinite",
 }
-CHECKED_FOR_LEAKS = {"scaled", "loss_scaled", "grad", "GradScaler", "autocast"}  # The others are slow.
+SLOW_IN = {
+    "checking_leaks": USES.keys() - {"scaled", "loss_scaled", "grad", "GradScaler"},
+    "disable_jit": {"quantized_state", "master_params, split", "master_params", "debug.underflow_report"},
+}
 
 
 def case(name, configuration):
-    is_slow = name in SLOW or (configuration == "checking_leaks" and name not in CHECKED_FOR_LEAKS)
+    is_slow = name in SLOW or name in SLOW_IN.get(configuration, ())
     return pytest.param(name, configuration, marks=[pytest.mark.slow] * is_slow, id=f"{name}, {configuration}")
 
 
