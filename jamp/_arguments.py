@@ -11,6 +11,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from jamp import _evaluate
+from jamp._staging import anew, is_kept
 
 if TYPE_CHECKING:
     from jamp._jaxpr import ClosedJaxpr
@@ -50,6 +51,8 @@ class Call:
     def traceable(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
         """`fun` as a function of `leaves` that returns a list of arrays, new values of boxes last."""
 
+        is_once = not is_kept()
+
         def traced(*leaves: Any) -> list[Any]:
             nodes = list(self._nodes)
             for i, x in zip(self._arrays, leaves, strict=False):
@@ -61,7 +64,8 @@ class Call:
             nodes = [boxes.get(id(x), x) for x in nodes]
             args, kwargs = jax.tree.unflatten(self._tree, nodes)
             before = [_at((args, kwargs), path) for path in self.paths]
-            results, self._result = _flatten_result(fun, fun(*args, **kwargs))
+            with anew(is_once):
+                results, self._result = _flatten_result(fun, fun(*args, **kwargs))
             self._check_boxes(fun, (args, kwargs), boxes)
             arrays = self._replaced(before, (args, kwargs))
             held = [jax.tree.leaves(boxes[id(box)]) for box in self._boxes]

@@ -128,8 +128,7 @@ def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
             f"{stats.consecutive_overflows} steps in a row were skipped (the limit is {limit}); the loss scale is "
             f"{scale:g}. The scale is seldom the cause of so many. Look for NaN in the data, in the loss (a log or a "
             "division of 0) and in the parameters, for too high a learning rate, and for gradients of a scaled loss "
-            "that nothing unscales. After `import jamp.debug`, "
-            "`jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names the operation."
+            "that nothing unscales. `jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names the operation."
         )
 
 

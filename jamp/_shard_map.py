@@ -1,10 +1,11 @@
-"""Trace functions as if they were called inside a shard_map that was traced already."""
+"""What varies in a shard_map, and tracing as if inside one that was traced already."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jamp import _jaxpr
@@ -16,23 +17,21 @@ def trace(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]
 
     A tracer knows along which axes it varies, and a collective needs its axis, only inside the shard_map.
     """
-    current = jax.sharding.get_abstract_mesh()
-    manual = {n for n, kind in zip(current.axis_names, current.axis_types, strict=True) if kind is AxisType.Manual}
-    if inside is None or _manual_axes(inside) <= manual:  # a derivative is traced inside
+    if inside is None or _manual_axes(inside) <= _manual():  # a derivative is traced inside
         return jax.make_jaxpr(fun)(*avals)
     params, mesh = inside.params, inside.params["mesh"]
     names = [name for name in mesh.axis_names if name in _manual_axes(inside)]
-    varying = [tuple(name for name in names if name in _varying(aval)) for aval in avals]
+    axes_of = [tuple(name for name in names if name in varying(aval)) for aval in avals]
     # Each array gets a first axis, over which a shard_map can split it, so that it varies as it should.
     outside = [
         jax.ShapeDtypeStruct(
             (math.prod(mesh.shape[name] for name in axes), *aval.shape), aval.dtype, weak_type=aval.weak_type
         )
-        for aval, axes in zip(avals, varying, strict=True)
+        for aval, axes in zip(avals, axes_of, strict=True)
     ]
     inner = jax.jit(fun)
     body = lambda *xs: [x[None] for x in jax.tree.leaves(inner(*(x[0] for x in xs)))]
-    specs = tuple(PartitionSpec(axes or None) for axes in varying)
+    specs = tuple(PartitionSpec(axes or None) for axes in axes_of)
     out_specs = PartitionSpec(tuple(names))
     call = jax.shard_map(
         body, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=set(names), check_vma=params["check_vma"]
@@ -49,11 +48,28 @@ def splits(eqn: JaxprEqn) -> list[bool]:
     return [names <= set().union(*map(axes, spec)) for spec in eqn.params["in_specs"]]
 
 
+def varying_over(x: Array, axis_name: Any) -> Array:
+    """`x` for a collective over these axes. It takes no array that varies along some of them and not along others."""
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    own = varying(jax.typeof(x))
+    if own.isdisjoint(names):
+        return x
+    missing = tuple(name for name in names if name in _manual() and name not in own)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _manual() -> set[str]:
+    """The axes of the enclosing shard_maps."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Manual}
+
+
 def _manual_axes(eqn: JaxprEqn) -> frozenset[str]:
     names: frozenset[str] = eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"]
     return names  # jax 0.10.0 has the other name
 
 
-def _varying(aval: Any) -> frozenset[str]:
+def varying(aval: Any) -> frozenset[str]:
+    """The axes of the enclosing shard_map along which an array of this type varies. Without check_vma: none."""
     names: frozenset[str] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
     return names

@@ -1,5 +1,6 @@
 """Flax Linen: a train state that skips steps whose gradients overflowed."""
 
+import copyreg
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,8 @@ class TrainState(train_state.TrainState):
 
     Add fields of your own, such as BatchNorm's statistics, with a subclass as in Flax, or pass them to `create` by
     name. `create` then returns a subclass that has them, so they are fields in both cases: attributes that
-    `apply_gradients` and `replace` accept by name.
+    `apply_gradients` and `replace` accept by name. Such a state can be pickled like one without added fields, if its
+    `tx` can.
 
     Parameters in Flax's collection `_overwrite_with_gradient` (the scales and histories of fp8 layers) are replaced by
     their gradients, which are neither unscaled nor checked.
@@ -151,8 +153,29 @@ class TrainState(train_state.TrainState):
 @functools.cache
 def _with_fields(cls: Any, names: tuple[str, ...]) -> Any:
     """A subclass with these fields, as a user would write it. The cache makes it one type, so `jit` compiles once."""
+    if not names:
+        return cls
     namespace = {"__annotations__": dict.fromkeys(names, Any), "__doc__": cls.__doc__, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), namespace, kw_only=True) if names else cls
+    # No module has the subclass under its name, so pickle gets the call that makes it, for a state and for its type.
+    namespace["__reduce__"] = lambda self: (_rebuilt, (cls, names, vars(self)))
+    meta: Any = type(cls)
+    made: Any = _metaclass(meta)(cls.__name__, (cls,), namespace, kw_only=True)
+    made.__reduce_class__ = _with_fields, (cls, names)
+    return made
+
+
+@functools.cache
+def _metaclass(base: Any) -> Any:
+    """A metaclass of classes that are pickled as `__reduce_class__`."""
+    made = type(base.__name__, (base,), {})
+    copyreg.pickle(made, lambda cls: cls.__reduce_class__)
+    return made
+
+
+def _rebuilt(cls: Any, names: tuple[str, ...], fields: dict[str, Any]) -> Any:
+    new = object.__new__(_with_fields(cls, names))
+    vars(new).update(fields)
+    return new
 
 
 def _overwrites(params: Any) -> bool:

@@ -122,8 +122,8 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
         holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
-        scale = scale_of(find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad"))
-        scaled = with_scaled_loss(fun, scale, has_aux)
+        found = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
+        scale, scaled = scale_of(found), with_scaled_loss(fun, found, has_aux)
         differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
         before = _values((args, kwargs))
         differentiate = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)

@@ -53,6 +53,9 @@ def test_more_than_max_consecutive_overflows_raise_an_error_that_names_the_cure(
         assert not problems(skipped(limit), max_consecutive_overflows=limit)
         text = problems(skipped(limit + 1), max_consecutive_overflows=limit)
         assert text.startswith(f"{limit + 1} steps in a row were skipped (the limit is {limit})")
+        assert (
+            "unscales. `jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names" in text
+        )  # no import first
 
 
 def test_a_skip_at_the_floor_is_told_and_a_ceiling_that_was_reached_during_the_run():

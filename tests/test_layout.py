@@ -22,7 +22,7 @@ PACKAGES = {name_of(path) for path in ROOT.rglob("__init__.py")}
 # A module imports from its own floor and from those below. One that is not named here is an adapter, on the top.
 FLOORS = [
     {"_cast", "_jaxpr"},
-    {"_evaluate", "_arguments", "_primitives", "_scale", "_shard_map", "_source_line"},
+    {"_evaluate", "_arguments", "_primitives", "_scale", "_shard_map", "_source_line", "_staging"},
     {"_step", "_autocast"},
     {"_precompute"},
 ]
@@ -35,10 +35,14 @@ ORDER = {
         "state",
         "find",
         "finite",
+        "stacklevel",
         "once",
+        "frozen",
+        "order",
         "scaling",
         "gradients",
         "retry",
+        "end",
         "scaled_call",
         "scaled",
         "rounding",

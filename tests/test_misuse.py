@@ -18,6 +18,8 @@ import jamp
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 SCALED, UNSCALING = jamp.loss_scaled(MOMENTUM), jamp.loss_scaled(MOMENTUM, unscale=True)
 STATIC = jamp.loss_scaled(MOMENTUM, jamp.StaticLossScale(8.0))
+EIGHT, LARGE = jamp.StaticLossScale(8.0), jamp.DynamicLossScale()
+GRAD_SCALER = jamp.GradScaler()
 LEFT = {"w": True, "b": False}
 state = lambda tx: tx.init(PARAMS)
 update = lambda tx, state: tx.update(GOOD, state, PARAMS)
@@ -79,6 +81,16 @@ MISUSE = {
     "scaled's inf": (ValueError, r"got scale=inf", lambda: jamp.scaled(loss_fn, np.inf)),
     "scaled's retries": (ValueError, r"got retries=-1", lambda: jamp.scaled(loss_fn, retries=-1)),
     "scaled's function": (TypeError, r"scaled takes a function.*got fun=3", lambda: jamp.scaled(3)),
+    "scale_loss in value_and_grad": (
+        ValueError,
+        r"jamp\.scale_loss inside jamp\.value_and_grad: .*twice.*jamp\.value_and_grad\(loss_fn, opt_state\) alone",
+        lambda: jamp.grad(lambda p, s=state(SCALED): jamp.scale_loss(loss_fn(p), s), state(SCALED))(PARAMS),
+    ),
+    "scale in value_and_grad": (
+        ValueError,
+        r"jamp\.scale_loss inside jamp\.value_and_grad",
+        lambda: jamp.grad(lambda p: jamp.GradScaler().scale(loss_fn(p)) / 2, state(SCALED))(PARAMS),
+    ),
     # The state of another optimizer.
     "plain state": (
         TypeError,
@@ -106,6 +118,21 @@ MISUSE = {
         ValueError,
         "the loss scale stays too high",
         lambda: jamp.scale_loss(1.0, state(optax.chain(optax.apply_if_finite(UNSCALING, 5), optax.scale(0.5)))),
+    ),
+    "MultiSteps": (
+        ValueError,
+        r"overflow of one micro-batch.*stays forever.*jamp\.loss_scaled\(optax\.MultiSteps",
+        lambda: jamp.grad(loss_fn, {"opt": state(optax.MultiSteps(STATIC, 4))}),
+    ),
+    "MultiSteps, unscale": (
+        ValueError,
+        "stays forever",
+        lambda: jamp.metrics(state(optax.chain(optax.MultiSteps(UNSCALING, 4), optax.scale(0.5)))),
+    ),
+    "MultiSteps that skips": (
+        ValueError,
+        r"should_skip_update_fn of optax\.MultiSteps.*the loss scale stays too high",
+        lambda: jamp.grad(loss_fn, state(optax.MultiSteps(SCALED, 4, should_skip_update_fn=optax.skip_not_finite))),
     ),
     # Gradients that would be unscaled twice.
     "value_and_grad": (
@@ -209,15 +236,135 @@ def test_a_clip_or_a_decay_before_unscale_in_a_chain_warns_at_the_caller():
             assert [w.filename for w in caught] == [__file__]
 
 
+def test_a_clip_before_or_an_optimizer_after_loss_scaled_warns_at_the_caller():
+    adam, before, after = optax.adam(0.1), "makes an overflow finite", "changes its moments"
+    no_state = [jamp.loss_scaled(x, scale) for x in (optax.identity(), optax.clip(1.0)) for scale in (LARGE, EIGHT)]
+    chains = {optax.chain(optax.clip(1.0), tx): before for tx in (SCALED, STATIC, optax.chain(SCALED, SGD))}
+    chains |= {optax.chain(optax.zero_nans(), SCALED): before}
+    chains |= {optax.chain(tx, then): after for tx in no_state for then in (adam, MOMENTUM, optax.ema(0.9))}
+    chains |= {optax.chain(optax.scale(2.0), optax.chain(jamp.loss_scaled(SGD), SGD)): before}
+    for chain, match in chains.items():
+        for look_up in (lambda s: jamp.grad(loss_fn, s), lambda s: jamp.scale_loss(1.0, s)):
+            with pytest.warns(UserWarning, match=match + r".*Put it inside: jamp\.loss_scaled\(optax\.chain") as caught:
+                jax.eval_shape(lambda s, f=look_up: jax.tree.leaves(f({"opt": s})) and None, state(chain))
+            assert {w.filename for w in caught} == {__file__}
+
+
+def test_a_scaled_loss_whose_gradients_nothing_unscales_warns_at_the_caller():
+    def step(tx, scale, unscale, s, p=PARAMS):
+        grads = jax.grad(lambda p: scale(loss_fn(p), s))(p)
+        return tx.update(*unscale(grads, s), p)
+
+    same, match = lambda grads, s: (grads, s), r"nothing has unscaled.*too large.*jamp\.value_and_grad"
+    scaler = lambda grads, s: s.step(SGD, state(SGD), PARAMS, grads=grads)
+    wrong = {
+        "in jit": lambda: jax.jit(lambda s: step(SCALED, jamp.scale_loss, same, s))(state(SCALED)),
+        "eager": lambda: step(STATIC, jamp.scale_loss, same, state(STATIC)),
+        "in a chain": lambda: step(chained, jamp.scale_loss, same, state(chained)),
+        "GradScaler": lambda: jax.jit(lambda s: scaler(jax.grad(lambda p: s.scale(loss_fn(p)))(PARAMS), s))(
+            GRAD_SCALER
+        ),
+    }
+    chained = optax.chain(SCALED, optax.scale(0.5))
+    for call in wrong.values():
+        with pytest.warns(UserWarning, match=match) as caught:
+            call()
+        assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_scaled_loss_whose_gradients_are_unscaled_in_any_way_is_silent():
+    s, scaler = state(STATIC), GRAD_SCALER
+    scaled = jax.grad(lambda p: jamp.scale_loss(loss_fn(p), s))(PARAMS)
+    true, finite = jamp.unscale_and_check(scaled, s)
+    STATIC.update(true, s, PARAMS)
+    jamp.scale_loss(1.0, s)
+    STATIC.update(true, s, PARAMS, grads_finite=finite)
+    STATIC.update(jamp.grad(loss_fn, state(STATIC))(PARAMS), state(STATIC), PARAMS)
+    jamp.scale_loss(1.0, s)
+    STATIC.update(jax.tree.map(lambda g: g / jamp.get_loss_scale(s), scaled), s, PARAMS)
+    UNSCALING.update(jax.grad(lambda p, s=state(UNSCALING): jamp.scale_loss(loss_fn(p), s))(PARAMS), state(UNSCALING))
+    for keyword, unscale in (("scaled_grads", lambda x: x), ("grads", scaler.unscale)):
+        grads = jax.grad(lambda p: scaler.scale(loss_fn(p)))(PARAMS)
+        scaler.step(SGD, state(SGD), PARAMS, **{keyword: unscale(grads)})
+    scaler.step(SGD, state(SGD), PARAMS, grads=scaler.value_and_grad(loss_fn)(PARAMS)[1])
+
+
+@pytest.mark.promotes("optax.apply_updates")
+def test_float16_parameters_without_masters_warn_at_the_caller():
+    half, match = jamp.cast_floating(PARAMS, "float16"), r"lose updates.*jamp\.master_params\(tx\)"
+    for call in (lambda: SCALED.init(half), lambda: GRAD_SCALER.step(SGD, SGD.init(half), half, grads=GOOD)):
+        with pytest.warns(UserWarning, match=match) as caught:
+            call()
+        assert [w.filename for w in caught] == [__file__]
+    jamp.loss_scaled(jamp.master_params(MOMENTUM)).init(half)
+    jamp.loss_scaled(MOMENTUM, jamp.NoOpLossScale()).init(half)
+    SCALED.init(half | {"b": PARAMS["b"]})  # such as frozen float16 weights with float32 adapters
+    SCALED.init(LOW)
+
+
 def test_scale_loss_and_value_and_grad_are_silent_in_correct_chains():
     clip = optax.clip(1.0)
     inside = jamp.loss_scaled(optax.chain(clip, optax.add_decayed_weights(0.1), SGD), unscale=True)
-    for tx in (inside, optax.chain(inside, clip), optax.chain(clip, SCALED), optax.MultiSteps(UNSCALING, 2)):
+    unscaled, skipping = jamp.loss_scaled(SGD, jamp.NoOpLossScale()), {"should_skip_update_fn": optax.skip_not_finite}
+    for tx in (
+        inside,
+        optax.chain(inside, clip),
+        optax.chain(SCALED, clip, optax.scale(0.5)),
+        optax.chain(jamp.loss_scaled(optax.adam(0.1)), optax.scale_by_schedule(lambda _: 0.5)),
+        jamp.loss_scaled(optax.MultiSteps(SGD, 2)),
+        optax.chain(clip, unscaled, optax.adam(0.1)),
+        optax.MultiSteps(unscaled, 2),
+        optax.MultiSteps(STATIC, 2, **skipping),
+    ):
         jamp.scale_loss(1.0, (PARAMS, state(SGD), state(tx)))
+    jamp.scale_loss(1.0, (state(jamp.loss_scaled(SGD)), PARAMS, jnp.ones(2)))
     jamp.scale_loss(1.0, state(optax.chain(clip, jamp.loss_scaled(SGD, jamp.NoOpLossScale(), unscale=True))))
     fixed = [jamp.loss_scaled(SGD, x) for x in (jamp.NoOpLossScale(), jamp.StaticLossScale(8.0))]
     for tx in (jamp.loss_scaled(optax.apply_if_finite(SGD, 5)), *(optax.apply_if_finite(x, 5) for x in fixed)):
         assert jamp.grad(loss_fn, {"frozen": state(optax.apply_if_finite(SGD, 5)), "opt": state(tx)})
+
+
+CONSTANT = state(SCALED)
+FROZEN = {
+    "value_and_grad": jax.jit(jamp.value_and_grad(loss_fn, CONSTANT)),
+    "grad, called in a step": jax.jit(lambda p, f=jamp.grad(loss_fn, CONSTANT): f(p)),
+    "scale_loss": jax.jit(jax.grad(lambda p, s=state(UNSCALING): jamp.scale_loss(loss_fn(p), {"opt": s}))),
+    "of autocast": jax.jit(jamp.autocast(jamp.grad(loss_fn, CONSTANT))),
+    "GradScaler.value_and_grad": jax.jit(lambda p, f=jamp.GradScaler().value_and_grad(loss_fn): f(p)),
+    "GradScaler.scale": jax.jit(jax.grad(lambda p, scaler=jamp.GradScaler(): scaler.scale(loss_fn(p)))),
+    "another loss scale": jax.jit(jamp.grad(loss_fn, jamp.AdaptiveLossScale().init())),
+    "numbers of a checkpoint": jax.jit(jamp.grad(loss_fn, jax.tree.map(np.asarray, CONSTANT))),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_loss_scale_that_is_a_constant_of_a_jitted_function_warns_at_the_caller(name):
+    match = (
+        r"constant of the function that is being traced.*keeps the first scale forever.*Pass the state to the jitted"
+    )
+    with pytest.warns(UserWarning, match=match) as caught:
+        FROZEN[name].lower(PARAMS)
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_loss_scale_that_is_traced_or_read_at_each_call_or_never_changes_is_silent():
+    grad = jamp.grad(loss_fn, CONSTANT)
+    jax.jit(lambda p, s: jamp.grad(loss_fn, s)(p)).lower(PARAMS, CONSTANT)
+    jax.jit(lambda p: jamp.grad(loss_fn, state(SCALED))(p)).lower(PARAMS)  # a state that the step itself makes
+    jax.jit(lambda p: lax.scan(lambda s, _: (s, jamp.grad(loss_fn, s)(p)), CONSTANT, length=2)).lower(PARAMS)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), (PARAMS, CONSTANT))
+    jax.vmap(lambda p, s: jax.jit(jamp.grad(loss_fn, s))(p))(*stacked)
+    grad(PARAMS)
+    jax.vmap(grad)(stacked[0])
+    jax.jvp(grad, (PARAMS,), (PARAMS,))
+    jax.grad(lambda p: jamp.scale_loss(loss_fn(p), CONSTANT))(PARAMS)
+    jamp.autocast(grad)(PARAMS)  # outside jit it is traced at each call
+    jamp.autocast_report(grad)(PARAMS)
+    with jax.disable_jit():
+        jax.jit(grad)(PARAMS)
+    for fixed in (jamp.NoOpLossScale(), jamp.StaticLossScale(8.0), jamp.GradScaler.static().loss_scale):
+        jax.jit(jamp.grad(loss_fn, jamp.loss_scaled(SGD, fixed).init(PARAMS))).lower(PARAMS)
+    jax.jit(lambda: jamp.scale_loss(jnp.float32(1.0), state(SCALED))).lower()
 
 
 def test_a_policy_that_makes_the_parameters_16_bit_warns():

@@ -87,6 +87,7 @@ def test_torch_a_finite_scaled_gradient_that_is_infinite_unscaled_is_not_applied
 
 
 @pytest.mark.promotes("optax.apply_updates")
+@pytest.mark.filterwarnings("ignore:float16 parameters without a master copy")
 def test_tensorflow_scales_below_1_are_legal():
     """tensorflow#38357: gradients that overflow at scale 1 are finite at 2**-4."""
     tx, w = jamp.loss_scaled(optax.sgd(1e-6), jamp.DynamicLossScale(1.0, min_scale=2.0**-10)), jnp.ones(3, jnp.float16)
@@ -109,6 +110,7 @@ def test_apply_if_finite_applies_the_nan_after_its_limit_but_jamp_never():
 
 
 @pytest.mark.promotes("optax.adam")
+@pytest.mark.filterwarnings("ignore:float16 parameters without a master copy")
 def test_adam_on_a_float16_zero_gradient_is_not_nan():
     """optax#1754, #1784: in float16 eps is 0, so 0 / (sqrt(0) + eps) is NaN."""
     w, tx = jnp.ones(3, jnp.float16), jamp.loss_scaled(optax.adam(1e-2))

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jaxprs import equations, normal, products
@@ -106,8 +107,36 @@ def test_derivatives_are_those_of_the_function_under_every_transformation(name):
 def test_two_reverse_passes_need_a_backward_pass_without_retries():
     penalty = lambda f: jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) ** 2)))(W)
     assert_close(penalty(jamp.scaled(loss_fn, retries=0)), penalty(loss_fn), 1e-5)
-    with pytest.raises(ValueError, match="while_loop"):
-        penalty(jamp.scaled(loss_fn))
+    eager = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) ** 2))(W)
+    vmapped = lambda f: jax.vmap(lambda c: jax.grad(lambda w: jnp.sum(c * jax.grad(f)(w, X)))(W))(jnp.ones(2))
+    for twice in (penalty, eager, vmapped, lambda f: jax.jit(jax.jacrev(jax.grad(f)))(W, X)):
+        with pytest.raises(ValueError, match=r"gradient of a gradient of jamp\.scaled.*scaled\(fun, retries=0\)"):
+            twice(jamp.scaled(loss_fn))
+
+
+def test_a_backward_rule_that_is_not_linear_gets_scaled_cotangents():
+    clip_gradient = jax.custom_vjp(lambda x: x)
+    clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-2, 1e-2),))
+    fun, w, state = lambda w: jnp.sum(clip_gradient(w) * 1e-3), jnp.ones(2), jamp.StaticLossScale(2.0**10).init()
+    for grad, expected in (
+        (jax.grad(fun), 1e-3),
+        (jax.grad(jamp.scaled(fun)), 1e-2 / 2**15),
+        (jamp.grad(fun, state), 1e-2 / 2**10),
+        (lambda w: jax.grad(lambda w: jamp.scale_loss(fun(w), state))(w) / 2**10, 1e-2 / 2**10),
+    ):
+        np.testing.assert_allclose(grad(w), [expected] * 2, rtol=1e-6)
+
+
+def test_true_gradients_are_recognized_as_they_are_and_not_as_the_result_of_a_jit():
+    grad, sgd = jax.grad(jamp.scaled(lambda w: jnp.sum(w**2))), optax.sgd(1.0)
+    for tx in (jamp.loss_scaled(sgd, unscale=True), jamp.loss_scaled(sgd)):
+        step = lambda grad, w, tx=tx: tx.update(grad(w), tx.init(w), w)[0]
+        for seen in (step, jax.jit(step, static_argnums=0)):
+            with pytest.raises(ValueError, match=r"jamp\.scaled, which has unscaled them"):
+                seen(grad, jnp.ones(2))
+        scale = 1.0 if isinstance(tx.init(jnp.ones(2)), jamp.LossScaledState) else 2.0**16
+        for unseen in (jax.jit(grad), lambda w: grad(w) * 1.0):
+            assert_equal(step(unseen, jnp.ones(2)), jnp.full(2, -2.0 / scale))
 
 
 SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed % 15 > 0)) for seed in range(0, 60, 3)]

@@ -79,8 +79,9 @@ def errors(task: Task, dtype: Any) -> Iterator[Row]:
     parts = [jax.tree.map(lambda x, i=i: jnp.split(x, DEVICES)[i], batch) for i in range(DEVICES)]
     for name, rules in RULES.items():
         loss = jamp.autocast(FLOAT32(task), dtype, rules=rules)
-        grad = jax.jit(jamp.grad(loss, state, has_aux=True), compiler_options=study.COMPILER_OPTIONS)
-        whole, shards = grad(params, batch)[0], [grad(params, part)[0] for part in parts]
+        of_loss = lambda state, *args, loss=loss: jamp.grad(loss, state, has_aux=True)(*args)[0]
+        grad = functools.partial(jax.jit(of_loss, compiler_options=study.COMPILER_OPTIONS), state)
+        whole, shards = grad(params, batch), [grad(params, part) for part in parts]
         summed = jax.tree.map(functools.partial(_summed, dtype if name == "16 bit" else jnp.float32), *shards)
         about = {"task": task.name, "dtype": jnp.dtype(dtype).name, "setup": name}
         leaves = jax.tree.leaves_with_path(truth), jax.tree.leaves(whole), jax.tree.leaves(summed)

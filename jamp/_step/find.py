@@ -10,7 +10,7 @@ from jax import Array
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jamp._scale.static import is_noop
-from jamp._step.state import ScaledGradsState, contains, is_scaler_state
+from jamp._step.state import ScaledGradsState, contains, is_scaler_state, skips
 
 _Nodes = list[tuple[tuple[Any, ...], Any]]  # path and value
 
@@ -45,22 +45,15 @@ def scale_of(loss_scale_state: Any) -> Array | None:
     return None if is_noop(loss_scale_state) else array_of(loss_scale_state.loss_scale)
 
 
+def adapts(loss_scale_state: Any) -> bool:
+    """Whether a loss scale can change. The state of one that never does holds nothing else."""
+    return len(jax.tree.leaves(loss_scale_state)) > 1
+
+
 def step_applied(opt_state: Any) -> Array | None:
     """bool[], whether the last step was applied; None if nothing was checked, as under `NoOpLossScale`."""
     found = [x for _, x in _nodes(opt_state) if is_scaler_state(x)]
     return found[0].grads_finite if len(found) == 1 and not is_noop(found[0].loss_scale_state) else None
-
-
-def has_transform_before_unscale(tree: Any) -> bool:
-    """Whether a tree holds the state of a chain in which a clip or a decay stands before `unscale=True`."""
-    is_scaled = lambda x: isinstance(x, ScaledGradsState)
-
-    def is_late(x: Any) -> bool:
-        # Clips and decays have no state of their own. A user's tuple of states has no such entry.
-        first = [i for i, y in enumerate(x) if isinstance(y, optax.EmptyState)][:1] if type(x) is tuple else []
-        return any(contains(x[i:], is_scaled) for i in first)
-
-    return contains(tree, is_late)
 
 
 def array_of(x: Any) -> Array:
@@ -72,8 +65,8 @@ def _nodes(tree: Any, path: tuple[Any, ...] = (), *, below: bool = False) -> Ite
     """Path and value of each node that a look-up may ask for, in one pass. Nodes may be inside other nodes."""
 
     def is_leaf(x: Any) -> bool:
-        is_known = is_scaler_state(x) or _is_loss_scale_state(x) or _is_plain_nnx_optimizer(x) or _hides_overflows(x)
-        return is_known and not (below and x is tree)
+        is_known = is_scaler_state(x) or _is_loss_scale_state(x) or _is_plain_nnx_optimizer(x)
+        return (is_known or _hides_overflows(x) or _keeps_overflows(x)) and not (below and x is tree)
 
     for p, x in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         if is_leaf(x):
@@ -98,13 +91,18 @@ def _is_plain_nnx_optimizer(x: Any) -> bool:
 
 
 def _hides_overflows(x: Any) -> bool:
-    """Whether a node is the state of `optax.apply_if_finite` around an optimizer whose loss scale adapts."""
-    return isinstance(x, optax.ApplyIfFiniteState) and contains(x.inner_state, _adapts)
+    """Whether a node is the state of a wrapper that keeps overflows from an optimizer whose loss scale adapts."""
+    is_filter = isinstance(x, optax.ApplyIfFiniteState) or (isinstance(x, optax.MultiStepsState) and x.skip_state != ())
+    return is_filter and contains(x, _adapts)
+
+
+def _keeps_overflows(x: Any) -> bool:
+    """Whether a node is the state of `optax.MultiSteps` around an optimizer that skips steps."""
+    return isinstance(x, optax.MultiStepsState) and x.skip_state == () and contains(x.inner_opt_state, skips)
 
 
 def _adapts(x: Any) -> bool:
-    # The state of a loss scale that never changes holds nothing else.
-    return is_scaler_state(x) and len(jax.tree.leaves(x.loss_scale_state)) > 1
+    return is_scaler_state(x) and adapts(x.loss_scale_state)
 
 
 def _has_scaled_grads(nodes: _Nodes) -> bool:
@@ -120,9 +118,15 @@ def _only(tree: Any, nodes: _Nodes, is_match: Callable[[Any], bool], what: str) 
         )
     if any(_hides_overflows(x) for _, x in nodes):
         raise ValueError(
-            "optax.apply_if_finite around a loss-scaled optimizer keeps overflows from it, so the loss scale stays too "
-            "high. loss_scaled skips such steps itself: leave apply_if_finite out, or put it inside, "
-            "jamp.loss_scaled(optax.apply_if_finite(tx, max_consecutive_errors))."
+            "optax.apply_if_finite (or should_skip_update_fn of optax.MultiSteps) around a loss-scaled optimizer keeps "
+            "overflows from it, so the loss scale stays too high. loss_scaled skips such steps itself: leave it out, "
+            "or put it inside, jamp.loss_scaled(optax.apply_if_finite(tx, max_consecutive_errors))."
+        )
+    if any(_keeps_overflows(x) for _, x in nodes):
+        raise ValueError(
+            "optax.MultiSteps around a loss-scaled optimizer adds the overflow of one micro-batch to its sum, where it "
+            "stays forever, and every later step is skipped. Put it inside, which leaves such a micro-batch out: "
+            "jamp.loss_scaled(optax.MultiSteps(tx, every_k_schedule))."
         )
     found = [(path, x) for path, x in nodes if is_match(x)]
     if len(found) == 1:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType
 
+from jamp._shard_map import varying_over
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
 
@@ -57,7 +58,7 @@ def _sum_over(count: Array, axis_name: Any) -> Array:
             f"axis_name={axis_name!r} names an axis that is not mapped here ({error}). Name axes of the enclosing "
             "shard_map, pmap or vmap; under jit with sharded arrays leave axis_name out: the check covers all shards."
         ) from error
-    return lax.psum(count, axis_name)
+    return lax.psum(varying_over(count, axis_name), axis_name)
 
 
 def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jamp._step.find import find_state_to_unscale, scale_of
+from jamp._step.order import warn_of_order
 from jamp._step.scaling import unscale, with_scaled_loss
 
 
@@ -26,8 +27,11 @@ def value_and_grad(
     It scales the loss before the backward pass and unscales the gradients after it, so that float16 cotangents do not
     underflow. On an overflow the gradients hold inf or NaN, and `loss_scaled` skips the step.
 
-    Call it inside the jitted train step. It uses the loss scale of the `state` that it is given. If you call it once,
-    outside the step, the returned function uses the first loss scale forever.
+    Call it inside the jitted train step, with the state that is an argument of the step. If you call it once, outside
+    the step, the step keeps the first loss scale forever. While it is traced, a warning says so.
+
+    The backward pass must be linear, as that of a derivative is. A `custom_vjp` that clips its cotangents clips those
+    of the scaled loss: clip the gradients in the optimizer instead.
 
     Args:
       fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -61,8 +65,9 @@ def value_and_grad(
             "This is an nnx.Optimizer or its state, whose arrays are Variables, and value_and_grad does not restore "
             "state that the loss function changes in a model. Use jamp.nnx.Optimizer and jamp.nnx.value_and_grad."
         )
+    warn_of_order(state)
     scale = scale_of(found)
-    scaled = with_scaled_loss(fun, scale, has_aux)
+    scaled = with_scaled_loss(fun, found, has_aux)
     differentiate = jax.value_and_grad(scaled, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)

@@ -18,6 +18,7 @@ from jamp._scale.static import LossScale
 from jamp._scale.stats import LossScaleStats
 from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
 from jamp._step.leaves import replace_node, with_leaves
+from jamp._step.once import unscales
 from jamp._step.state import ScalerState, scaler_of
 
 
@@ -37,7 +38,9 @@ def get_loss_scale(tree: Any) -> Array:
       >>> float(jamp.get_loss_scale(opt_state))
       65536.0
     """
-    return _copy(array_of(find_loss_scale_state(tree).loss_scale))
+    found = find_loss_scale_state(tree)
+    unscales(found)
+    return _copy(array_of(found.loss_scale))
 
 
 def set_loss_scale(tree: Any, value: ArrayLike) -> Any:

@@ -12,8 +12,8 @@ from jamp import _jaxpr
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, check_loss_scale, is_noop
 from jamp._step import scaling
-from jamp._step.once import check_unscaled
-from jamp._step.params import check_rounds_last, params_for, params_for_init
+from jamp._step.once import check_unscaled, warn_if_scaled
+from jamp._step.params import check_rounds_last, params_for, params_for_init, warn_if_rounded
 from jamp._step.skip import update_or_skip
 from jamp._step.state import AnyLossScaledState, check_state, check_whole, scaler_of, wrap_inner
 
@@ -44,7 +44,8 @@ def loss_scaled(
       inner: The optimizer.
       loss_scale: A loss scale. `NoOpLossScale()` switches scaling, checks and skips off.
       unscale: If True, `update` takes the gradients of `jamp.scale_loss(loss, opt_state)` and unscales them. It is for
-        trainers that call `jax.grad` themselves. No transformation may stand before it in a chain.
+        trainers that call `jax.grad` themselves. No transformation may stand before it in a chain. It also divides
+        true gradients, such as those that a `jit` of `jax.grad(jamp.scaled(fun))` returns: it cannot tell them apart.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Returns:
@@ -78,6 +79,8 @@ def loss_scaled(
         check_whole(params)
         inner_state = jax.tree.map(_without_weak_type, inner.init(params_for_init(inner.init, params)))
         check_rounds_last(inner_state)
+        if not noop:
+            warn_if_rounded(inner_state, params)
         return wrap_inner(inner_state, loss_scale, unscale=unscale)
 
     def update(
@@ -92,6 +95,8 @@ def loss_scaled(
         _check_extra_args(extra_args, unscale)
         if not noop:
             check_unscaled(grads, loss_scale)
+            if not unscale and grads_finite is None:
+                warn_if_scaled(state.loss_scale_state)
         params = params_for(state.inner_state, params)
 
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:

@@ -1,5 +1,6 @@
 """The parameters as an optimizer takes them: float32, or at their own dtypes if it rounds them itself."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jamp._cast import to_float32
+from jamp._cast import is_floating, to_float32
+from jamp._step.stacklevel import users_stacklevel
 from jamp._step.state import contains
 
 
@@ -29,6 +31,18 @@ def check_rounds_last(opt_state: Any) -> None:
         raise ValueError(
             "schedule_free around stochastic_rounding averages the rounded parameters, and the averages are rounded to "
             "nearest. Put the rounding last: jamp.stochastic_rounding(optax.contrib.schedule_free(tx, learning_rate))."
+        )
+
+
+def warn_if_rounded(opt_state: Any, params: Any) -> None:
+    """Warn if all parameters are float16 and nothing in the state of their optimizer keeps more digits."""
+    dtypes = {x.dtype for x in jax.tree.leaves(params) if hasattr(x, "dtype") and is_floating(x)}
+    has_masters = contains(opt_state, lambda x: hasattr(x, "master_params")) or rounds_params(opt_state)
+    if dtypes == {jnp.dtype(jnp.float16)} and not has_masters:
+        warnings.warn(
+            "float16 parameters without a master copy lose updates smaller than about a 2000th of their value. Use "
+            "jamp.master_params(tx) as the optimizer, or keep the parameters in float32 and compute in float16.",
+            stacklevel=users_stacklevel(),
         )
 
 

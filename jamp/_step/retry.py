@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jamp._cast import to_float32
+from jamp._shard_map import varying_over
 from jamp._step.finite import leaves_finite
 from jamp._step.scaling import multiply
 
@@ -87,7 +88,7 @@ def _first_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, .
     """The exponent of the first scale (i32[]), and whether the largest cotangent is finite and not 0 (bool[])."""
     sizes = [jnp.max(jnp.abs(to_float32(x))).astype(jnp.float32) for x in cotangents if x.size]
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
-    largest = lax.pmax(largest, axes) if axes else largest
+    largest = lax.pmax(varying_over(largest, axes), axes) if axes else largest
     own = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
     is_usable = jnp.isfinite(largest) & (largest > 0)
     return jnp.where(is_usable, target - own, 0), is_usable

@@ -22,11 +22,16 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
     It is for trainers that call `jax.grad` and the optimizer themselves. There is no state. The backward pass
     multiplies the cotangents of the results by the power of two that brings the largest to `scale`, and divides the
     gradients by it, so they are true gradients. If one is inf or NaN, the backward pass runs again with a smaller
-    scale: by default with 2**7, and then with 2**-9.
+    scale: by default with 2**7, and then with 2**-9. The backward pass must be linear, as that of a derivative is. A
+    `custom_vjp` that clips its cotangents clips the scaled ones.
 
     Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn))`. Gradients that no try repairs stay inf or NaN. Skip
-    such steps with `jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))`. Where you compute the gradients yourself,
-    `value_and_grad` and a dynamic loss scale are better: they remember the scale and need no second try.
+    such steps with `jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))`. With another loss scale, `update` raises an error
+    if it gets the gradients as they are, but does not recognize the results of a `jit` of the gradient, or of
+    arithmetic with it.
+
+    Where you compute the gradients yourself, `value_and_grad` and a dynamic loss scale are better: they remember the
+    scale and need no second try.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. It may close over arrays and models.

@@ -21,10 +21,12 @@ from jax.interpreters import ad, batching, mlir
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
+from jamp._shard_map import varying
 from jamp._step import retry
+from jamp._step.end import end
 from jamp._step.once import remember
 from jamp._step.retry import Scaling
-from jamp._step.scaling import users_stacklevel
+from jamp._step.stacklevel import users_stacklevel
 
 
 class _Derivative(NamedTuple):
@@ -62,7 +64,7 @@ class _Derivative(NamedTuple):
 @functools.cache
 def scaled_call() -> Any:
     """The primitive that evaluates a function, the jaxpr `jaxpr`. Make it before a trace: see `_jaxpr.core`."""
-    _linear_call()
+    _linear_call(), end()
 
     def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
         return _evaluate.call(jaxpr, inputs)
@@ -165,11 +167,13 @@ def _transpose(
     pull_back = jax.make_jaxpr(lambda *xs: transposed(list(xs)))(*given)
 
     def again(tries: Array, scaled: Sequence[Array]) -> Sequence[Array]:
-        # The barrier makes the inputs depend on the loop. Else XLA would compute the forward pass before it, always.
-        _, values = lax.optimization_barrier((tries, list(inputs)))
-        return derivative.pull_back(values, used, scaled)
+        return derivative.pull_back(_after(tries, inputs), used, scaled)
 
-    axes = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}  # over which it communicates
+    # The axes over which the backward pass communicates, and those along which some of its values vary and others do
+    # not: the scale may not vary there.
+    axes = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}
+    kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
+    axes |= frozenset().union(*kinds).difference(frozenset(kinds[0]).intersection(*kinds)) if kinds else set()
     found = retry.true_gradients(
         functools.partial(_evaluate.call, pull_back),
         again,
@@ -178,8 +182,25 @@ def _transpose(
         tuple(sorted(axes)),
         scaling,
     )
+    if scaling.retries:
+        found = [end().bind(x) for x in found]
     remember(found)
     return [None] * (len(operands) - len(tangents)) + found
+
+
+def _after(tries: Array, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, made to depend on a loop's counter. Else XLA would compute the forward pass before the loop, always.
+
+    There is a barrier for each set of axes along which inputs vary, because its results vary along those of them all.
+    """
+    values = list(inputs)
+    for axes in {varying(jax.typeof(x)) for x in inputs}:
+        places = [i for i, x in enumerate(inputs) if varying(jax.typeof(x)) == axes]
+        count = lax.pcast(tries, tuple(sorted(axes)), to="varying") if axes else tries
+        _, alike = lax.optimization_barrier((count, [inputs[i] for i in places]))
+        for i, x in zip(places, alike, strict=True):
+            values[i] = x
+    return values
 
 
 def _moving(tangents: Sequence[Any]) -> tuple[int, ...]:

@@ -1,8 +1,6 @@
 """Scale losses and unscale gradients: `scale_loss` and `unscale_and_check`."""
 
 import functools
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +14,21 @@ from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._step.find import (
     find_loss_scale_state,
     find_state_to_unscale,
-    has_transform_before_unscale,
     scale_of,
 )
 from jamp._step.finite import leaves_finite
+from jamp._step.frozen import warn_if_frozen
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
-from jamp._step.once import scales_once
+from jamp._step.once import check_scaled_once, scales, scales_once, unscales
+from jamp._step.order import warn_of_order
+from jamp._step.stacklevel import users_stacklevel
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
     """Multiply a loss by the loss scale. It is one dispatch outside `jit` and is inlined inside it.
+
+    As for `value_and_grad`, `state` must be an argument of the jitted step, and the backward pass must be linear.
 
     Args:
       loss: A floating or complex array, or a pytree of them (several losses under one scale). float16 and bfloat16
@@ -45,25 +47,24 @@ def scale_loss(loss: Any, state: Any) -> Any:
       >>> float(jamp.scale_loss(jnp.float32(0.5), jamp.StaticLossScale(8.0).init()))
       4.0
     """
-    scale = scale_of(find_loss_scale_state(state))
-    if scale is not None and has_transform_before_unscale(state):
-        warnings.warn(
-            "A transformation stands before loss_scaled(..., unscale=True) in its chain. A clip or a decay there works "
-            "on gradients that are multiplied by the loss scale. Put it inside: "
-            "jamp.loss_scaled(optax.chain(clip, tx), unscale=True).",
-            stacklevel=users_stacklevel(),
-        )
-    return _scale_by(loss, scale)
+    found = find_loss_scale_state(state)
+    warn_of_order(state)
+    check_scaled_once("scale_loss")
+    if scale_of(found) is not None:
+        scales(found)
+    return _scale_by(loss, found)
 
 
-def _scale_by(loss: Any, scale: Array | None) -> Any:
-    """Multiply a loss by a loss scale, f32[]. If the scale is None, only cast the loss to float32."""
+def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
+    """Multiply a loss by the loss scale of a state. Under `NoOpLossScale`, only cast the loss to float32."""
     leaves = jax.tree.leaves(loss)
     for x in leaves:
         if not is_inexact(x):
             raise TypeError(f"A loss must be floating, got {jax.typeof(x)}: compute it in float32.")
+    scale = scale_of(loss_scale_state)
     if scale is None:
         return to_float32(loss)
+    warn_if_frozen(loss, loss_scale_state)
     if any(jnp.result_type(x) == jnp.float16 for x in leaves):
         warnings.warn(
             "The loss is float16. Its cotangent is the loss scale, and float16 ends at 65504, so every gradient "
@@ -73,14 +74,14 @@ def _scale_by(loss: Any, scale: Array | None) -> Any:
     return _multiply_leaves(loss, scale)
 
 
-def with_scaled_loss(fun: Callable[..., Any], scale: Array | None, has_aux: bool) -> Callable[..., Any]:
+def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bool) -> Callable[..., Any]:
     """The function that returns the scaled loss, and `(loss, aux)` of `fun`."""
 
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         with scales_once("value_and_grad"):
             loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
-        return _scale_by(loss, scale), (loss, aux)
+        return _scale_by(loss, loss_scale_state), (loss, aux)
 
     return scaled
 
@@ -111,7 +112,9 @@ def unscale_and_check(
       >>> float(grads["w"][0]), bool(finite)
       (2.0, True)
     """
-    scale = scale_of(find_state_to_unscale(state, "unscale_and_check"))
+    found = find_state_to_unscale(state, "unscale_and_check")
+    unscales(found)
+    scale = scale_of(found)
     target, check = check_floating("dtype", dtype), scale is not None
     true, grads_finite = true_gradients(grads, scale, check=check, dtype=target, axis_name=axis_name)
     return true, jnp.bool_(True) if grads_finite is None else grads_finite
@@ -131,13 +134,6 @@ def true_gradients(
         return merge([cast_leaf(x, dtype) for x in leaves]), None
     true, grads_finite = _true_gradients(leaves, scale, jnp.dtype(dtype), labels if check else None, axis_name)
     return merge(true), grads_finite
-
-
-def users_stacklevel() -> int:
-    """The stacklevel at which a warning of the calling function points at a line outside jamp and jax."""
-    frames = traceback.walk_stack(sys._getframe(1))
-    modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
-    return next((i for i, name in enumerate(modules, start=1) if name not in ("jamp", "jax")), 2)
 
 
 @functools.partial(jax.jit, inline=True)

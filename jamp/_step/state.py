@@ -14,7 +14,7 @@ import optax
 from jax import Array
 
 from jamp._cast import is_inexact
-from jamp._scale.static import LossScale
+from jamp._scale.static import LossScale, is_noop
 from jamp._scale.stats import LossScaleStats
 
 
@@ -78,6 +78,11 @@ def scaler_of(state: AnyLossScaledState | ScalerState) -> ScalerState:
 def is_scaler_state(x: Any) -> bool:
     """Whether a node of a pytree is a `ScalerState` or the state of `loss_scaled`."""
     return isinstance(x, (ScalerState, LossScaledState, ScaledGradsState))
+
+
+def skips(x: Any) -> bool:
+    """Whether a node of a pytree is a scaler state that skips steps, which `NoOpLossScale` does not."""
+    return is_scaler_state(x) and not is_noop(x.loss_scale_state)
 
 
 def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bool:

@@ -33,7 +33,8 @@ def lost_updates(params: optax.Params, updates: optax.Updates) -> Any:
         if not is_floating(p):
             return jnp.float32(0)
         moves = update != 0
-        wide = jnp.promote_types(p.dtype, update.dtype)
+        with jax.numpy_dtype_promotion("standard"):
+            wide = jnp.promote_types(p.dtype, update.dtype)
         is_lost = moves & ((p.astype(wide) + update.astype(wide)).astype(p.dtype) == p)
         return jnp.sum(is_lost, dtype=jnp.float32) / jnp.maximum(jnp.sum(moves, dtype=jnp.float32), 1)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,13 +100,13 @@ def _measure(grads: list[Array], scale: Array, dtype: DTypeLike) -> list[Array]:
     info = jnp.finfo(dtype)
     least, normal, end = (float(x) for x in (info.smallest_subnormal, info.smallest_normal, info.max))
     columns = [_measure_leaf(jnp.abs(g).astype(jnp.float32), scale, least, normal, end) for g in grads]
-    rows = [jnp.stack(row) for row in zip(*columns, strict=True)] or [jnp.zeros(0)] * 7
+    rows = [jnp.stack(row) for row in zip(*columns, strict=True)] or [jnp.zeros(0, jnp.float32)] * 7
     return [*rows, _recommend(rows[5], scale, end)]
 
 
 def _recommend(largest: Array, scale: Array, end: float) -> Array:
     """The recommended loss scale, f32[], from the largest gradient of each leaf."""
-    (end_digits, end_exponent), (_, exponent) = np.frexp(end), jnp.frexp(scale)
+    (end_digits, end_exponent), (_, exponent) = math.frexp(end), jnp.frexp(scale)
     digits, finite_exponent = jnp.frexp(jnp.max(largest, initial=0.0, where=jnp.isfinite(largest)))
     best = end_exponent - finite_exponent - (digits > end_digits).astype(jnp.int32) - _HEADROOM
     best = jnp.where(digits > 0, best, exponent - 1)
@@ -127,7 +128,7 @@ def _measure_leaf(size: Array, scale: Array, least: float, normal: float, end: f
     *counts, smallest, largest = lax.reduce(operands, start, _combine, tuple(range(size.ndim)))
     total, *parts = (count.astype(jnp.float32) for count in counts)
     shares = [part / jnp.maximum(total, 1) for part in parts]
-    return [*shares, smallest, largest, jnp.log2(end) - jnp.log2(largest) - jnp.log2(scale)]
+    return [*shares, smallest, largest, math.log2(end) - jnp.log2(largest) - jnp.log2(scale)]
 
 
 def _combine(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:

@@ -1,18 +1,14 @@
 """The step, or skip, of a plain optimizer, whose state holds no loss scale."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
 from jamp._cast import to_float32
-from jamp._step.params import params_for
+from jamp._step.params import params_for, warn_if_rounded
 from jamp._step.skip import apply_or_keep, update_or_skip
-from jamp._step.split_masters import MasterParamsState
 from jamp._step.state import contains
 
 
@@ -43,14 +39,7 @@ def step_plain(
             "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
             "GradScaler, or use jamp.value_and_grad(fun, opt_state) and tx.update without a GradScaler."
         )
-    has_float16 = any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(params))
-    if has_float16 and not contains(opt_state, lambda x: isinstance(x, MasterParamsState)):
-        warnings.warn(
-            "float16 parameters without a master copy lose updates smaller than about a 2000th of their value. Use "
-            "tx = jamp.master_params(tx), or keep the parameters in float32 and compute in float16.",
-            stacklevel=3,
-        )
-
+    warn_if_rounded(opt_state, params)
     with_extra_args = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

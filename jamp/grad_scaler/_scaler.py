@@ -20,6 +20,7 @@ from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
 from jamp._step.leaves import with_leaves
 from jamp._step.lookup import get_loss_scale, get_stats
+from jamp._step.once import unscales, warn_if_scaled
 from jamp._step.scaling import scale_loss, true_gradients, unscale
 from jamp._step.state import ScalerState
 from jamp.grad_scaler._plain import GradScalerStep, step_plain
@@ -187,6 +188,7 @@ class GradScaler(Pytree):
                 "scaled_grads= (from jax.grad of a loss that went through scaler.scale)."
             )
         given, scale = (scaled_grads, scale_of(self.state)) if grads is None else (grads, None)
+        (warn_if_scaled if scaled_grads is None else unscales)(self.state)
         checked = check_overflow and self.is_enabled()
         true, finite = true_gradients(given, scale, check=checked, axis_name=self.axis_name)
         if optimizer_step:

@@ -188,7 +188,7 @@ def test_a_state_made_without_the_parameters_sharding_follows_them(kind, tx):
 
 def test_reduced_parameters_have_unreduced_true_gradients():
     """As with `jax.grad`: the sum over devices is the caller's, on Explicit axes and in a shard_map."""
-    loss, state = lambda w, x: jnp.mean((x @ w) ** 2), TX.init(np.ones(2, np.float32))
+    loss, state = lambda w, x: jnp.mean((x @ w) ** 2), jamp.StaticLossScale().init()
 
     def mapped(grad):
         on_shards = lambda w, x: grad(loss)(jax.lax.pcast(w, "data", to="reduced"), x)
@@ -216,7 +216,8 @@ def test_parameters_on_two_meshes_are_stepped_as_optax_steps_them(kind, jit):
         assert_equal((updates if grads is params else expected[0], state.inner_state), expected)
     assert jamp.get_stats(state).overflow_steps == 1
     for i in (0, 1):
-        assert_equal(jax.jit(jamp.grad(lambda params, i=i: jnp.sum(params[i] ** 2) / 2, state))(params)[i], params[i])
+        loss = lambda params, i=i: jnp.sum(params[i] ** 2) / 2
+        assert_equal(jax.jit(lambda params, s, f=loss: jamp.grad(f, s)(params))(params, state)[i], params[i])
 
 
 def checked(x):

@@ -126,6 +126,7 @@ ADAPTERS = {
 
 
 @pytest.mark.promotes("Flax and Equinox")
+@pytest.mark.filterwarnings("ignore:float16 parameters without a master copy")
 @pytest.mark.parametrize("name", ADAPTERS)
 @EVERY_CHECK
 def test_keeps_the_contract(name, check):

@@ -1,6 +1,9 @@
 """jamp.linen.TrainState: what is special to it. That nothing of it moves on an overflow: test_contract.py."""
 
+import abc
+import copy
 import functools
+import pickle
 from typing import Any
 
 import flax.linen as nn
@@ -211,3 +214,22 @@ def test_in_a_linen_model_the_layer_is_the_name_of_the_module():
     found = jamp.debug.find_nonfinite(jamp.autocast(Net().apply), grad=True)(variables, x).finding
     assert (found.scope, found.parameter) == ("Net/h_3", "variables['params']['h_3']['kernel']")
     assert "(__call__) > flax/linen/linear.py:" in found.source
+
+
+class WithMethods(TrainState, abc.ABC):
+    def doubled(self):
+        return 2 * self.ema
+
+
+@pytest.mark.parametrize("cls", [TrainState, WithMethods])
+@pytest.mark.parametrize("added", [{}, {"ema": jnp.ones(2), "key": jnp.arange(2)}], ids=["", "added fields"])
+def test_a_state_and_its_type_are_pickled_and_copied_like_any_other(cls, added):
+    state = cls.create(apply_fn=None, params=jnp.ones(2), tx=SGD, **added)
+    state = state.replace(tx=None)  # Optax's closures cannot be pickled.
+    assert pickle.loads(pickle.dumps(type(state))) is type(state)
+    for again in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), copy.copy(state)):
+        assert type(again) is type(state)
+        assert bits(again) == bits(state)
+        assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert not added or cls is TrainState or bits(again.doubled()) == bits(2 * added["ema"])
+    assert copy.deepcopy(type(state)) is type(state)

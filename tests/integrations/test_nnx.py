@@ -116,12 +116,12 @@ def test_gradients_are_those_of_float32_also_of_several_arguments_and_with_has_a
     assert distance(*map(nnx.as_pure, grads)) < 2e-2
     (model, optimizer), (other, _) = make(), make()
     fun = lambda model, other, x: (loss_fn(model, x) + loss_fn(other, x), (other.last.kernel, 3))
-    grad_fn = nnx.jit(jamp.nnx.value_and_grad(fun, optimizer, argnums=(0, 1), has_aux=True))
-    (_, (kernel, three)), grads = grad_fn(model, other, x=X)
+    train = nnx.jit(lambda optimizer, *args: jamp.nnx.value_and_grad(fun, optimizer, (0, 1), has_aux=True)(*args))
+    (_, (kernel, three)), grads = train(optimizer, model, other, X)
     assert (len(grads), three, int(model.seen[...]), int(other.seen[...])) == (2, 3, 1, 1)
     assert kernel[...].shape == (3, 2)
     before = jax.tree.map(jnp.copy, pure(model, other))
-    grad_fn(model, other, x=INF)
+    train(optimizer, model, other, INF)
     assert bits(pure(model, other)) == bits(before)
 
 
@@ -202,10 +202,11 @@ def test_what_the_loss_function_creates_stays_and_mistakes_are_clear_errors():
         return loss_fn(model, x)
 
     model, optimizer = make()
-    nnx.jit(jamp.nnx.value_and_grad(creates, optimizer))(model, INF)
+    grad_fn = nnx.jit(lambda f, optimizer, *args: jamp.nnx.value_and_grad(f, optimizer)(*args), static_argnums=0)
+    grad_fn(creates, optimizer, model, INF)
     assert np.isinf(model.new[...]).all()
     with pytest.raises(ValueError, match=r"seen changed from int32\[\] to float32\[\]"):
-        nnx.jit(jamp.nnx.value_and_grad(promotes, optimizer))(model, X)
+        grad_fn(promotes, optimizer, model, X)
     with pytest.raises(ValueError, match=r"no loss-scale state in this State\. If the state was split.*, merge"):
         jamp.nnx.value_and_grad(loss_fn, nnx.state(optimizer))(model, X)
     with pytest.raises(ValueError, match="Two scalers"):
