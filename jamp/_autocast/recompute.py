@@ -16,8 +16,7 @@ import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from jamp import _evaluate, _jaxpr
-from jamp._autocast import barrier
+from jamp import _barrier, _evaluate, _jaxpr
 from jamp._autocast.context import SEGMENT
 from jamp._autocast.derivative import derivative, is_live, is_recomputed, nbytes, split_derivative
 from jamp._autocast.recomputed import recomputed
@@ -199,7 +198,7 @@ def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Ca
             # A barrier keeps XLA from merging the recomputation with the forward pass (CSE). A loop is a barrier, too.
             args = [*kept, *(primals[i] for i in parts.inputs)]
             # For convolutions XLA:TPU needs half as much memory again with one (docs/design.md has the figures).
-            args = barrier.unless_tpu(args) if convolves and not in_loop else args
+            args = _barrier.unless_tpu(args) if convolves and not in_loop else args
             needs_barrier = not in_loop and not convolves
             derivatives = iter(recomputed(parts.backward, args, moved, barrier=needs_barrier))
         return results, [next(derivatives) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in results]

@@ -14,7 +14,7 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.barrier import behind_barrier
+from jamp._barrier import behind_barrier
 from jamp._jaxpr import ClosedJaxpr
 
 _call = _jaxpr.core().Primitive("recomputed")

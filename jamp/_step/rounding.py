@@ -73,7 +73,7 @@ def check_not_scaled(closed: ClosedJaxpr, updates: int) -> None:
     for eqn in closed.jaxpr.eqns:
         if _is_straight_through(eqn):
             rounded.update(eqn.outvars)
-        elif eqn.primitive.name in ("mul", "div"):
+        elif _jaxpr.name(eqn) in ("mul", "div"):
             others = [x for x in eqn.invars if _jaxpr.is_literal(x) or x not in rounded | scaled]
             is_number = [jnp.shape(x.aval) == () and getattr(x, "val", None) != 1 for x in others]
             scaled.update(eqn.outvars if is_number == [True] else [])
@@ -86,7 +86,7 @@ def check_not_scaled(closed: ClosedJaxpr, updates: int) -> None:
 
 def _is_straight_through(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call of this module's `straight_through`. A user's function may have the same name."""
-    infos = [body.debug_info for body, _ in _jaxpr.inner(eqn)] if eqn.primitive.name == "custom_jvp_call" else []
+    infos = [body.debug_info for body, _ in _jaxpr.inner(eqn)] if _jaxpr.name(eqn) == "custom_jvp_call" else []
     return any(info.func_name == "straight_through" and info.func_filename == __file__ for info in infos)
 
 

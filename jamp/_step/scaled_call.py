@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
+from jamp._barrier import behind_barrier, primitive
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
 from jamp._shard_map import varying
@@ -55,7 +56,7 @@ class _Derivative(NamedTuple):
         """The gradients of the moving inputs, of some floating results, with a forward pass of its own."""
 
         def of_moving(*xs: Any) -> list[Any]:
-            results = _evaluate.call(self.function, _replaced(inputs, self.moving, xs))
+            results = _evaluate.call(self.function, _evaluate.replaced(inputs, self.moving, xs))
             return [results[self.floating[i]] for i in used]
 
         return jax.vjp(of_moving, *(inputs[i] for i in self.moving))[1](list(cotangents))
@@ -64,13 +65,13 @@ class _Derivative(NamedTuple):
 @functools.cache
 def scaled_call() -> Any:
     """The primitive that evaluates a function, the jaxpr `jaxpr`. Make it before a trace: see `_jaxpr.core`."""
-    _linear_call(), end()
+    _linear_call(), end(), primitive("barrier")
 
     def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
         return _evaluate.call(jaxpr, inputs)
 
     def batch(axis: Any, inputs: Sequence[Any], axes: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling) -> Any:
-        results = call.bind(*inputs, jaxpr=_batched(jaxpr, axis, inputs, axes), scaling=scaling)
+        results = call.bind(*inputs, jaxpr=_evaluate.batched(jaxpr, axis, inputs, axes), scaling=scaling)
         return results, [0] * len(results)
 
     call = _primitive("scaled_call", run, batch, lambda *_, jaxpr, scaling: (jaxpr.out_avals, jaxpr.effects))
@@ -89,15 +90,15 @@ def _linear_call() -> Any:
         axis: Any, operands: Sequence[Any], axes: Sequence[Any], *, derivative: _Derivative, scaling: Scaling
     ) -> Any:
         n = len(derivative.function.in_avals)
-        function = _batched(derivative.function, axis, operands[:n], axes[:n])
-        linear = _batched(derivative.linear, axis, operands[n:], axes[n:])
+        function = _evaluate.batched(derivative.function, axis, operands[:n], axes[:n])
+        linear = _evaluate.batched(derivative.linear, axis, operands[n:], axes[n:])
         new = derivative._replace(function=function, linear=linear)
         results = call.bind(*operands, derivative=new, scaling=scaling)
         return results, [0] * len(results)
 
     def differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         moving = _moving(tangents)
-        of_moving = lambda *xs: run(*_replaced(operands, moving, xs), **params)
+        of_moving = lambda *xs: run(*_evaluate.replaced(operands, moving, xs), **params)
         return jax.jvp(of_moving, [operands[i] for i in moving], [tangents[i] for i in moving])
 
     types = lambda *_, derivative, scaling: (derivative.linear.out_avals, derivative.linear.effects)
@@ -117,12 +118,6 @@ def _primitive(name: str, run: Callable[..., Any], batch: Callable[..., Any], ty
     return call
 
 
-def _batched(closed: ClosedJaxpr, axis: Any, args: Sequence[Any], axes: Sequence[Any]) -> ClosedJaxpr:
-    run = lambda *xs: _evaluate.call(closed, xs)
-    batched = jax.vmap(run, tuple(axes), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
-    return _evaluate.without_constants(jax.make_jaxpr(batched)(*args))
-
-
 def _linearize(
     inputs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling
 ) -> tuple[list[Any], list[Any]]:
@@ -131,7 +126,7 @@ def _linearize(
     floating = tuple(i for i, aval in enumerate(jaxpr.out_avals) if is_inexact(aval))
 
     def of_moving(*xs: Any) -> tuple[list[Any], list[Any]]:
-        results = _evaluate.call(jaxpr, _replaced(inputs, moving, xs))
+        results = _evaluate.call(jaxpr, _evaluate.replaced(inputs, moving, xs))
         return [results[i] for i in floating], results
 
     _, push_forward, results = jax.linearize(of_moving, *(inputs[i] for i in moving), has_aux=True)
@@ -167,7 +162,8 @@ def _transpose(
     pull_back = jax.make_jaxpr(lambda *xs: transposed(list(xs)))(*given)
 
     def again(tries: Array, scaled: Sequence[Array]) -> Sequence[Array]:
-        return derivative.pull_back(_after(tries, inputs), used, scaled)
+        # The barrier makes the inputs depend on the loop. Else XLA would compute the forward pass before it, always.
+        return derivative.pull_back(behind_barrier([tries, *inputs])[1:], used, scaled)
 
     # The axes over which the backward pass communicates, and those along which some of its values vary and others do
     # not: the scale may not vary there.
@@ -188,25 +184,5 @@ def _transpose(
     return [None] * (len(operands) - len(tangents)) + found
 
 
-def _after(tries: Array, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, made to depend on a loop's counter. Else XLA would compute the forward pass before the loop, always.
-
-    There is a barrier for each set of axes along which inputs vary, because its results vary along those of them all.
-    """
-    values = list(inputs)
-    for axes in {varying(jax.typeof(x)) for x in inputs}:
-        places = [i for i, x in enumerate(inputs) if varying(jax.typeof(x)) == axes]
-        count = lax.pcast(tries, tuple(sorted(axes)), to="varying") if axes else tries
-        _, alike = lax.optimization_barrier((count, [inputs[i] for i in places]))
-        for i, x in zip(places, alike, strict=True):
-            values[i] = x
-    return values
-
-
 def _moving(tangents: Sequence[Any]) -> tuple[int, ...]:
     return tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
-
-
-def _replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    given = dict(zip(places, new, strict=True))
-    return [given.get(i, x) for i, x in enumerate(values)]

@@ -83,7 +83,7 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
     Otherwise the gradients are read without a selection, and their norm can be computed at the same time as the check
     instead of after it.
     """
-    inner = [(eqn.primitive.name, _jaxpr.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
+    inner = [(_jaxpr.name(eqn), _jaxpr.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
     return all(name in CHEAP if body is None else _is_safe_on_nan(body) for name, body in inner)
 
 
