@@ -1,7 +1,8 @@
 """Counts of an optimized program, read from its text, and the time that they predict.
 
 XLA:GPU has no cost analysis without a GPU, and on a TPU XLA's "bytes accessed" includes the memory on the chip. Here a
-kernel reads each of its operands once and writes its results once, and only the device's main memory counts.
+kernel reads each of its operands once and writes its results once, and only the device's main memory counts. Of an
+array that a kernel only slices, gathers from or updates in place, it reads and writes these elements, not the rest.
 """
 
 import math
@@ -37,6 +38,10 @@ DEVICES = {"h200": Device(4.8e12, 1e-6), "tpu": Device(819e9, 1e-6)}
 
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "token": 0}  # bytes. Of other types the name holds the bits.
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id")
+FREE_CALLS = '"ConcatBitcast"', '"AllocateBuffer"'
+SLICES, UPDATES = ("slice", "dynamic-slice", "gather"), ("dynamic-update-slice", "scatter")
+# An element of their result needs more than the element at its place of an operand with as many elements.
+MIXING = ("dot", "convolution", "custom-call", "reduce-window", "select-and-scatter", "sort", "fft", *UPDATES)
 KERNELS = ("fusion", "custom-call", "copy")
 INSTRUCTION = re.compile(r"^ +(?:ROOT )?(%[\w.-]+) = ")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
@@ -48,7 +53,10 @@ class Instruction(NamedTuple):
     type: str
     kind: str
     operands: list[str]
-    rest: str  # the attributes
+    rest: str  # the attributes; of a constant its value, of a parameter its number
+
+
+Programs = dict[str, list[Instruction]]
 
 
 def count(text: str) -> Counts:
@@ -60,9 +68,9 @@ def count(text: str) -> Counts:
     return _count(programs["ENTRY"], programs)
 
 
-def computations(text: str) -> dict[str, list[Instruction]]:
+def computations(text: str) -> Programs:
     """The instructions of each computation by its name; those of the main program under "ENTRY"."""
-    found: dict[str, list[Instruction]] = {}
+    found: Programs = {}
     current: list[Instruction] = []
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
@@ -73,8 +81,9 @@ def computations(text: str) -> dict[str, list[Instruction]]:
             end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
             kind, _, rest = text[end:].strip().partition("(")
             end_of_operands = _closing("(" + rest) - 1
-            operands = list(dict.fromkeys(re.findall(r"%[\w.-]+", rest[:end_of_operands])))
-            current.append(Instruction(match[1], text[:end], kind, operands, rest[end_of_operands + 1 :]))
+            operands, value = re.findall(r"%[\w.-]+", rest[:end_of_operands]), kind in ("constant", "parameter")
+            rest = rest[:end_of_operands] if value else rest[end_of_operands + 1 :]
+            current.append(Instruction(match[1], text[:end], kind, operands, rest))
     return found
 
 
@@ -88,10 +97,11 @@ def _closing(text: str) -> int:
     raise ValueError(f"A parenthesis is not closed: {text[:80]}")
 
 
-def _count(program: list[Instruction], programs: dict[str, list[Instruction]]) -> Counts:
+def _count(program: list[Instruction], programs: Programs) -> Counts:
     types = {instruction.name: instruction.type for instruction in program}
     total = Counts()
-    for _, type_, kind, operands, rest in program:
+    for instruction in program:
+        _, type_, kind, _, rest = instruction
         if kind == "conditional":
             names = [name for found in BRANCHES.findall(rest) for name in re.findall(r"%[\w.-]+", found)]
             found = max(_count(programs[name], programs) for name in names)
@@ -99,8 +109,8 @@ def _count(program: list[Instruction], programs: dict[str, list[Instruction]]) -
             continue
         elif kind in ("while", "call"):
             body = re.findall(r"(?:body|to_apply)=(%[\w.-]+)", rest)[0]
-            found = Counts(*(_trips(rest) * x for x in _count(programs[body], programs)))
-        elif kind in FREE or kind.endswith("-done") or '"ConcatBitcast"' in rest:
+            found = Counts(*(_trips(rest, programs) * x for x in _count(programs[body], programs)))
+        elif kind in FREE or kind.endswith("-done") or any(name in rest for name in FREE_CALLS):
             continue
         elif kind.endswith("-start"):  # a copy beside the kernels, from or to the memory on the chip
             arrays = [array for array in ARRAY.findall(type_) if array[1]]  # a whole one, and a slice of it
@@ -108,15 +118,107 @@ def _count(program: list[Instruction], programs: dict[str, list[Instruction]]) -
         elif kind not in KERNELS and not any(dimensions for _, dimensions, _ in ARRAY.findall(type_)):
             continue  # a TPU's core computes with scalars itself
         else:
-            arrays = ARRAY.findall(" ".join((type_, *(types[name] for name in operands))))
-            found = Counts(sum(size(array) for array in arrays if _is_main(array)), 1)
+            found = Counts(_moved(instruction, types, programs), 1)
         total = Counts(*map(sum, zip(total, found, strict=True)))
     return total
 
 
-def _trips(rest: str) -> int:
-    found = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', rest)
-    return int(found[1]) if found else 1
+def _trips(rest: str, programs: Programs) -> int:
+    """How often a loop runs: as the compiler noted it, or up to the limit in its condition, counting from 0.
+
+    Only the latter is in the programs for a TPU. All loops of JAX whose number of iterations is known count from 0.
+    """
+    if found := re.search(r'known_trip_count[^}]*?"n":"(\d+)"', rest):
+        return int(found[1])
+    if not (found := re.search(r"condition=(%[\w.-]+)", rest)):
+        return 1
+    condition = programs[found[1]]
+    limits = {x.name: x.rest for x in condition if x.kind == "constant"}
+    root = condition[-1]
+    return int(limits.get(root.operands[-1], "1")) if root.kind == "compare" and "direction=LT" in root.rest else 1
+
+
+def _moved(instruction: Instruction, types: dict[str, str], programs: Programs) -> float:
+    """The bytes of main memory that a kernel reads and writes."""
+    reads, writes = _shares_of(instruction, types, programs)
+    read: Counter[str] = Counter()
+    for name, part in zip(instruction.operands, reads, strict=True):
+        read[name] = min(1.0, read[name] + part)
+    results = ARRAY.findall(instruction.type)
+    if re.search('target="__cu(blas|dnn)', instruction.rest):  # the library's own workspace is not known to be used
+        results = [x for x in results if not (x[0] in ("s8", "u8") and "," not in x[1])]
+    writes = writes if len(writes) == len(results) else [1.0] * len(results)
+    moved = [(array, part) for name, part in read.items() for array in ARRAY.findall(types[name])]
+    moved += zip(results, writes, strict=True)
+    return sum(part * size(array) for array, part in moved if _is_main(array))
+
+
+def _shares_of(instruction: Instruction, types: dict[str, str], programs: Programs) -> tuple[list[float], list[float]]:
+    """The shares of its operands that an instruction reads, and those of its results that it writes."""
+    if instruction.kind == "fusion":
+        return _shares(programs[re.findall(r"calls=(%[\w.-]+)", instruction.rest)[0]], programs)
+    is_update = instruction.kind in UPDATES
+    places = range(len(instruction.operands))
+    writes = [_updated(instruction, types)] if is_update else []
+    return [_share(instruction, place, 1.0, types, programs, is_update) for place in places], writes
+
+
+def _shares(program: list[Instruction], programs: Programs) -> tuple[list[float], list[float]]:
+    """The shares of its parameters that the inside of a fusion reads, and those of its results that it writes.
+
+    Backwards through the program: an instruction reads of its operands what is needed of its own result.
+    """
+    types = {instruction.name: instruction.type for instruction in program}
+    by_name = {instruction.name: instruction for instruction in program}
+    root = program[-1]
+    results = root.operands if root.kind == "tuple" else [root.name]
+    chains = [_in_place(by_name[name], by_name) or [] for name in results]
+    in_place = {update.name for chain in chains for update in chain}
+    writes = [min(1.0, sum(_updated(x, types) for x in chain)) if chain else 1.0 for chain in chains]
+    needed = Counter(dict.fromkeys(results, 1.0))
+    for instruction in reversed(program):
+        for place, name in enumerate(instruction.operands if instruction is not root or root.kind != "tuple" else ()):
+            part = _share(instruction, place, needed[instruction.name], types, programs, instruction.name in in_place)
+            needed[name] = min(1.0, needed[name] + part)
+    parameters = sorted((int(x.rest), x.name) for x in program if x.kind == "parameter")
+    return [needed[name] for _, name in parameters], writes
+
+
+def _in_place(instruction: Instruction, by_name: dict[str, Instruction]) -> list[Instruction] | None:
+    """The updates that make an array of a parameter, whose buffer it shares. None where it is made in another way."""
+    if instruction.kind == "parameter":
+        return []
+    if instruction.kind not in ("bitcast", *UPDATES):
+        return None
+    before = _in_place(by_name[instruction.operands[0]], by_name)
+    return None if before is None else before + [instruction] * (instruction.kind in UPDATES)
+
+
+def _updated(update: Instruction, types: dict[str, str]) -> float:
+    """The share of an array that an update changes."""
+    place = 1 if update.kind == "dynamic-update-slice" else 2
+    return min(1.0, _elements(types[update.operands[place]]) / _elements(update.type))
+
+
+def _share(
+    user: Instruction, place: int, needed: float, types: dict[str, str], programs: Programs, in_place: bool
+) -> float:
+    """The share of an operand that an instruction reads, if a share of its own result is needed."""
+    operand = _elements(types[user.operands[place]])
+    if not needed or not operand:
+        return needed
+    if user.kind == "fusion":
+        return needed * _shares_of(user, types, programs)[0][place]
+    if user.kind in UPDATES and place == 0:
+        added = _updated(user, types) if user.kind == "scatter" else 0.0  # a sum reads what it adds to
+        return added if in_place else needed
+    if user.kind in SLICES and place == 0:
+        return min(1.0, needed * _elements(user.type) / operand)
+    return needed if user.kind not in MIXING and _elements(user.type) == operand else 1.0
+
+
+def _elements(type_: str) -> int:
+    return sum(math.prod(int(n) for n in dimensions.split(",") if n) for _, dimensions, _ in ARRAY.findall(type_))
 
 
 def _is_main(array: tuple[str, str, str]) -> bool:
@@ -131,9 +233,7 @@ def size(array: tuple[str, str, str]) -> float:
     return each * math.prod(int(n) for n in dimensions.split(",") if n)
 
 
-def running(
-    programs: dict[str, list[Instruction]], name: str = "ENTRY", times: int = 1
-) -> Iterator[tuple[str, int, bool]]:
+def running(programs: Programs, name: str = "ENTRY", times: int = 1) -> Iterator[tuple[str, int, bool]]:
     """The computations that run, how often, and whether they are the inside of a fusion."""
     yield name, times, False
     for _, _, kind, _, rest in programs[name]:
@@ -144,7 +244,7 @@ def running(
             inner += re.findall(r"%[\w.-]+", branches[1])
         if kind in ("while", "call", "conditional", "async-start"):
             for body in inner:
-                yield from running(programs, body, times * _trips(rest))
+                yield from running(programs, body, times * _trips(rest, programs))
 
 
 def products(text: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Decoder layers of MaxText and Levanter, written again, because neither can be imported with the JAX that jamp needs.
+"""Decoder layers of MaxText and Levanter, written again, so that neither has to be installed.
 
 Both have float32 parameters and compute in bfloat16 by hand, with statistics of norms and softmax in float32. Their
 products are as there: MaxText's dense layers contract kernels of three dimensions with `lax.dot_general`, Levanter's

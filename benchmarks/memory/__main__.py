@@ -6,7 +6,8 @@
 For each model: what the compiler says of `jax.value_and_grad(loss)` (bytes accessed, floating operations, temporary
 memory), what its program reads from and writes to main memory, and what `jax.vjp` keeps from the forward pass. XLA's
 "bytes accessed" also counts the prefetches to the memory on a TPU's chip, and a loop's body only once.
-`dots_saveable`: each block is in a `jax.checkpoint` with that policy, as an expert would add it by hand.
+`dots_saveable`: each block is in a `jax.checkpoint` with that policy, as an expert would add it by hand. cuDNN's
+attention computes in 16 bit and keeps no scores: for the H200 only, and in float32 XLA's attention takes its place.
 """
 
 import os
@@ -25,6 +26,7 @@ from benchmarks import hlo, models
 from benchmarks.ahead_of_time import TARGETS, compiled, facts, kept
 from benchmarks.float8.models import linen_loss, linen_model
 from benchmarks.memory import llama
+from benchmarks.memory.large_models import fused_attention
 from benchmarks.models import SHAPES, Shape, problem, resnet_loss, resnet_params
 from benchmarks.record import Rows, parser, record, show, write
 
@@ -33,6 +35,7 @@ RATIOS = {"temporary_megabytes": "temporary", "gigabytes_accessed": "accessed", 
 RATIOS |= {"main_memory_gigabytes": "main_memory", "gigaflops": "flops"}
 SMALL = Shape(3, 512, 8, 1024, 512)
 IMAGES = jax.ShapeDtypeStruct((64, 56, 56, 3), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+CUDNN = "cuDNN's attention"
 DEEP = "GPT, 24 layers of 512, 8 x 512, unrolled"
 LINEN = "Flax Linen's transformer, unrolled"
 STREAM = {"gather": "compute", "add": "compute"}  # embeddings and sums, and so the residual stream, in 16 bit
@@ -44,9 +47,16 @@ def linen() -> Any:
     return loss, *linen_loss(linen_model())[1:]
 
 
+def with_cudnn(name: str, batch: int) -> Any:
+    loss, params, data = problem(models, SHAPES[name], batch, True)
+    return partial(loss, attend=fused_attention(jnp.bfloat16)), params, data
+
+
 MODELS = {
     "ViT-B/16, batch 64, scanned": lambda: problem(models, SHAPES["ViT-B/16"], 64, True),
     "GPT-2 124 M, batch 8 x 1024, scanned": lambda: problem(models, SHAPES["GPT-2 124 M"], 8, True),
+    "ViT-B/16, batch 64, cuDNN's attention, scanned": lambda: with_cudnn("ViT-B/16", 64),
+    "GPT-2 124 M, batch 8 x 1024, cuDNN's attention, scanned": lambda: with_cudnn("GPT-2 124 M", 8),
     "Llama, 3 layers of 512, 8 x 512, scanned": lambda: problem(llama, SMALL, 8, True),
     "Llama, 3 layers of 512, 8 x 512, unrolled": lambda: problem(llama, SMALL, 8, False),
     "GPT, 3 layers of 512, 8 x 512, scanned": lambda: problem(models, SMALL, 8, True),
@@ -63,7 +73,8 @@ def variants(model: str, loss: Any) -> dict[str, Any]:
     by_hand, auto = partial(loss, dtype=jnp.bfloat16), partial(jamp.autocast, compute_dtype=jnp.bfloat16)
     if model == DEEP:
         return {"by hand": by_hand, "autocast": auto(loss)}
-    found = {"by hand": by_hand, "float32": loss, "autocast": auto(loss)}
+    float32 = partial(loss, attend=fused_attention(None)) if CUDNN in model else loss
+    found = {"by hand": by_hand, "float32": float32, "autocast": auto(loss)}
     found["recompute=False"] = auto(loss, recompute=False)
     if model == LINEN:
         found["autocast, stream in 16 bit"] = auto(loss, rules=STREAM)
@@ -77,7 +88,7 @@ def variants(model: str, loss: Any) -> dict[str, Any]:
 def measure(target: str, only: list[str], forward: bool) -> Rows:
     rows: Rows = []
     for model, make in MODELS.items():
-        if not any(part in model for part in only or [""]):
+        if not any(part in model for part in only or [""]) or (CUDNN in model and target != "h200"):
             continue
         loss, params, batch = make()
         first: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from benchmarks.report.accuracy import interval
 from benchmarks.report.markdown import names, select
 
 HAND = "by hand, dots_saveable"
+CUDNN = "cuDNN's attention"  # beside it, the same model with attention written out is a weaker baseline
 
 
 def facts(memory: dict[str, Any], text: dict[str, Any], optimizers: Rows, steps: Rows) -> str:
@@ -20,6 +21,8 @@ def facts(memory: dict[str, Any], text: dict[str, Any], optimizers: Rows, steps:
 
 def of_models(found: dict[str, Any]) -> str:
     models = [model for model in names(found["rows"], "model") if select(found["rows"], model=model, variant=HAND)]
+    fused = [model for model in models if CUDNN in model]
+    models = [model for model in models if model not in {other.replace(f", {CUDNN}", "") for other in fused}]
 
     def shares(way: str) -> str:
         ratios = [select(found["rows"], model=model, variant=way)[0]["temporary"] for model in models]
@@ -27,9 +30,9 @@ def of_models(found: dict[str, Any]) -> str:
 
     return (
         f"**Memory**, compiled for an H200, not run: temporary memory of the gradient of {len(models)} transformers, "
-        f"beside bfloat16 by hand: float32 {shares('float32')}, autocast {shares('autocast')}, by hand with a "
-        f"`dots_saveable` policy {shares(HAND)}. Autocast does not change the model "
-        "([table](docs/autocast.md#what-it-costs))."
+        f"{len(fused)} with {CUDNN}, beside bfloat16 by hand: float32 {shares('float32')}, autocast "
+        f"{shares('autocast')}, by hand with a `dots_saveable` policy {shares(HAND)}. Autocast does not change the "
+        "model ([table](docs/autocast.md#what-it-costs))."
     )
 
 
@@ -57,10 +60,12 @@ def of_optimizers(rows: Rows) -> str:
 def of_steps(rows: Rows) -> str:
     of = lambda name, optimizer="adamw": select(rows, name=name, optimizer=optimizer)[0]
     own = of("jamp")
+    where = of("where by hand")
     milliseconds = own["predicted_milliseconds"] - of("optax")["predicted_milliseconds"]
     behind = 100 * (of("jamp", "clip + adamw")["bytes_ratio"] - 1)
     return (
         f"**Cost of a step**: about one more read of the gradients, predicted {milliseconds:.2f} ms for "
-        f"{own['millions']:.0f} M parameters on an H200, and {behind:.0f} % more bytes behind a clip. By these "
-        "counts a `where` by hand ties ([table](docs/benchmarks/index.md))."
+        f"{own['millions']:.0f} M parameters on an H200, and {behind:.0f} % more bytes behind a clip. A "
+        f"`where` by hand moves {where['megabytes'] / own['megabytes']:.2f} times the bytes of jamp's step, in "
+        f"{where['kernels']} kernels, not {own['kernels']} ([table](docs/benchmarks/index.md))."
     )

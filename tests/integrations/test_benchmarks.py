@@ -15,7 +15,7 @@ import optax
 import pytest
 from trees import assert_close, bits
 
-from benchmarks import hlo, timing
+from benchmarks import timing
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.report import __main__ as report, accuracy, step as report_step
 from benchmarks.step import peers, train
@@ -63,39 +63,6 @@ def test_every_whole_step_is_plain_optax_s_and_skips_an_overflow(name):
     assert_close(carry[0], optax.apply_updates(LAYERS, updates), rtol=0, atol=1e-6)
     if name not in peers.UNCHECKED:
         assert bits(step(carry, X * np.float32(np.inf), LABELS)[0]) == bits(carry[0])
-
-
-PROGRAM = """
-%branch.1 (p: f32[64]) -> f32[64] {
-  %p = f32[64]{0} parameter(0)
-  ROOT %c = f32[64]{0} copy(%p)
-}
-
-%branch.2 (q: f32[64]) -> f32[64] {
-  ROOT %q = f32[64]{0} parameter(0)
-}
-
-ENTRY %main (a: f32[64], b: bf16[64]) -> (f32[64], f32[64]) {
-  %a = f32[64]{0} parameter(0)
-  %b = bf16[64]{0} parameter(1)
-  %flag = pred[] constant(true)
-  %n = s32[] constant(3)
-  %sum = s32[] add(%n, %n)
-  %f = (f32[64]{0}, /*index=1*/f32[64]{0:T(128)S(1)}) fusion(%a, %b, %a), kind=kLoop, calls=%g
-  %x = f32[64]{0} get-tuple-element(%f), index=0
-  %on_chip = f32[64]{0:T(128)S(1)} get-tuple-element(%f), index=1
-  %start = (f32[64]{0:T(128)}, f32[64]{0:T(128)S(1)}, u32[]{:S(2)}) copy-start(%on_chip)
-  %done = f32[64]{0:T(128)} copy-done(%start)
-  %chosen = f32[64]{0} conditional(%flag, %x, %x), branch_computations={%branch.1, %branch.2}
-  ROOT %tuple = (f32[64]{0}, f32[64]{0}) tuple(%chosen, %done)
-}
-"""
-
-
-def test_bytes_are_counted_once_an_operand_and_only_in_main_memory():
-    # The fusion reads 256 + 128 and writes 256, the copy from the chip writes 256, the larger branch copies 256.
-    assert hlo.count(PROGRAM) == hlo.Counts(256 + 128 + 256 + 256 + 2 * 256, 2)
-    assert hlo.Device(bandwidth=1e6, launch=1e-3).milliseconds(hlo.Counts(500, 3)) == 0.5 + 3
 
 
 def test_every_ratio_has_its_interval():

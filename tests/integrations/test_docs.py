@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 import yaml
+from long_description import relative, rendered
 
 from jamp._autocast.rules import CATEGORIES
 
@@ -148,6 +149,20 @@ def test_the_page_of_examples_has_each_with_its_command():
 def test_the_first_example_of_the_readme_prints_what_it_says():
     said = re.search(r"<!-- example -->\n```sh\n.* (\S+)\n```\n\n```text\n(.*?)```", README, re.DOTALL)
     assert f"```sh\npython {said[1]}\n```\n\n```text\n{said[2]}```" in PAGES["examples.md"]
+
+
+def test_the_page_of_the_release_has_no_relative_link_and_names_paths_that_exist():
+    """`tests/release/check_wheel.py` reads the same from the wheel."""
+    page = rendered()
+    assert relative("[a](docs/a.md#b) ![c](d.png) [e](#f)") == ["docs/a.md#b", "d.png", "#f"]
+    assert not relative(page)
+    assert not re.search(r"!\[|<img", page)
+    paths = {target.partition("#")[0] for target in relative(README)}
+    assert len(paths) > 8
+    assert all((ROOT / path).exists() for path in paths)
+    assert {path for path in paths if not path.endswith(".png")} == set(re.findall(r" \(`(docs/[^`]+)`\)", page))
+    blocks = lambda text: re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks(page) == blocks(README)
 
 
 def test_only_pages_to_which_no_readme_leads_include_a_file():
