@@ -18,7 +18,6 @@ from programs import by_operation, reference
 
 import jamp
 from jamp import _jaxpr
-from jamp._autocast import context
 from jamp._autocast.cast import Caster
 from jamp._autocast.context import Input, Place
 from jamp._autocast.rules import RULES
@@ -388,16 +387,3 @@ def test_no_program_has_the_metadata_of_an_earlier_one():
     with set_xla_metadata(who="first"):
         assert 'who = "first"' in text()
     assert 'who = "first"' not in text()
-
-
-def test_a_value_that_is_read_some_steps_of_a_loop_later_is_consumed():
-    """`g` reaches `exp` by way of two other elements of the carry."""
-
-    def fun(g, a, b, w):
-        body = lambda c, _: ((w @ w, c[0], c[1]), jnp.exp(c[2]))
-        return lax.scan(body, (g, a, b), None, length=4)
-
-    (eqn,) = found("scan", fun, *[SQUARE] * 4)
-    assert context.returned_by(eqn, _jaxpr.bodies(eqn), set()) == [False, False, False, True]
-    (eqn,) = found("scan", lambda g, w: lax.scan(lambda c, _: (w @ w, None), g, None, length=4), SQUARE, SQUARE)
-    assert context.returned_by(eqn, _jaxpr.bodies(eqn), set()) == [True]

@@ -22,7 +22,17 @@ PACKAGES = {name_of(path) for path in ROOT.rglob("__init__.py")}
 # A module imports from its own floor and from those below. One that is not named here is an adapter, on the top.
 FLOORS = [
     {"_cast", "_jaxpr"},
-    {"_evaluate", "_arguments", "_barrier", "_primitives", "_scale", "_shard_map", "_source_line", "_staging"},
+    {
+        "_evaluate",
+        "_arguments",
+        "_barrier",
+        "_dataflow",
+        "_primitives",
+        "_scale",
+        "_shard_map",
+        "_source_line",
+        "_staging",
+    },
     {"_step", "_autocast"},
     {"_precompute"},
 ]

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jamp import _evaluate, _jaxpr
+from jamp import _dataflow, _evaluate, _jaxpr
 from jamp._autocast import context
 from jamp._autocast.constructs import KEEPS_RESULTS, enter
 from jamp._autocast.context import Input, Place
@@ -55,16 +55,17 @@ class Caster(Target):
     def __init__(self, compute_dtype: np.dtype[Any], rules: Mapping[str, Rule]):
         super().__init__(compute_dtype, rules)
         self._casts: dict[Any, Cast] = {}
+        self.consumed = _dataflow.Backward(context.consumes)
 
     def cast(
-        self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, returned: Sequence[bool] | None = None
+        self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, consumed: Sequence[bool] | None = None
     ) -> "Cast":
-        """Cast a jaxpr. `returned` outputs, by default all, are results of the function or summed into them."""
-        returned = tuple(returned or [True] * len(closed.out_avals))
+        """Cast a jaxpr. Of its outputs, `consumed` ones (`context.consumes`), by default none, have such readers."""
+        consumed = tuple(consumed or [False] * len(closed.out_avals))
         # By the text of constants, because 0.0 == -0.0 and nan != nan.
-        key = id(closed.jaxpr), tuple(x._replace(constant=repr(x.constant)) for x in inputs), place, returned
+        key = id(closed.jaxpr), tuple(x._replace(constant=repr(x.constant)) for x in inputs), place, consumed
         if key not in self._casts:  # The cast holds the jaxpr, so no other one gets its id.
-            self._casts[key] = Cast(self, closed, inputs, place, returned)
+            self._casts[key] = Cast(self, closed, inputs, place, consumed)
         return self._casts[key]
 
 
@@ -80,7 +81,7 @@ class Cast:
     """
 
     def __init__(
-        self, caster: Caster, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, returned: Sequence[bool]
+        self, caster: Caster, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, consumed: Sequence[bool]
     ):
         self.caster, self._place, self.traced = caster, place, closed
         jaxpr = closed.jaxpr
@@ -94,7 +95,7 @@ class Cast:
         self._eqns: list[JaxprEqn] = []
         self.decisions: list[Decision] = []
         self.changed = any(x.low for x in inputs)
-        self._consumed = context.consumed(jaxpr, returned)
+        self._consumed = caster.consumed(jaxpr, consumed)
         # A function may close over its parameters.
         self._weights: set[Var] = {
             *jaxpr.constvars,
@@ -202,10 +203,11 @@ class Cast:
         rewrite = lambda closed, inputs, backward=False: self.caster.cast(
             closed, inputs, place._replace(backward=backward or place.backward)
         )
-        returned = context.returned_by(eqn, inner, self._consumed)
+        later = _dataflow.flags(eqn.outvars, self._consumed)
+        consumed = self.caster.consumed.into(eqn, later)
         casts = tuple(
-            self.caster.cast(closed, [known[i] for i in operands], place, returned[: len(closed.out_avals)])
-            for closed, operands in zip(inner, _jaxpr.body_operands(eqn), strict=True)
+            self.caster.cast(closed, [known[i] for i in operands], place, outputs)
+            for closed, operands, outputs in zip(inner, _jaxpr.body_operands(eqn), consumed, strict=True)
         )
         outputs = range(len(carry), len(eqn.outvars))
         self._weights.update(eqn.outvars[i] for i in outputs if all(body.is_weight[i] for body in casts))

@@ -7,25 +7,25 @@ operands. The head does not: no product follows it.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from jamp import _evaluate, _jaxpr
+from jamp import _dataflow, _evaluate, _jaxpr
 from jamp._autocast.cast import Cast, Decision
 from jamp._autocast.constructs import KEEPS_RESULTS
 from jamp._autocast.formats import Format
 from jamp._autocast.quantized import Axes, packed, quantized_product, summed
 from jamp._autocast.rules import COMPUTE, YOURS
 from jamp._cast import is_float32, is_floating
+from jamp._dataflow import Flags
 from jamp._evaluate import MatrixProduct, Move
-from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import PRODUCTS, holds_product
 from jamp._shard_map import trace
 from jamp._source_line import is_transposed
 
-Flags: TypeAlias = tuple[bool, ...]
 _FLOAT32 = np.dtype(np.float32)
 _NOT_REACHED = "it is in a custom derivative or a linear solve"
 
@@ -84,11 +84,17 @@ class _Pass:
     def __init__(self, config: Format, body: Cast):
         self._config = config
         self._rules, self._parts = body.caster.rules, body.caster.parts
+        self._computed, self._feeding = _dataflow.Forward(_computes), _dataflow.Backward(_feeds)
         self._done: dict[Any, Quantized] = {}
         self._traced: dict[Any, ClosedJaxpr] = {}
 
     def run(
-        self, closed: ClosedJaxpr, cast: Cast, computed: Flags, read_on: Flags, inside: JaxprEqn | None
+        self,
+        closed: ClosedJaxpr,
+        cast: Cast,
+        computed: tuple[bool, ...],
+        read_on: tuple[bool, ...],
+        inside: JaxprEqn | None,
     ) -> Quantized:
         """Quantize the jaxpr of a `Cast`.
 
@@ -100,14 +106,18 @@ class _Pass:
         return self._done[key]
 
     def _run(
-        self, closed: ClosedJaxpr, cast: Cast, computed: Flags, read_on: Flags, inside: JaxprEqn | None
+        self,
+        closed: ClosedJaxpr,
+        cast: Cast,
+        computed: tuple[bool, ...],
+        read_on: tuple[bool, ...],
+        inside: JaxprEqn | None,
     ) -> Quantized:
         # Of this call: equal calls of a jitted function have the same equations, but not always the same decisions.
         decisions = {id(decision.run): decision for decision in cast.decisions}
         jaxpr = closed.jaxpr
-        made = {v for v, x in zip(jaxpr.invars, computed, strict=True) if x}
-        is_made = lambda v: not _jaxpr.is_literal(v) and v in made
-        feeding = _feeding(jaxpr, read_on)
+        made = self._computed(jaxpr, computed)
+        feeding = self._feeding(jaxpr, read_on)
         sources: dict[Any, Var] = {}  # for the result of a cast, its operand
         values: dict[Any, list[Var]] = {}  # the 8-bit values and the scales of a value
         found = Quantized(closed, self._config, {}, {})
@@ -118,25 +128,23 @@ class _Pass:
             decision = decisions.get(id(eqn))
             product = None
             if decision and is_candidate(decision):
-                product, is_attention = _evaluate.as_matrix_product(decision.eqn), all(map(is_made, eqn.invars[:2]))
+                product = _evaluate.as_matrix_product(decision.eqn)
+                is_attention = all(_dataflow.flags(eqn.invars[:2], made))
                 found.why[id(eqn)] = self._why_not(decision, product, is_attention, eqn.outvars[0] in feeding)
             if decision and product and not found.why[id(eqn)]:
                 eqns.extend(self._multiply(decision, product, eqn, sources, values, inside))
             elif decision and decision.bodies and _jaxpr.name(eqn) not in KEEPS_RESULTS:
-                inner = _jaxpr.bodies(eqn) or ()
-                later = _read_on(eqn, inner, [v in feeding for v in eqn.outvars])
-                known = [is_made(v) for v in eqn.invars]
+                later = self._feeding.into(eqn, _dataflow.flags(eqn.outvars, feeding))
+                known = self._computed.into(eqn, _dataflow.flags(eqn.invars, made))
                 around = eqn if _jaxpr.name(eqn) == "shard_map" else inside
                 found.bodies[id(eqn)] = [
-                    self.run(body, own, tuple(known[i] for i in operands), later[-len(body.out_avals) :], around)
-                    for body, own, operands in zip(inner, decision.bodies, _jaxpr.body_operands(eqn), strict=True)
+                    self.run(body, own, tuple(x), tuple(y), around)
+                    for body, own, x, y in zip(_jaxpr.bodies(eqn) or (), decision.bodies, known, later, strict=True)
                 ]
                 bodies = [body.closed for body in found.bodies[id(eqn)]]
                 eqns.append(_evaluate.with_bodies(eqn, bodies, eqn.invars, eqn.outvars))
             else:
                 eqns.append(eqn)
-            if holds_product(eqn) or any(map(is_made, eqn.invars)):
-                made.update(eqn.outvars)
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         new = _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
         return dataclasses.replace(found, closed=new)
@@ -227,26 +235,15 @@ def _source(sources: dict[Any, Var], v: Any) -> tuple[Any, Any]:
     return v, frozenset(low)
 
 
-def _feeding(jaxpr: Jaxpr, read_on: Sequence[bool]) -> set[Any]:
-    """The values that a product reads, perhaps through other operations. Later products read the `read_on` outputs."""
-    found = {v for v, x in zip(jaxpr.outvars, read_on, strict=True) if x and not _jaxpr.is_literal(v)}
-    for eqn in reversed(jaxpr.eqns):
-        # A dot product of all elements, such as a squared loss, is not a layer.
-        is_layer = _jaxpr.name(eqn) != "dot_general" or _jaxpr.product_sizes(eqn)[:2] != [1, 1]
-        if any(v in found for v in eqn.outvars) or (holds_product(eqn) and is_layer):
-            found.update(v for v in eqn.invars if not _jaxpr.is_literal(v))
-    return found
+def _computes(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation depend on a product. A rule for `_dataflow.Forward`."""
+    return any(operands) or holds_product(eqn)
 
 
-def _read_on(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], later: Sequence[bool]) -> tuple[bool, ...]:
-    """Which results of a construct's bodies are read by a product after it, or in the next step of a loop."""
-    carry, operands = _jaxpr.carry(eqn), _jaxpr.body_operands(eqn)[-1]
-    found = list(later)
-    for _ in carry:
-        feeding = _feeding(bodies[-1].jaxpr, found)
-        inputs = [bodies[-1].jaxpr.invars[operands.index(i)] for i in carry]
-        new = [x or v in feeding for x, v in zip(found, inputs, strict=False)] + found[len(carry) :]
-        if new == found:
-            break
-        found = new
-    return tuple(found)
+def _feeds(eqn: JaxprEqn, results: Flags) -> bool:
+    """Whether a product reads the operands of an equation, perhaps through others. A rule for `_dataflow.Backward`.
+
+    A dot product of all elements, such as a squared loss, is not a layer.
+    """
+    is_layer = _jaxpr.name(eqn) != "dot_general" or _jaxpr.product_sizes(eqn)[:2] != [1, 1]
+    return any(results) or (holds_product(eqn) and is_layer)

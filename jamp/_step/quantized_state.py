@@ -1,4 +1,4 @@
-"""`quantized_state`: the moments of any Optax optimizer in eight bits."""
+"""`quantized_state`: the moments of an Optax optimizer in eight bits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,0 +1,101 @@
+"""Dataflow analyses, beside what each program says by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jamp import _jaxpr
+from jamp._dataflow import Backward, Forward, flags
+
+X = jnp.ones((4, 4))
+# The property starts at a tangent and a sine: after one going forward, before the other going backward.
+forward = Forward(lambda eqn, operands: any(operands) or _jaxpr.name(eqn) == "tan")
+backward = Backward(lambda eqn, results: any(results) or _jaxpr.name(eqn) == "sin")
+_jaxpr.core()
+
+
+def rotate(start, times):
+    """A carry of which each element takes a step to the next place."""
+    return lambda *xs: lax.scan(lambda c, _: ((start(xs[-1]), *c[:-1]), c[-1]), tuple(xs[:3]), None, length=times)
+
+
+def by_while(cond, body):
+    return lambda *xs: lax.while_loop(cond, body, xs)
+
+
+@jax.custom_jvp
+def own(x, y):
+    return jnp.tan(x), y
+
+
+own.defjvp(lambda p, t: (own(*p), t))
+
+# A function of three arrays, and which of its results depend on a tangent.
+RESULTS = {
+    "straight": (lambda x, y, z: (jnp.tan(x) + y, x + y, y * 1), [True, False, False]),
+    "jit": (lambda x, y, z: jax.jit(lambda x, y: (jnp.tan(x), y + z))(x, y), [True, False]),
+    "call": (lambda x, y, z: own(x, y), [True, False]),
+    "checkpoint": (lambda x, y, z: jax.checkpoint(lambda x, y: (x + y, jnp.tan(y)))(x, y), [False, True]),
+    "cond": (lambda x, y, z: lax.cond(x[0, 0] > 0, lambda x: (x, x), lambda x: (x, jnp.tan(x)), y), [False, True]),
+    "carry": (rotate(jnp.tan, 9), [True] * 4),
+    "carry, none": (rotate(jnp.cos, 9), [False] * 4),
+    "scan of scans": (
+        lambda x, y, z: lax.scan(lambda c, _: rotate(jnp.tan, 2)(*c), (x, y, z), None, length=2),
+        [True] * 4,
+    ),
+    "while": (by_while(lambda c: jnp.tan(c[0])[0, 0] < 9, lambda c: (c[1] * 2, c[2], jnp.tan(c[2]))), [True] * 3),
+    "condition alone": (by_while(lambda c: jnp.tan(c[0])[0, 0] < 9, lambda c: (c[1] * 2, c[2], c[0])), [False] * 3),
+}
+# A function of three arrays, and which of them are read by a sine.
+READS = {
+    "straight": (lambda x, y, z: (jnp.sin(x * 2) + y, z), [True, False, False]),
+    "jit": (lambda x, y, z: jax.jit(lambda x, y: (x * y, jnp.sin(z)))(x, y), [False, False, True]),
+    "checkpoint": (lambda x, y, z: jax.checkpoint(lambda x, y: (x + y, jnp.sin(y)))(x, z), [False, False, True]),
+    "later": (lambda x, y, z: jnp.sin(jax.jit(lambda x, y: (x, y))(x, y)[1]) + z, [False, True, False]),
+    "cond": (
+        lambda x, y, z: lax.cond(z[0, 0] > 0, lambda x, y: x, lambda x, y: jnp.sin(x), x, y),
+        [True, False, False],
+    ),
+    "carry": (
+        lambda x, y, z: lax.scan(lambda c, _: ((c[0], c[0], c[1]), jnp.sin(c[2])), (x, y, z), None, 5),
+        [True] * 3,
+    ),
+    "carry, later": (lambda x, y, z: jnp.sin(lax.scan(lambda c, _: ((z, c[0]), 0), (x, y), None, 5)[0][1]), [True] * 3),
+    "carry, none": (lambda x, y, z: lax.scan(lambda c, _: ((c[0], c[0]), c[1]), (x, y), None, 5), [False] * 3),
+    "condition": (by_while(lambda c: jnp.sin(c[0])[0, 0] < 9, lambda c: (c[1] * 2, c[1], c[2])), [True, True, False]),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_forward_follows_values_into_constructs_and_around_loops(name):
+    fun, want = RESULTS[name]
+    jaxpr = jax.make_jaxpr(fun)(X, X, X).jaxpr
+    assert flags(jaxpr.outvars, forward(jaxpr, [False] * len(jaxpr.invars))) == want
+    assert flags(jaxpr.outvars, forward(jaxpr, [True] * len(jaxpr.invars))) == [True] * len(want)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_backward_follows_readers_into_constructs_and_around_loops(name):
+    fun, want = READS[name]
+    jaxpr = jax.make_jaxpr(fun)(X, X, X).jaxpr
+    assert flags(jaxpr.invars, backward(jaxpr, [False] * len(jaxpr.outvars))) == want
+
+
+def test_the_inputs_and_outputs_of_bodies_are_those_of_every_step():
+    (eqn,) = jax.make_jaxpr(rotate(jnp.tan, 9))(X, X, X).eqns
+    n = _jaxpr.carry(eqn).start
+    assert forward.into(eqn, [False] * len(eqn.invars)) == [[False] * n + [True] * 3]
+    (eqn,) = jax.make_jaxpr(READS["carry"][0])(X, X, X).eqns
+    assert backward.into(eqn, [False] * 3) == [[True, True, False]]  # Of the carry, JAX made one element a constant.
+    (eqn,) = jax.make_jaxpr(READS["condition"][0])(X, X, X).eqns
+    assert backward.into(eqn, [False] * 3) == [[False], [True, False, False]]
+
+
+def test_a_body_is_analysed_once_for_equal_flags():
+    calls = []
+    count = Forward(lambda eqn, operands: calls.append(eqn) or any(operands))
+    inner = jax.jit(lambda x: jnp.tanh(x) + 1)
+    fun = lambda x: [x := inner(x) for _ in range(9)]
+    count(jax.make_jaxpr(fun)(X).jaxpr, [True])
+    assert len(calls) == 2
