@@ -29,7 +29,8 @@ def convolved(w, x):
 def stepped(tx):
     def step(w, x):
         state = tx.init(w)
-        loss, grads = jamp.value_and_grad(jamp.autocast(dense), state)(w, x)
+        loss_fn = lambda w, x: dense(w.astype(jnp.float32), x)
+        loss, grads = jamp.value_and_grad(jamp.autocast(loss_fn), state)(w, x)
         return optax.apply_updates(w, tx.update(grads, state, w)[0]), loss
 
     return step

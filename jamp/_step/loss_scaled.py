@@ -34,8 +34,8 @@ def loss_scaled(
     -0.0, and nothing in the inner state changes: no count, no schedule, no moment. The loss scale always adapts.
 
     On a skip `optax.apply_updates` leaves every parameter as it is, but XLA:CPU may flush subnormal ones to 0 in that
-    addition. A selection changes no bit: `jnp.where(jamp.get_grads_finite(state), new, old)`. `TrainState.
-    apply_gradients`, `jamp.nnx.Optimizer`, `jamp.equinox.apply_gradients` and `GradScaler.step` select.
+    addition. A selection changes no bit: `jnp.where(jamp.get_grads_finite(state), new, old)`. `GradScaler` and the
+    steps of `jamp.linen`, `jamp.nnx` and `jamp.equinox` select.
 
     float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32. Only
     `jamp.stochastic_rounding` gets its parameters as they are.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jamp._cast import is_inexact
+from jamp._cast import is_floating, is_inexact
 from jamp._scale.static import LossScale, is_noop
 from jamp._scale.stats import LossScaleStats
 
@@ -129,12 +129,6 @@ def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any
         "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
         "loss_scale).",
     )  # fmt: skip
-    dtype = getattr(state.loss_scale_state.loss_scale, "dtype", jnp.float32)
-    if dtype != jnp.float32:
-        raise TypeError(
-            f"The loss scale in the state is {dtype.name}, not float32. A cast of a whole state changes it: restore "
-            "the state with the dtypes of tx.init(params)."
-        )
     given = isinstance(state, ScaledGradsState)
     if given != unscale:
         raise TypeError(
@@ -145,6 +139,12 @@ def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any
         raise TypeError(
             f"The state is that of another loss scale: it holds {_name(state.loss_scale_state)}, and this optimizer "
             f"has {loss_scale!r}. To continue with it: jamp.convert_loss_scale(state, {loss_scale!r})."
+        )
+    scale = state.loss_scale_state.loss_scale
+    if is_floating(scale) and jnp.finfo(scale.dtype).bits < 32:
+        raise TypeError(
+            f"The loss scale in the state is {scale.dtype.name}, not float32. A cast of a whole state changes it: "
+            "restore the state with the dtypes of tx.init(params)."
         )
 
 
