@@ -3,17 +3,19 @@
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
-import jax
-import numpy as np
-from jax import lax
+from jamp import _jaxpr
 
 _ANEW: ContextVar[bool] = ContextVar("anew", default=False)  # whether jamp traces a function for one call only
 
 
 def is_recorded() -> bool:
     """Whether operations are recorded (`jit`, `scan`). `grad` and `vmap` outside `jit` run them at once."""
-    return isinstance(lax.neg(np.float32(1)), jax.core.Tracer)
+    trace: Any = _jaxpr.core().find_top_trace(())
+    while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def is_kept() -> bool:

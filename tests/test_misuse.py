@@ -14,6 +14,7 @@ from steps import GOOD, PARAMS
 from trees import assert_equal
 
 import jamp
+from jamp._staging import is_recorded
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 SCALED, UNSCALING = jamp.loss_scaled(MOMENTUM), jamp.loss_scaled(MOMENTUM, unscale=True)
@@ -516,3 +517,16 @@ def test_arguments_that_jax_grad_takes_are_taken(wrap):
     fun = wrap(lambda w, *others: jnp.sum(w @ w) * len(others[0]) * others[-1].get_value())
     for others in ((names, Setting()), (times, records, np.array([object()]), Setting())):
         fun(jnp.ones((2, 2)), *others)
+
+
+def test_whether_operations_are_recorded_is_known_and_leaves_no_trace():
+    found = []
+    see = lambda x: found.append(is_recorded()) or x
+    one, ones = jnp.float32(1), jnp.ones(2)
+    see(one), jax.grad(see)(one), jax.vmap(see)(ones), jax.vmap(jax.grad(see))(ones)
+    assert found == [False] * 4
+    jaxpr = jax.make_jaxpr(see)(one)
+    jax.jit(jax.grad(see))(one), jax.jit(jax.vmap(jax.grad(see)))(ones), lax.map(jax.grad(see), ones)
+    assert found[4:] == [True] * len(found[4:])
+    assert len(found) >= 8
+    assert not jaxpr.eqns

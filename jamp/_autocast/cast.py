@@ -23,7 +23,7 @@ from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST, Rule
 from jamp._autocast.target import Target
 from jamp._cast import is_float32, is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
-from jamp._primitives import COPIES, MOVES, MOVING, PRODUCTS
+from jamp._primitives import COPIES, MOVES, PRODUCTS
 from jamp._shard_map import splits
 from jamp._source_line import in_scope, is_transposed, scope_path
 
@@ -56,6 +56,7 @@ class Caster(Target):
         super().__init__(compute_dtype, rules)
         self._casts: dict[Any, Cast] = {}
         self.consumed = _dataflow.Backward(context.consumes)
+        self.computed = _dataflow.Forward(context.computes)
 
     def cast(
         self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, consumed: Sequence[bool] | None = None
@@ -96,11 +97,7 @@ class Cast:
         self.decisions: list[Decision] = []
         self.changed = any(x.low for x in inputs)
         self._consumed = caster.consumed(jaxpr, consumed)
-        # A function may close over its parameters.
-        self._weights: set[Var] = {
-            *jaxpr.constvars,
-            *(v for v, x in zip(jaxpr.invars, inputs, strict=True) if x.weight),
-        }
+        self._computed = caster.computed(jaxpr, [not x.weight for x in inputs])
         for v, known in zip(jaxpr.invars, inputs, strict=True):
             self._define(v, known.low)
             self._constants[v] = known.constant
@@ -108,7 +105,6 @@ class Cast:
         self.decisions.extend(map(self._decide, jaxpr.eqns))
         self.stored = [not _jaxpr.is_literal(v) and v in self._low for v in jaxpr.outvars]
         self.low = [self._is_low(v) for v in jaxpr.outvars]
-        self.is_weight = [self._is_weight(v) for v in jaxpr.outvars]
 
     def closed(self, low: Sequence[bool] | None = None) -> ClosedJaxpr:
         """The jaxpr to evaluate. `low` says which outputs are to be 16 bit, by default none."""
@@ -160,8 +156,6 @@ class Cast:
         if len(eqn.invars) == 1 and _jaxpr.name(eqn) in MOVES | COPIES:  # still filled with the same number
             self._constants.update((v, self._constant(eqn.invars[0])) for v in eqn.outvars)
             self._arrays.update((v, self._array(eqn.invars[0])) for v in eqn.outvars)
-        if _jaxpr.name(eqn) in MOVING and all(map(self._is_weight, eqn.invars)):
-            self._weights.update(eqn.outvars)
         writes = [self._define(v, low and is_float32(v.aval)) for v in eqn.outvars]
         run = _evaluate.replace_dtype(eqn, _FLOAT32, self.caster.compute_dtype) if low else eqn
         is_same = reads == eqn.invars and writes == eqn.outvars
@@ -209,8 +203,6 @@ class Cast:
             self.caster.cast(closed, [known[i] for i in operands], place, outputs)
             for closed, operands, outputs in zip(inner, _jaxpr.body_operands(eqn), consumed, strict=True)
         )
-        outputs = range(len(carry), len(eqn.outvars))
-        self._weights.update(eqn.outvars[i] for i in outputs if all(body.is_weight[i] for body in casts))
         if not any(body.changed for body in casts):
             return Decision(eqn, context.ENTERED, name, self._add(eqn, low=False), bodies=casts)
         first = len(eqn.outvars) if name in KEEPS_RESULTS else len(carry)
@@ -246,7 +238,7 @@ class Cast:
 
     def _is_weight(self, atom: Atom) -> bool:
         """Whether a value is an argument of the function, perhaps moved, and not computed."""
-        return _jaxpr.is_literal(atom) or not is_float32(atom.aval) or atom in self._weights
+        return _jaxpr.is_literal(atom) or not is_float32(atom.aval) or atom not in self._computed
 
     def _define(self, v: Var, low: bool) -> Var:
         self._low |= {v: self.caster.low_var(v)} if low else {}

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from jamp import _jaxpr
+from jamp._cast import is_float32
 from jamp._dataflow import Flags
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import MOVING
@@ -43,6 +44,15 @@ class Place(NamedTuple):
     inside: JaxprEqn | None = None
     scope: str = ""
     backward: bool = False
+
+
+def computes(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation are computed, and not an argument of the function or a constant that is moved.
+
+    A rule for `_dataflow.Forward`. An argument that a product reads is a weight.
+    """
+    floats = [is_float32(aval) and x for aval, x in zip(_jaxpr.avals(eqn.invars), operands, strict=True)]
+    return any(floats) or _jaxpr.name(eqn) not in MOVING
 
 
 def consumes(eqn: JaxprEqn, results: Flags) -> bool:
