@@ -23,10 +23,11 @@ COPIES = _names("broadcast_in_dim tile")
 GATHERS = _names("all_gather all_gather_invariant gather pbroadcast pvary")
 # Arithmetic on each element, and cheap reductions.
 ARITHMETIC = _names(
-    "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp cos "
-    "cosh div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow iota is_finite le le_to log log1p log2 "
-    "logistic lt lt_to max min mul ne neg nextafter not or pow reduce_and reduce_max reduce_min reduce_or reduce_prod "
-    "reduce_sum reduce_window_max reduce_window_min reduce_window_sum rem round rsqrt shift_left "
+    "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz "
+    "complex conj cos cosh div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow iota is_finite le "
+    "le_to log log1p log2 logistic lt lt_to max min mul ne neg nextafter not one_minus_square or polynomial "
+    "population_count pow real reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max "
+    "reduce_window_min reduce_window_sum reduce_xor rem round rsqrt shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
 )
 # Expensive, between devices, or on the bits of a number.
@@ -36,6 +37,12 @@ EXPENSIVE = _names(
     "select_and_scatter_add bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma "
     "regularized_incomplete_beta zeta cholesky eig eigh fft hessenberg householder_product lu qr schur svd "
     "triangular_solve tridiagonal tridiagonal_solve approx_top_k reduce_precision sort top_k"
+)
+
+# Random bits, tokens, Refs and calls. They run as they were traced, and are not computed again.
+OTHERS = _names(
+    "after_all axis_index call create_token custom_lin custom_linear_solve empty2 eval_jaxpr get ragged_all_to_all "
+    "random_bits random_fold_in random_gamma random_seed random_split rng_bit_generator rng_uniform swap threefry2x32"
 )
 
 # Linear algebra on a matrix of n columns takes this times n for each element of its result (Golub and Van Loan, Matrix
