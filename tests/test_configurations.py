@@ -1,6 +1,5 @@
 """Every public function in JAX's strict and unusual configurations: its results are those of the default one."""
 
-import contextlib
 import functools
 import inspect
 
@@ -8,26 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from configurations import CONFIGURATIONS
 from jaxprs import normal
 from trees import assert_close
 
 import jamp
 import jamp.debug
 
-
-@contextlib.contextmanager
-def strict():
-    """No rank promotion and no NaN. Dtype promotion is strict in every test."""
-    with jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
-        yield
-
-
-CONFIGURATIONS = {
-    "strict": strict,
-    "checking_leaks": jax.checking_leaks,
-    "disable_jit": jax.disable_jit,
-    "x64": lambda: jax.enable_x64(True),
-}
 PARAMS = {"w": normal(8, 8) / 4, "b": normal(8, seed=1)}
 X = normal(4, 8, seed=2)
 LOW = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
