@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 import jax
-import numpy as np
 from jax import lax
 
 _ANEW: ContextVar[bool] = ContextVar("anew", default=False)  # whether jamp traces a function for one call only
@@ -13,7 +12,7 @@ _ANEW: ContextVar[bool] = ContextVar("anew", default=False)  # whether jamp trac
 
 def is_recorded() -> bool:
     """Whether operations are recorded (`jit`, `scan`). `grad` and `vmap` outside `jit` run them at once."""
-    return isinstance(lax.neg(np.float32(1)), jax.core.Tracer)
+    return isinstance(lax.iota("int32", 1), jax.core.Tracer)  # no operand: nothing is transferred to the device
 
 
 def is_kept() -> bool:
