@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from jamp import _evaluate
-from jamp._staging import anew, is_kept
+from jamp._staging import traced_anew
 
 if TYPE_CHECKING:
     from jamp._jaxpr import ClosedJaxpr
@@ -51,7 +51,7 @@ class Call:
     def traceable(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
         """`fun` as a function of `leaves` that returns a list of arrays, new values of boxes last."""
 
-        is_once = not is_kept()
+        is_eager = not any(isinstance(x, jax.core.Tracer) for x in self.leaves)
 
         def traced(*leaves: Any) -> list[Any]:
             nodes = list(self._nodes)
@@ -64,7 +64,7 @@ class Call:
             nodes = [boxes.get(id(x), x) for x in nodes]
             args, kwargs = jax.tree.unflatten(self._tree, nodes)
             before = [_at((args, kwargs), path) for path in self.paths]
-            with anew(is_once):
+            with traced_anew(is_eager):
                 results, self._result = _flatten_result(fun, fun(*args, **kwargs))
             self._check_boxes(fun, (args, kwargs), boxes)
             arrays = self._replaced(before, (args, kwargs))

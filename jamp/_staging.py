@@ -10,20 +10,18 @@ from jax import lax
 _ANEW: ContextVar[bool] = ContextVar("anew", default=False)  # whether jamp traces a function for one call only
 
 
-def is_recorded() -> bool:
-    """Whether operations are recorded (`jit`, `scan`). `grad` and `vmap` outside `jit` run them at once."""
-    return isinstance(lax.iota("int32", 1), jax.core.Tracer)  # no operand: nothing is transferred to the device
-
-
 def is_kept() -> bool:
-    """Whether operations are recorded for more than one call, as far as it can be known: not by jamp outside `jit`."""
-    return is_recorded() and not _ANEW.get()
+    """Whether operations are recorded (`jit`, `scan`) for more than one call, as far as it can be known.
+
+    `grad` and `vmap` outside `jit` run them at once. To ask leaves an operation without an operand in the trace.
+    """
+    return not _ANEW.get() and isinstance(lax.iota("int32", 1), jax.core.Tracer)
 
 
 @contextlib.contextmanager
-def anew(flag: bool) -> Iterator[None]:
-    """Say whether the functions called inside are traced for one call only."""
-    token = _ANEW.set(flag)
+def traced_anew(flag: bool) -> Iterator[None]:
+    """Say whether jamp traces the function that is called inside for one call only, as it does outside `jit`."""
+    token = _ANEW.set(flag or _ANEW.get())
     try:
         yield
     finally:
