@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from jamp import _evaluate
-from jamp._staging import anew, is_kept
+from jamp._staging import is_kept, traced_anew
 
 if TYPE_CHECKING:
     from jamp._jaxpr import ClosedJaxpr
@@ -50,7 +50,6 @@ class Call:
 
     def traceable(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
         """`fun` as a function of `leaves` that returns a list of arrays, new values of boxes last."""
-
         is_once = not is_kept()
 
         def traced(*leaves: Any) -> list[Any]:
@@ -64,7 +63,7 @@ class Call:
             nodes = [boxes.get(id(x), x) for x in nodes]
             args, kwargs = jax.tree.unflatten(self._tree, nodes)
             before = [_at((args, kwargs), path) for path in self.paths]
-            with anew(is_once):
+            with traced_anew(is_once):
                 results, self._result = _flatten_result(fun, fun(*args, **kwargs))
             self._check_boxes(fun, (args, kwargs), boxes)
             arrays = self._replaced(before, (args, kwargs))

@@ -24,9 +24,9 @@ def is_kept() -> bool:
 
 
 @contextlib.contextmanager
-def anew(flag: bool) -> Iterator[None]:
-    """Say whether the functions called inside are traced for one call only."""
-    token = _ANEW.set(flag)
+def traced_anew(flag: bool) -> Iterator[None]:
+    """Say whether jamp traces the function that is called inside for one call only, as it does outside `jit`."""
+    token = _ANEW.set(flag or _ANEW.get())
     try:
         yield
     finally:

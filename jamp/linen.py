@@ -168,7 +168,7 @@ def _with_fields(cls: Any, names: tuple[str, ...]) -> Any:
 def _metaclass(base: Any) -> Any:
     """A metaclass of classes that are pickled as `__reduce_class__`."""
     made = type(base.__name__, (base,), {})
-    copyreg.pickle(made, lambda cls: cls.__reduce_class__)
+    copyreg.dispatch_table[made] = lambda cls: cls.__reduce_class__
     return made
 
 

@@ -1,6 +1,5 @@
 """Every public function in JAX's strict and unusual configurations: its results are those of the default one."""
 
-import contextlib
 import functools
 import inspect
 
@@ -8,26 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from configurations import CONFIGURATIONS
 from jaxprs import normal
 from trees import assert_close
 
 import jamp
 import jamp.debug
 
-
-@contextlib.contextmanager
-def strict():
-    """No rank promotion and no NaN. Dtype promotion is strict in every test."""
-    with jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
-        yield
-
-
-CONFIGURATIONS = {
-    "strict": strict,
-    "checking_leaks": jax.checking_leaks,
-    "disable_jit": jax.disable_jit,
-    "x64": lambda: jax.enable_x64(True),
-}
 PARAMS = {"w": normal(8, 8) / 4, "b": normal(8, seed=1)}
 X = normal(4, 8, seed=2)
 LOW = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
@@ -156,12 +142,6 @@ def result(name):
         return USES[name]()
 
 
-MISSING = {  # known faults
-    ("autocast to bfloat16", "disable_jit"),
-    ("autocast to float8", "disable_jit"),
-    ("quantized_state", "strict"),
-    ("interop of moments", "strict"),
-}
 SLOW = {
     "autocast to float8",
     "autocast to int8",
@@ -182,12 +162,7 @@ def case(name, configuration):
     return pytest.param(name, configuration, marks=[pytest.mark.slow] * is_slow, id=f"{name}, {configuration}")
 
 
-CASES = [
-    case(name, configuration)
-    for name in USES
-    for configuration in CONFIGURATIONS
-    if (name, configuration) not in MISSING
-]
+CASES = [case(name, configuration) for name in USES for configuration in CONFIGURATIONS]
 
 
 @pytest.mark.parametrize(("name", "configuration"), CASES)

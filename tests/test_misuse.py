@@ -87,6 +87,11 @@ MISUSE = {
         r"jamp\.scale_loss inside jamp\.value_and_grad: .*twice.*jamp\.value_and_grad\(loss_fn, opt_state\) alone",
         lambda: jamp.grad(lambda p, s=state(SCALED): jamp.scale_loss(loss_fn(p), s), state(SCALED))(PARAMS),
     ),
+    "scale_loss in scaled": (
+        ValueError,
+        r"jamp\.scale_loss inside jamp\.scaled",
+        lambda: jamp.scaled(lambda p, s=state(UNSCALING): jamp.scale_loss(loss_fn(p), s))(PARAMS),
+    ),
     "scale in value_and_grad": (
         ValueError,
         r"jamp\.scale_loss inside jamp\.value_and_grad",

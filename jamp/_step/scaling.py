@@ -39,7 +39,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
       The scaled loss. Its gradient is the scaled gradient, for `unscale_and_check`.
 
     Raises:
-      ValueError: If `state` holds no loss-scale state or several.
+      ValueError: If `state` holds no loss-scale state or several, or inside `value_and_grad` or `scaled`.
       TypeError: If a loss is neither floating nor complex.
 
     Examples:

@@ -200,3 +200,11 @@ def test_a_train_step_is_that_of_the_batch_and_skips_an_overflow_of_one_shard(na
             wide = [np.asarray(y, np.float32) for y in (ours, theirs)]
             np.testing.assert_allclose(*wide, rtol, atol * np.abs(wide[1]).max())
             assert len({np.asarray(shard.data).tobytes() for shard in ours.addressable_shards}) == 1
+
+
+def test_a_check_over_two_axes_takes_gradients_that_are_split_over_one():
+    """jax.lax.psum takes no array that varies along one of its axes and not along the other."""
+    check = lambda g: jamp.all_finite(g, axis_name=("data", "model"))
+    for spec in (P("data"), P("model"), P(None, "model"), P()):
+        program = mapped(check, TWO, (spec,))
+        assert [bool(program(x)) for x in (jnp.ones((4, 4)), jnp.ones((4, 4)).at[3, 3].set(jnp.nan))] == [True, False]

@@ -106,3 +106,12 @@ def test_scaled_differentiates_a_model_with_leaves_that_are_no_arrays():
     assert eqx.tree_equal(*gradients, rtol=1e-6, atol=1e-7)
     closed_over = eqx.filter_grad(lambda model: jamp.scaled(lambda x: loss_fn(model, x))(X))(Net())
     assert eqx.tree_equal(closed_over, gradients[1], rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_that_is_a_constant_of_the_jitted_step_warns():
+    model, _, opt_state = make()
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    with pytest.warns(UserWarning, match="keeps the first scale forever") as caught:
+        eqx.filter_jit(jamp.equinox.filter_value_and_grad(loss, opt_state))(model, X)
+    assert [w.filename for w in caught] == [__file__]
+    jamp.equinox.filter_value_and_grad(loss, opt_state)(model, X)

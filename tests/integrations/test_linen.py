@@ -233,3 +233,13 @@ def test_a_state_and_its_type_are_pickled_and_copied_like_any_other(cls, added):
         assert jax.tree.structure(again) == jax.tree.structure(state)
     assert not added or cls is TrainState or bits(again.doubled()) == bits(2 * added["ema"])
     assert copy.deepcopy(type(state)) is type(state)
+
+
+def test_a_state_that_is_a_constant_of_the_jitted_step_warns():
+    state = TrainState.create(apply_fn=None, params=jnp.ones(2), tx=SGD)
+    loss = lambda params: jnp.sum(params**2)
+    with pytest.warns(UserWarning, match="keeps the first scale forever") as caught:
+        jax.jit(lambda params: state.value_and_grad(loss)(params)).lower(state.params)
+    assert [w.filename for w in caught] == [__file__]
+    jax.jit(lambda state: state.value_and_grad(loss)(state.params)).lower(state)
+    state.value_and_grad(loss)(state.params)

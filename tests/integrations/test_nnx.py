@@ -254,3 +254,12 @@ def test_scaled_differentiates_a_module_and_what_it_changes_stays():
     model, optimizer = made()
     with pytest.raises(ValueError, match=r"jamp\.scaled inside jamp\.value_and_grad"):
         jamp.nnx.value_and_grad(jamp.scaled(loss_fn), optimizer)(model, X)
+
+
+def test_an_optimizer_that_is_a_constant_of_the_jitted_step_warns():
+    model, optimizer = make()
+    with pytest.warns(UserWarning, match="keeps the first scale forever") as caught:
+        nnx.jit(jamp.nnx.value_and_grad(loss_fn, optimizer))(model, X)
+    assert [w.filename for w in caught] == [__file__]
+    nnx.jit(lambda model, optimizer, x: jamp.nnx.value_and_grad(loss_fn, optimizer)(model, x))(model, optimizer, X)
+    jamp.nnx.value_and_grad(loss_fn, optimizer)(model, X)
