@@ -9,7 +9,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jamp._step.find import find_state_to_unscale, scale_of
-from jamp._step.order import warn_of_order
+from jamp._step.misuse import warn_of_order
 from jamp._step.scaling import unscale, with_scaled_loss
 
 

@@ -18,7 +18,7 @@ from jamp._scale.static import LossScale
 from jamp._scale.stats import LossScaleStats
 from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
 from jamp._step.leaves import replace_node, with_leaves
-from jamp._step.once import unscales
+from jamp._step.misuse import unscales
 from jamp._step.state import ScalerState, scaler_of
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jamp._cast import is_floating, to_float32
-from jamp._step.stacklevel import users_stacklevel
+from jamp._step.misuse import users_stacklevel
 from jamp._step.state import contains
 
 

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 from jamp import _evaluate
 from jamp._arguments import Call
 from jamp._step.leaves import is_gradient
-from jamp._step.once import scales_once
+from jamp._step.misuse import scales_once
 from jamp._step.retry import Scaling
 from jamp._step.scaled_call import scaled_call
 

@@ -25,9 +25,8 @@ from jamp._jaxpr import ClosedJaxpr
 from jamp._shard_map import varying
 from jamp._step import retry
 from jamp._step.end import end
-from jamp._step.once import remember
+from jamp._step.misuse import remember, users_stacklevel
 from jamp._step.retry import Scaling
-from jamp._step.stacklevel import users_stacklevel
 
 
 class _Derivative(NamedTuple):

@@ -17,12 +17,17 @@ from jamp._step.find import (
     scale_of,
 )
 from jamp._step.finite import leaves_finite
-from jamp._step.frozen import warn_if_frozen
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
-from jamp._step.once import check_scaled_once, scales, scales_once, unscales
-from jamp._step.order import warn_of_order
-from jamp._step.stacklevel import users_stacklevel
+from jamp._step.misuse import (
+    check_scaled_once,
+    scales,
+    scales_once,
+    unscales,
+    users_stacklevel,
+    warn_if_frozen,
+    warn_of_order,
+)
 
 
 def scale_loss(loss: Any, state: Any) -> Any:

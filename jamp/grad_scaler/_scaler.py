@@ -20,7 +20,7 @@ from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
 from jamp._step.leaves import with_leaves
 from jamp._step.lookup import get_loss_scale, get_stats
-from jamp._step.once import unscales, warn_if_scaled
+from jamp._step.misuse import unscales, warn_if_scaled
 from jamp._step.scaling import scale_loss, true_gradients, unscale
 from jamp._step.state import ScalerState
 from jamp.grad_scaler._plain import GradScalerStep, step_plain
