@@ -202,11 +202,21 @@ def test_constants_are_neither_rounded_nor_clipped(name):
 
 def test_a_product_with_a_constant_beyond_the_range_stays_float32_with_its_reason():
     constants = [jnp.full((N, N), 1e6), np.full((N, N), 1e6, np.float32), jnp.full((2, N, N), 1e6)[0].T]
-    for fun in [lambda x, c=c: x @ c for c in constants] + [lambda x: jnp.full((N, N), -1e6).T @ x]:
+    into = [
+        lambda x: lax.scan(lambda h, _: (h @ constants[1] / 1e6, None), x, None, length=2)[0],
+        lambda x: lax.cond(x[0, 0] < 9, lambda x: x @ constants[0], lambda x: x, x),
+        lambda x: jax.checkpoint(lambda x: x @ constants[1])(x),
+        lambda x: jnp.full((N, N), -1e6).T @ x,
+    ]
+    for fun in [lambda x, c=c: x @ c for c in constants] + into:
         np.testing.assert_array_equal(jamp.autocast(fun, F16)(W), fun(W))
         (row,) = (r for r in jamp.autocast_report(fun, F16)(W).rows if r.operation.startswith("dot"))
         assert (row.operation, row.category) == ("dot_general[range]", "float32")
         assert "beyond the range" in row.reason
+    low = lambda dtype: jnp.full((N, N), -1, jnp.int32).astype(dtype).astype(F32)  # 65535, and 2**32
+    for dtype, integer in ((BF16, jnp.uint16), (F16, jnp.uint32)):
+        fun = lambda x, y=integer: jnp.where(x > 9, x @ x, low(y))
+        np.testing.assert_array_equal(jamp.autocast(fun, dtype)(W), fun(W))
     for fun, dtype in ((lambda x: x @ jnp.full((N, N), 1e6), BF16), (lambda x: x @ jnp.full((N, N), jnp.inf), F16)):
         (row,) = (r for r in jamp.autocast_report(fun, dtype)(W).rows if r.operation.startswith("dot"))
         assert row.operation == "dot_general"

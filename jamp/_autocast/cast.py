@@ -98,6 +98,7 @@ class Cast:
         self.changed = any(x.low for x in inputs)
         self._consumed = caster.consumed(jaxpr, consumed)
         self._computed = caster.computed(jaxpr, [not x.weight for x in inputs])
+        self._large = {v for v, x in zip(jaxpr.invars, inputs, strict=True) if x.large}
         for v, known in zip(jaxpr.invars, inputs, strict=True):
             self._define(v, known.low)
             self._constants[v] = known.constant
@@ -154,8 +155,9 @@ class Cast:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
         reads = [self._read(v, low and is_float32(v.aval), eqn) for v in eqn.invars]
         if len(eqn.invars) == 1 and _jaxpr.name(eqn) in MOVES | COPIES:  # still filled with the same number
-            self._constants.update((v, self._constant(eqn.invars[0])) for v in eqn.outvars)
-            self._arrays.update((v, self._array(eqn.invars[0])) for v in eqn.outvars)
+            self._constants.update((v, self._moved(eqn.invars[0], v)) for v in eqn.outvars)
+            self._arrays.update((v, self._array(eqn.invars[0])) for v in eqn.outvars if is_float32(v.aval))
+            self._large.update(eqn.outvars if self._overflows(eqn.invars[0]) else ())
         writes = [self._define(v, low and is_float32(v.aval)) for v in eqn.outvars]
         run = _evaluate.replace_dtype(eqn, _FLOAT32, self.caster.compute_dtype) if low else eqn
         is_same = reads == eqn.invars and writes == eqn.outvars
@@ -186,7 +188,7 @@ class Cast:
         carry = _jaxpr.carry(eqn)
         wide = range(carry.stop) if name != "shard_map" else [i for i, x in enumerate(splits(eqn)) if not x]
         known = [
-            Input(i not in wide and self._is_low(v), self._constant(v), self._is_weight(v))
+            Input(i not in wide and self._is_low(v), self._constant(v), self._is_weight(v), self._overflows(v))
             if i not in carry
             else Input()
             for i, v in enumerate(eqn.invars)
@@ -224,7 +226,16 @@ class Cast:
         if not is_float32(atom.aval):
             return False
         constant, array = self._constant(atom), self._array(atom)
-        return self.caster.overflows(array if constant is None else constant)
+        is_large = not _jaxpr.is_literal(atom) and atom in self._large
+        return is_large or self.caster.overflows(array if constant is None else constant)
+
+    def _moved(self, atom: Atom, v: Var) -> Any:
+        """The constant of a value that is another one moved, or cast: an integer may become another number."""
+        constant, (before, after) = self._constant(atom), (atom.aval.dtype, v.aval.dtype)
+        if constant is None or before == after:
+            return constant
+        to_int = is_inexact(atom.aval) and not is_inexact(v.aval)  # of a number out of range, platforms differ
+        return None if to_int else np.asarray(constant, before).astype(after)[()]
 
     def _array(self, atom: Atom) -> Any:
         """A constant array with the elements of a value, if there is one and this process can read it."""

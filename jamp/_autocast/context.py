@@ -23,11 +23,13 @@ class Input(NamedTuple):
       low: Whether it is stored in 16 bit.
       constant: The number that it is filled with, if known.
       weight: Whether it is an argument of the function, perhaps moved, and not computed.
+      large: Whether it is a constant with elements beyond the range of the compute dtype.
     """
 
     low: bool = False
     constant: Any = None
     weight: bool = False
+    large: bool = False
 
 
 class Place(NamedTuple):
