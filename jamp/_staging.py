@@ -10,6 +10,11 @@ from jamp import _jaxpr
 _ANEW: ContextVar[bool] = ContextVar("anew", default=False)  # whether jamp traces a function for one call only
 
 
+def is_differentiated() -> bool:
+    """Whether operations are differentiated as they are called. In a `jit` of its own, a function is not."""
+    return type(_jaxpr.core().find_top_trace(())).__name__ in ("JVPTrace", "LinearizeTrace")
+
+
 def is_recorded() -> bool:
     """Whether operations are recorded (`jit`, `scan`). `grad` and `vmap` outside `jit` run them at once."""
     trace: Any = _jaxpr.core().find_top_trace(())

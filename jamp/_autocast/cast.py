@@ -231,7 +231,7 @@ class Cast:
 
     def _moved(self, atom: Atom, v: Var) -> Any:
         """The constant of a value that is another one moved, or cast: an integer may become another number."""
-        constant, (before, after) = self._constant(atom), (atom.aval.dtype, v.aval.dtype)
+        constant, (before, after) = self._constant(atom), (x.dtype for x in _jaxpr.avals([atom, v]))
         if constant is None or before == after:
             return constant
         to_int = is_inexact(atom.aval) and not is_inexact(v.aval)  # of a number out of range, platforms differ

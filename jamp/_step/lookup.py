@@ -18,7 +18,7 @@ from jamp._scale.static import LossScale
 from jamp._scale.stats import LossScaleStats
 from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
 from jamp._step.leaves import replace_node, with_leaves
-from jamp._step.misuse import unscales
+from jamp._step.misuse import is_read
 from jamp._step.state import ScalerState, scaler_of
 
 
@@ -39,7 +39,7 @@ def get_loss_scale(tree: Any) -> Array:
       65536.0
     """
     found = find_loss_scale_state(tree)
-    unscales(found)
+    is_read(found)
     return _copy(array_of(found.loss_scale))
 
 

@@ -17,19 +17,19 @@ import jax
 import optax
 
 from jamp._scale.static import LossScale
-from jamp._staging import is_kept
+from jamp._staging import is_differentiated, is_kept, is_recorded
 from jamp._step.find import adapts
 from jamp._step.state import LossScaledState, ScaledGradsState, contains, is_scaler_state, skips
 
 _SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # the function of jamp's that is traced
 _TRUE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # gradients of `scaled` that are in use
 _SCALES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that scaled a loss, to be unscaled
+_READ: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # scales that a user asked for
 _LIBRARIES = "jamp", "jax", "optax", "flax", "equinox"
 
 _BEFORE = (
-    "A transformation stands before loss_scaled in its chain. A clip of each element (optax.clip) or optax.zero_nans "
-    "makes an overflow finite there, so the step is applied and the loss scale stays too high. Put it inside: "
-    "jamp.loss_scaled(optax.chain(clip, tx))."
+    "optax.zero_nans stands before loss_scaled in its chain. It makes a NaN finite there, so the step is applied and "
+    "the loss scale stays too high. Put it inside: jamp.loss_scaled(optax.chain(optax.zero_nans(), tx))."
 )
 _BEFORE_UNSCALE = (
     "A transformation stands before loss_scaled(..., unscale=True) in its chain. A clip or a decay there works on "
@@ -70,17 +70,25 @@ def remember(gradients: Iterable[Any]) -> None:
 
 
 def scales(loss_scale_state: Any) -> None:
-    """Remember that a loss was scaled by the loss scale of a state, until `unscales` says that gradients are unscaled.
+    """Remember that a loss was scaled by the loss scale of a state, until gradients are unscaled.
 
-    A scale is recognized by identity: in the same trace, and not as an argument of a function inside it.
+    A scale is recognized by identity, in the same trace. So this is about a jitted step in which the scaled loss is
+    differentiated. One that is logged, or whose gradients leave a `jit`, is not remembered: that would be guessing.
     """
-    _SCALES.update((id(x), x) for x in jax.tree.leaves(loss_scale_state.loss_scale) if isinstance(x, jax.Array))
+    if is_recorded() and is_differentiated():
+        found = jax.tree.leaves(loss_scale_state.loss_scale)
+        _SCALES.update((id(x), x) for x in found if isinstance(x, jax.Array) and _READ.get(id(x)) is not x)
 
 
-def unscales(loss_scale_state: Any) -> None:
-    """Say that gradients are divided by the loss scale of a state, or that it was read to do so."""
-    for x in jax.tree.leaves(loss_scale_state.loss_scale):
-        _SCALES.pop(id(x), None)
+def unscales() -> None:
+    """Say that some gradients are divided by a loss scale, which in a function of its own is another array."""
+    _SCALES.clear()
+
+
+def is_read(loss_scale_state: Any) -> None:
+    """Say that a user asked for the loss scale of a state, perhaps to divide by it."""
+    _READ.update((id(x), x) for x in jax.tree.leaves(loss_scale_state.loss_scale) if isinstance(x, jax.Array))
+    unscales()
 
 
 def warn_if_scaled(loss_scale_state: Any) -> None:
@@ -89,7 +97,7 @@ def warn_if_scaled(loss_scale_state: Any) -> None:
     It is not an error, because a program can take the scale out of the state by hand and divide.
     """
     if any(_SCALES.get(id(x)) is x for x in jax.tree.leaves(loss_scale_state.loss_scale)):
-        unscales(loss_scale_state)
+        unscales()
         warnings.warn(
             "The loss went through jamp.scale_loss, and nothing has unscaled the gradients: a step would be too large "
             "by the loss scale. Use jamp.value_and_grad(loss_fn, opt_state), jamp.loss_scaled(tx, unscale=True), or "
@@ -149,21 +157,24 @@ def warn_of_order(tree: Any) -> None:
 
 def _in_chain(states: tuple[Any, ...]) -> list[str]:
     """The messages about the state of a chain, or about a user's tuple, which has no such entries."""
-    messages, is_late = [], False
+    messages, is_late, hides = [], False, False
     for i, x in enumerate(states):
-        # Clips and decays have no state of their own.
+        # Clips and decays have no state of their own. Before `loss_scaled`, a clip of the norm is right and one of each
+        # element is not, but they look the same.
         is_late = is_late or isinstance(x, (optax.EmptyState, optax.ZeroNansState))
+        hides = hides or isinstance(x, optax.ZeroNansState)
         if is_late and contains(x, lambda y: isinstance(y, ScaledGradsState) and skips(y)):
             messages.append(_BEFORE_UNSCALE)
-        if is_late and contains(x, lambda y: isinstance(y, LossScaledState) and skips(y)):
+        if hides and contains(x, lambda y: isinstance(y, LossScaledState) and skips(y)):
             messages.append(_BEFORE)
-        if skips(x) and _wraps_no_state(x) and any(map(_has_state, states[i + 1 :])):
+        if skips(x) and _wraps_no_optimizer(x) and any(map(_has_state, states[i + 1 :])):
             messages.append(_AFTER)
     return messages
 
 
-def _wraps_no_state(state: Any) -> bool:
-    return hasattr(state, "inner_state") and not jax.tree.leaves(state.inner_state)
+def _wraps_no_optimizer(state: Any) -> bool:
+    """Whether a state is that of a wrapper around `optax.identity` or a clip. A user's tuple of states holds none."""
+    return isinstance(getattr(state, "inner_state", None), optax.EmptyState)
 
 
 def _has_state(x: Any) -> bool:

@@ -118,7 +118,7 @@ def unscale_and_check(
       (2.0, True)
     """
     found = find_state_to_unscale(state, "unscale_and_check")
-    unscales(found)
+    unscales()
     scale = scale_of(found)
     target, check = check_floating("dtype", dtype), scale is not None
     true, grads_finite = true_gradients(grads, scale, check=check, dtype=target, axis_name=axis_name)

@@ -188,7 +188,9 @@ class GradScaler(Pytree):
                 "scaled_grads= (from jax.grad of a loss that went through scaler.scale)."
             )
         given, scale = (scaled_grads, scale_of(self.state)) if grads is None else (grads, None)
-        (warn_if_scaled if scaled_grads is None else unscales)(self.state)
+        if scaled_grads is None:
+            warn_if_scaled(self.state)
+        unscales()
         checked = check_overflow and self.is_enabled()
         true, finite = true_gradients(given, scale, check=checked, axis_name=self.axis_name)
         if optimizer_step:
