@@ -4,6 +4,7 @@ This module uses only public modules of JAX. The parameters of primitives are no
 `_evaluate.py` are the only modules that know them, and how JAX versions differ.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -204,7 +205,8 @@ def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
     found = {id(x): x for x in _held(given, 2)}
     high = eqn.params.get("_prim")
     if high is not None and not found and name(eqn) not in CONSTRUCTS | {"name"}:
-        found[0] = jax.make_jaxpr(high.expand)(*high.in_avals)  # an operation that a user or a library defines
+        with contextlib.suppress(NameError):  # It communicates over an axis that is not mapped here.
+            found[0] = jax.make_jaxpr(high.expand)(*high.in_avals)  # an operation that a user or a library defines
     return [(getattr(x, "jaxpr", x), times) for x in found.values()]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jamp import _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
@@ -22,19 +22,28 @@ def trace(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]
     params, mesh = inside.params, inside.params["mesh"]
     names = [name for name in mesh.axis_names if name in _manual_axes(inside)]
     axes_of = [tuple(name for name in names if name in varying(aval)) for aval in avals]
-    # Each array gets a first axis, over which a shard_map can split it, so that it varies as it should.
+    # Each array gets a first axis, over which a shard_map can split it, so that it varies as it should. On a mesh with
+    # explicit axes it must be sharded so already.
+    specs = [PartitionSpec(axes or None) for axes in axes_of]
     outside = [
         jax.ShapeDtypeStruct(
-            (math.prod(mesh.shape[name] for name in axes), *aval.shape), aval.dtype, weak_type=aval.weak_type
+            (math.prod(mesh.shape[name] for name in axes), *aval.shape),
+            aval.dtype,
+            weak_type=aval.weak_type,
+            sharding=NamedSharding(mesh, PartitionSpec(*spec, *aval.sharding.spec)),
         )
-        for aval, axes in zip(avals, axes_of, strict=True)
+        for aval, axes, spec in zip(avals, axes_of, specs, strict=True)
     ]
     inner = jax.jit(fun)
     body = lambda *xs: [x[None] for x in jax.tree.leaves(inner(*(x[0] for x in xs)))]
-    specs = tuple(PartitionSpec(axes or None) for axes in axes_of)
     out_specs = PartitionSpec(tuple(names))
     call = jax.shard_map(
-        body, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=set(names), check_vma=params["check_vma"]
+        body,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=out_specs,
+        axis_names=set(names),
+        check_vma=params["check_vma"],
     )
     (eqn,) = (eqn for eqn in jax.make_jaxpr(call)(*outside).eqns if _jaxpr.name(eqn) == "shard_map")
     found: ClosedJaxpr = [eqn for eqn in eqn.params["jaxpr"].eqns if _jaxpr.name(eqn) == "jit"][-1].params["jaxpr"]

@@ -250,3 +250,8 @@ def test_hints_lead_nowhere_that_is_an_error():
 
 
 ARGS8 = jnp.ones((64, 64)), jnp.ones((64, 64))
+
+
+def test_a_report_of_nothing_but_unknown_operations_can_be_printed():
+    fun = lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((2, 2), jnp.float32), x)
+    assert "no FLOPs counted" in str(jamp.autocast_report(fun)(jnp.ones((2, 2))))

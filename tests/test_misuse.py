@@ -512,7 +512,7 @@ def test_a_rule_that_matches_no_operation_is_a_warning_that_names_scopes_like_it
     for key, hint in {
         "dot_general[haed]": " Scopes with a similar name: head.",
         "dot_general[bdoy]": " Scopes with a similar name: body.",
-        "conv_general_dilated[head]": "",
+        "conv_general_dilated[head]": " The scope has no such operation, or an earlier rule",
         "dot_general[zzz]": "",
         "exp": "",
         "while": "",
@@ -523,6 +523,10 @@ def test_a_rule_that_matches_no_operation_is_a_warning_that_names_scopes_like_it
     own = jax.custom_jvp(lambda w, x: x @ w)
     own.defjvp(lambda p, t: (own(*p), jnp.exp(t[1] @ p[0])))
     jamp.autocast(own, jnp.bfloat16, rules={"exp": "float32"})(w, x)
+    by_hand = jax.custom_vjp(lambda w, x: x @ w)
+    back = jax.named_scope("back")(lambda kept, g: (kept[1].T @ g, g @ kept[0].T))
+    by_hand.defvjp(lambda w, x: (x @ w, (w, x)), back)
+    jax.grad(lambda w: jamp.autocast(by_hand, jnp.bfloat16, rules={"dot_general[back]": "float32"})(w, x).sum())(w)
     with pytest.raises(ValueError, match="Did you mean 'dot_general'"):
         jamp.autocast(fun, jnp.bfloat16, rules={"dot_genral": "float32"})
 

@@ -142,11 +142,13 @@ def _unused_rules(body: Cast) -> list[str]:
         part = key.partition("[")[2][:-1]
         if part == GRADIENT or (key in RULES and part):
             continue
-        if any(custom and (not part or f"/{part}/" in path) for path, custom in paths):
-            continue
         seen = sorted({name for path, _ in paths for name in path.split("/") if name})
         close = difflib.get_close_matches(part, seen, 3) if part else []
         hint = f" Scopes with a similar name: {', '.join(close)}." if close else ""
+        if part in seen:
+            hint = " The scope has no such operation, or an earlier rule decides about it."
+        if any(custom and (not close or f"/{part}/" in path) for path, custom in paths):
+            continue
         messages.append(f"The rule for {key!r} matches no operation of this function.{hint}")
     return messages
 

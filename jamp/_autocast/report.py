@@ -101,7 +101,7 @@ class AutocastReport:
             is_high = "float32" in row.after and not self._is_low(row)
             is_kept = self.quantized and row.category == COMPUTE and not row.after.startswith(self.quantized)
             if (is_high and (is_large or not is_reached)) or (is_kept and is_large):
-                share = f"({row.flops / total:.1%} of the FLOPs) stays {row.after.rpartition('-> ')[2]}"
+                share = f"({row.flops / (total or 1):.1%} of the FLOPs) stays {row.after.rpartition('-> ')[2]}"
                 place = f"in {row.scope} " * bool(row.scope) + f"with {row.parameter} " * bool(row.parameter)
                 what = share if row.flops else "runs as traced"
                 stays.append(f"{row.source}: {row.operation} {place}{what}: {row.reason}")

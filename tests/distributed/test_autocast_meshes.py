@@ -124,3 +124,17 @@ def test_convolutions_of_patches_are_8_bit_where_jax_can_split_an_axis(kind):
     assert is_low == (kind is AxisType.Auto)  # The second convolution is the head.
     for found, exact in zip(grads, jax.grad(loss, (1, 2))(*args), strict=True):
         assert np.linalg.norm(found - exact) <= 0.15 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("vma", [True, False])
+def test_a_shard_map_over_explicit_axes_is_entered_too(vma):
+    mesh = mesh_of(AxisType.Explicit)
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    fun = jax.shard_map(
+        lambda x, w: jnp.tanh(x @ w) @ w, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=vma
+    )
+    loss = lambda f: lambda x, w: jnp.sum(f(x, w) ** 2)
+    want = jax.jit(jax.grad(loss(fun), 1))(x, w)
+    for grad in (jax.grad(loss(jamp.autocast(fun, BF16)), 1), jamp.autocast(jax.grad(loss(fun), 1), BF16)):
+        found = jax.jit(grad)(x, w)
+        assert jnp.linalg.norm(found - want) < 0.05 * jnp.linalg.norm(want)
