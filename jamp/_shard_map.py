@@ -57,6 +57,18 @@ def splits(eqn: JaxprEqn) -> list[bool]:
     return [names <= set().union(*map(axes, spec)) for spec in eqn.params["in_specs"]]
 
 
+def hashable(axis_name: Any) -> Any:
+    """The name or names of axes, of which JAX also takes a list."""
+    return tuple(axis_name) if isinstance(axis_name, list) else axis_name
+
+
+def by_kind(axis_name: Any) -> list[tuple[Any, ...]]:
+    """The axes of the enclosing shard_maps among these, and the others."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    groups = tuple(x for x in names if x in _manual()), tuple(x for x in names if x not in _manual())
+    return [group for group in groups if group]
+
+
 def varying_over(x: Array, axis_name: Any) -> Array:
     """`x` for a collective over these axes. It takes no array that varies along some of them and not along others."""
     names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType
 
-from jamp._shard_map import varying_over
+from jamp._shard_map import by_kind, hashable, varying_over
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
 
@@ -35,7 +35,7 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
       >>> bool(jamp.all_finite({"w": jnp.array([1.0, jnp.inf])}))
       False
     """
-    return leaves_finite(*split_gradients(tree)[:2], axis_name)
+    return leaves_finite(*split_gradients(tree)[:2], hashable(axis_name))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
@@ -58,7 +58,10 @@ def _sum_over(count: Array, axis_name: Any) -> Array:
             f"axis_name={axis_name!r} names an axis that is not mapped here ({error}). Name axes of the enclosing "
             "shard_map, pmap or vmap; under jit with sharded arrays leave axis_name out: the check covers all shards."
         ) from error
-    return lax.psum(varying_over(count, axis_name), axis_name)
+    # An axis of `vmap` and one of `shard_map` cannot be in one sum.
+    for names in by_kind(axis_name):
+        count = lax.psum(varying_over(count, names), names)
+    return count
 
 
 def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
+from jamp._shard_map import hashable
 from jamp._step.find import (
     find_loss_scale_state,
     find_state_to_unscale,
@@ -137,7 +138,8 @@ def true_gradients(
     leaves, labels, merge = split_gradients(grads)
     if scale is None and not check:
         return merge([cast_leaf(x, dtype) for x in leaves]), None
-    true, grads_finite = _true_gradients(leaves, scale, jnp.dtype(dtype), labels if check else None, axis_name)
+    labels_to_check, axis_name = labels if check else None, hashable(axis_name)
+    true, grads_finite = _true_gradients(leaves, scale, jnp.dtype(dtype), labels_to_check, axis_name)
     return merge(true), grads_finite
 
 

@@ -208,3 +208,14 @@ def test_a_check_over_two_axes_takes_gradients_that_are_split_over_one():
     for spec in (P("data"), P("model"), P(None, "model"), P()):
         program = mapped(check, TWO, (spec,))
         assert [bool(program(x)) for x in (jnp.ones((4, 4)), jnp.ones((4, 4)).at[3, 3].set(jnp.nan))] == [True, False]
+
+
+@pytest.mark.parametrize("names", [("v", "d"), ["d", "v"], "d", ["d"]])
+def test_an_overflow_is_seen_over_an_axis_of_vmap_and_one_of_shard_map(names):
+    """Of both at once JAX takes a sum only without check_vma."""
+    check = lambda x: jax.vmap(lambda y: jamp.all_finite(y, axis_name=names), axis_name="v")(x)[:, None]
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    found = jax.jit(jax.shard_map(check, mesh=mesh, in_specs=P(None, "d"), out_specs=P(None, "d"), check_vma=False))(
+        jnp.ones((3, 8)).at[1, 2].set(jnp.inf)
+    )
+    assert found.tolist() == [[i != 1 and "v" not in names] * 8 for i in range(3)]
