@@ -62,7 +62,8 @@ def stochastic_rounding(
     multiply that distance by the gradient, and the noise averages out.
 
     The random bits are a hash of the seed, the step count, the parameter's path and the element's index in the whole
-    array. From the same gradients, a compiled run is the same bit for bit on any number of devices and after a restart.
+    array. From the same gradients, and with an `inner` that computes the same bits (`quantized_state` does not), a
+    compiled run is the same bit for bit on any number of devices. After a restart it always is.
 
     `optax.apply_updates(params, updates)` gives exactly the rounded parameter if the difference is a normal number and
     the step makes the parameter at most 2**14 times smaller. Otherwise it is within 2**-23 times the old parameter.
