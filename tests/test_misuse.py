@@ -125,16 +125,6 @@ MISUSE = {
         "the loss scale stays too high",
         lambda: jamp.scale_loss(1.0, state(optax.chain(optax.apply_if_finite(UNSCALING, 5), optax.scale(0.5)))),
     ),
-    "MultiSteps": (
-        ValueError,
-        r"overflow of one micro-batch.*stays forever.*jamp\.loss_scaled\(optax\.MultiSteps",
-        lambda: jamp.grad(loss_fn, {"opt": state(optax.MultiSteps(STATIC, 4))}),
-    ),
-    "MultiSteps, unscale": (
-        ValueError,
-        "stays forever",
-        lambda: jamp.metrics(state(optax.chain(optax.MultiSteps(UNSCALING, 4), optax.scale(0.5)))),
-    ),
     "MultiSteps that skips": (
         ValueError,
         r"should_skip_update_fn of optax\.MultiSteps.*the loss scale stays too high",
@@ -240,6 +230,15 @@ def test_a_clip_or_a_decay_before_unscale_in_a_chain_warns_at_the_caller():
             with pytest.warns(UserWarning, match=match) as caught:
                 jax.jit(lambda s: jamp.scale_loss(1.0, s))({"opt": state(chain)})
             assert [w.filename for w in caught] == [__file__]
+
+
+def test_multisteps_around_loss_scaled_warns_at_the_caller():
+    match = r"overflow of one micro-batch.*stays forever.*jamp\.loss_scaled\(optax\.MultiSteps"
+    for tx in (optax.MultiSteps(STATIC, 4), optax.chain(optax.MultiSteps(SCALED, 4), optax.scale(0.5))):
+        with pytest.warns(UserWarning, match=match) as caught:
+            jax.jit(lambda s: jamp.scale_loss(1.0, {"opt": s}))(state(tx))
+        assert [w.filename for w in caught] == [__file__]
+        jamp.metrics(state(tx))
 
 
 def test_zero_nans_before_or_an_optimizer_after_loss_scaled_warns_at_the_caller():

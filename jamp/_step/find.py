@@ -10,7 +10,7 @@ from jax import Array
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jamp._scale.static import is_noop
-from jamp._step.state import ScaledGradsState, contains, is_scaler_state, skips
+from jamp._step.state import ScaledGradsState, contains, is_scaler_state
 
 _Nodes = list[tuple[tuple[Any, ...], Any]]  # path and value
 
@@ -66,7 +66,7 @@ def _nodes(tree: Any, path: tuple[Any, ...] = (), *, below: bool = False) -> Ite
 
     def is_leaf(x: Any) -> bool:
         is_known = is_scaler_state(x) or _is_loss_scale_state(x) or _is_plain_nnx_optimizer(x)
-        return (is_known or _hides_overflows(x) or _keeps_overflows(x)) and not (below and x is tree)
+        return (is_known or _hides_overflows(x)) and not (below and x is tree)
 
     for p, x in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         if is_leaf(x):
@@ -96,11 +96,6 @@ def _hides_overflows(x: Any) -> bool:
     return is_filter and contains(x, _adapts)
 
 
-def _keeps_overflows(x: Any) -> bool:
-    """Whether a node is the state of `optax.MultiSteps` around an optimizer that skips steps."""
-    return isinstance(x, optax.MultiStepsState) and x.skip_state == () and contains(x.inner_opt_state, skips)
-
-
 def _adapts(x: Any) -> bool:
     return is_scaler_state(x) and adapts(x.loss_scale_state)
 
@@ -121,12 +116,6 @@ def _only(tree: Any, nodes: _Nodes, is_match: Callable[[Any], bool], what: str) 
             "optax.apply_if_finite (or should_skip_update_fn of optax.MultiSteps) around a loss-scaled optimizer keeps "
             "overflows from it, so the loss scale stays too high. loss_scaled skips such steps itself: leave it out, "
             "or put it inside, jamp.loss_scaled(optax.apply_if_finite(tx, max_consecutive_errors))."
-        )
-    if any(_keeps_overflows(x) for _, x in nodes):
-        raise ValueError(
-            "optax.MultiSteps around a loss-scaled optimizer adds the overflow of one micro-batch to its sum, where it "
-            "stays forever, and every later step is skipped. Put it inside, which leaves such a micro-batch out: "
-            "jamp.loss_scaled(optax.MultiSteps(tx, every_k_schedule))."
         )
     found = [(path, x) for path, x in nodes if is_match(x)]
     if len(found) == 1:

@@ -185,6 +185,7 @@ def metrics(tree: Any) -> dict[str, Array]:
       1.0
     """
     found = find_scaler_state(tree)
+    is_read(found.loss_scale_state)
     named = _metrics(*map(array_of, (found.loss_scale_state.loss_scale, found.grads_finite)), _stats(found))
     order = ["loss_scale", "grads_finite", *LossScaleStats._fields, "success_rate"]  # jit sorts the keys
     return {name: named[name] for name in order}

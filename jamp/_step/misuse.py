@@ -36,6 +36,11 @@ _BEFORE_UNSCALE = (
     "gradients that are multiplied by the loss scale. Put it inside: "
     "jamp.loss_scaled(optax.chain(clip, tx), unscale=True)."
 )
+_AROUND = (
+    "optax.MultiSteps around a loss-scaled optimizer adds the overflow of one micro-batch to its sum, where it stays "
+    "forever, and every later step is skipped. Put it inside, which leaves such a micro-batch out: "
+    "jamp.loss_scaled(optax.MultiSteps(tx, every_k_schedule))."
+)
 _AFTER = (
     "An optimizer stands after loss_scaled in its chain. In a skipped step it gets updates of zero, and changes its "
     "moments, its counts and the parameters. Put it inside: jamp.loss_scaled(optax.chain(clip, optax.adamw(1e-3)))."
@@ -142,12 +147,14 @@ def _is_traced(tree: Any) -> bool:
 
 
 def warn_of_order(tree: Any) -> None:
-    """Warn if a tree holds the state of a chain with `loss_scaled` in a wrong place."""
+    """Warn if a tree holds the state of a chain, or of a `MultiSteps`, with `loss_scaled` in a wrong place."""
     found: list[str] = []
 
     def is_match(x: Any) -> bool:
         if type(x) is tuple:
             found.extend(_in_chain(x))
+        if isinstance(x, optax.MultiStepsState) and x.skip_state == () and contains(x.inner_opt_state, skips):
+            found.append(_AROUND)
         return False
 
     contains(tree, is_match)
