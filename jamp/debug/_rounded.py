@@ -129,7 +129,7 @@ def _run_body(body: Body, data: Data, xs: Sequence[Any]) -> list[Any]:
 def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
     """Add the results of some steps, in float32, to the values by their variables."""
     for step in steps:
-        xs = [_read(env, v) for v in step.reads]
+        xs = [_read(env, v) for v in step.eqn.invars]
         if step.bodies:
             mine = {i: data[i] for i in step.places if i in data}
             results = _LOOPS[_jaxpr.name(step.eqn)](step, mine, xs)

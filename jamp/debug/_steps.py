@@ -38,7 +38,6 @@ class Step:
     """An operation, or a loop with its bodies."""
 
     eqn: JaxprEqn
-    reads: Sequence[Any]
     place: int | None = None
     rounds: tuple[bool, ...] = ()  # which operands it rounds: a cast its one, a product those of fewer than 32 bits
     bodies: tuple["Body", ...] = ()
@@ -109,19 +108,19 @@ class Builder:
                 continue
             outs = [_jaxpr.core().Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
             names.update(zip(eqn.outvars, outs, strict=True))
-            eqn = eqn.replace(outvars=outs)
+            eqn = eqn.replace(invars=reads, outvars=outs)
             if bodies:
                 here.steps += (_jaxpr.iterations(eqn),) * (name == "scan")
                 operands = zip(bodies, _jaxpr.body_operands(eqn), strict=True)
                 found = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
-                yield Step(eqn, reads, bodies=tuple(found))
+                yield Step(eqn, bodies=tuple(found))
                 continue
             times = math.prod(here.steps)
             self.flops += times * flops(eqn)
             if name in REARRANGES and paths[0]:
                 known[outs[0]] = paths[0]
             place = self._place(eqn, here, times, paths) if _rounds(eqn) else None
-            yield Step(eqn, reads, place, tuple(name in PRODUCTS and is_narrow(v.aval) for v in reads))
+            yield Step(eqn, place, tuple(name in PRODUCTS and is_narrow(v.aval) for v in reads))
 
     def _place(self, eqn: JaxprEqn, here: Place, times: float, paths: Sequence[str]) -> int:
         key = here.source, here.scope, here.backward, here.steps
@@ -166,6 +165,6 @@ def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
             step = dataclasses.replace(step, place=None)
         is_move = name in MOVING and name != CAST and kept.isdisjoint(outs)
         if name not in PRODUCTS and not is_move:
-            kept.update(v for v in step.reads if not _jaxpr.is_literal(v))
+            kept.update(v for v in step.eqn.invars if not _jaxpr.is_literal(v))
         found.append(step)
     return found[::-1]
