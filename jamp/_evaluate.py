@@ -13,6 +13,7 @@ from jamp import _jaxpr
 from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, core, inlinable, is_literal
 
 Move = Callable[[Any], Any]
+Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # an equation and its operands to its results
 
 
 def closed_jaxpr(
@@ -58,40 +59,56 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any
     return [env[v] for v in outputs]
 
 
+def interpret(jaxpr: Jaxpr, values: Sequence[Any], run: Run, literal: Callable[[Any], Any]) -> list[Any]:
+    """The results of a jaxpr whose equations are evaluated one by one, on values of any kind.
+
+    `values` are those of its constants and inputs. `literal` returns the value of a literal. `run` returns the results
+    of an equation, given its operands.
+    """
+    env: Env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+    read = lambda v: literal(v) if is_literal(v) else env[v]
+    last_use = _jaxpr.last_uses(jaxpr)
+    for index, eqn in enumerate(jaxpr.eqns):
+        env.update(zip(eqn.outvars, run(eqn, [read(v) for v in eqn.invars]), strict=True))
+        for v in {v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v)}:
+            if last_use.get(v, -1) <= index:
+                del env[v]  # The activations of a model would not all fit in memory.
+    return [read(v) for v in jaxpr.outvars]
+
+
+def interpret_names(closed: ClosedJaxpr, inputs: Sequence[Any], run: Run) -> list[Any]:
+    """Interpret a jaxpr on variables and literals. Its constants become literals."""
+    constants = [core().Literal(x, jax.typeof(x)) for x in closed.consts]
+    return interpret(closed.jaxpr, [*constants, *inputs], run, lambda v: v)
+
+
 def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -> list[JaxprEqn]:
     """The equations of a jaxpr, with `inputs` and `outputs` in place of its own, and new variables in between."""
-    names = arguments(closed, inputs)
-    given = dict(zip(closed.jaxpr.outvars, outputs, strict=True))
-    eqns = []
-    for eqn in closed.jaxpr.eqns:
-        invars = [v if is_literal(v) else names[v] for v in eqn.invars]
-        names.update((v, given[v] if v in given else core().Var(v.aval)) for v in eqn.outvars)
-        eqns.append(eqn.replace(invars=invars, outvars=[names[v] for v in eqn.outvars]))
-    return eqns
-
-
-def arguments(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Env:
-    """A mapping from a jaxpr's constants to literals, and from its inputs to `inputs`."""
-    literal = lambda x: core().Literal(x, jax.typeof(x))
-    names = dict(zip(closed.jaxpr.constvars, map(literal, closed.consts), strict=True))
-    return names | dict(zip(closed.jaxpr.invars, inputs, strict=True))
+    return _inlined(closed, inputs, lambda eqn: None, dict(zip(closed.jaxpr.outvars, outputs, strict=True)))[0]
 
 
 def flattened(closed: ClosedJaxpr) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations and the outputs of a jaxpr in which jit calls are inlined. Its inputs keep their variables."""
+    return _inlined(closed, closed.jaxpr.invars, inlinable, {})
+
+
+def _inlined(
+    closed: ClosedJaxpr, inputs: Sequence[Any], enter: Callable[[JaxprEqn], ClosedJaxpr | None], names: Env
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations and the outputs of a jaxpr. `enter` returns the body that replaces an equation, or None.
+
+    Variables that are not in `names` get new ones.
+    """
     eqns: list[JaxprEqn] = []
 
-    def add(body: ClosedJaxpr, names: Env) -> list[Any]:
-        rename = lambda atoms: [v if is_literal(v) else names[v] for v in atoms]
-        for eqn in body.jaxpr.eqns:
-            if inner := inlinable(eqn):
-                names.update(zip(eqn.outvars, add(inner, arguments(inner, rename(eqn.invars))), strict=True))
-            else:
-                names.update((v, core().Var(v.aval)) for v in eqn.outvars)
-                eqns.append(eqn.replace(invars=rename(eqn.invars), outvars=rename(eqn.outvars)))
-        return rename(body.jaxpr.outvars)
+    def run(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        if body := enter(eqn):
+            return interpret_names(body, operands, run)
+        outvars = [names[v] if v in names else core().Var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        return outvars
 
-    return eqns, add(closed, arguments(closed, closed.jaxpr.invars))
+    return eqns, interpret_names(closed, inputs, run)
 
 
 def with_bodies(
