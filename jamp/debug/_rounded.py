@@ -117,7 +117,7 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
 
 
 def _read(env: Mapping[Any, Any], atom: Any) -> Any:
-    return widen(_jaxpr.read({}, atom)) if _jaxpr.is_literal(atom) else env[atom]
+    return widen(_jaxpr.value(atom)) if _jaxpr.is_literal(atom) else env[atom]
 
 
 def _run_body(body: Body, data: Data, xs: Sequence[Any]) -> list[Any]:
