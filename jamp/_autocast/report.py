@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._arguments import paths
 from jamp._autocast.cast import Cast, Caster
 from jamp._autocast.context import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Input, Place
@@ -184,16 +184,16 @@ def autocast_report(
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
         reports: list[AutocastReport] = []
 
-        def of_shapes(arrays: dict[int, Any]) -> None:
-            given = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
+        def of_shapes(arrays: list[Any]) -> None:
+            given = jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, arrays))
             reports.append(of_arrays(*given))
 
-        if not shapes:
+        if not places:
             return of_arrays(args, kwargs)
-        jax.eval_shape(of_shapes, shapes)
+        jax.eval_shape(of_shapes, [leaves[i] for i in places])
         return reports[0]
 
     return report

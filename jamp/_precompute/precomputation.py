@@ -140,7 +140,6 @@ def _arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]]
     places = [i for i, x in enumerate(leaves) if is_array(x) or is_type(x)]
 
     def rebuild(values: Sequence[Any]) -> Any:
-        new = dict(zip(places, values, strict=True))
-        return jax.tree.unflatten(treedef, [new.get(i, x) for i, x in enumerate(leaves)])
+        return jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, values))
 
     return [leaves[i] for i in places], rebuild
