@@ -118,15 +118,15 @@ class Call:
         """Write changed parts back into the arguments, and return the function's result. Call `trace` first."""
         values = [_as_result(x, aval) for x, aval in zip(values, self._types, strict=True)]
         n = self._result.num_leaves
-        new = dict(zip(self._changed, values[n:], strict=False))
-        for path, x in zip(self._paths, values[n + len(new) :], strict=True):
+        changed, end = set(self._changed), n + len(self._changed)
+        for path, x in zip(self._paths, values[end:], strict=True):
             _replace(self._args, path, x)
-        start = 0
+        in_boxes, start = _evaluate.replaced(self._in_boxes, self._changed, values[n:end]), 0
         for box, structure in zip(self._boxes, self._structures, strict=True):
             mine = range(start, start + structure.num_leaves)
             start = mine.stop
-            if any(i in new for i in mine):
-                box.set_value(jax.tree.unflatten(structure, [new.get(i, self._in_boxes[i]) for i in mine]).get_value())
+            if not changed.isdisjoint(mine):
+                box.set_value(jax.tree.unflatten(structure, in_boxes[mine.start : mine.stop]).get_value())
         return jax.tree.unflatten(self._result, values[:n])
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
@@ -12,6 +13,7 @@ from jamp import _jaxpr
 from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, core, inlinable, is_literal
 
 Move = Callable[[Any], Any]
+Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # an equation and its operands to its results
 
 
 def closed_jaxpr(
@@ -57,40 +59,56 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any
     return [env[v] for v in outputs]
 
 
+def interpret(jaxpr: Jaxpr, values: Sequence[Any], run: Run, literal: Callable[[Any], Any] = _jaxpr.value) -> list[Any]:
+    """The results of a jaxpr whose equations are evaluated one by one, on values of any kind.
+
+    `values` are those of its constants and inputs. `run` returns the results of an equation, given its operands.
+    `literal` returns the value of a literal.
+    """
+    env: Env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+    read = lambda v: literal(v) if is_literal(v) else env[v]
+    last_use = _jaxpr.last_uses(jaxpr)
+    for index, eqn in enumerate(jaxpr.eqns):
+        env.update(zip(eqn.outvars, run(eqn, [read(v) for v in eqn.invars]), strict=True))
+        for v in {v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v)}:
+            if last_use.get(v, -1) <= index:
+                del env[v]  # The activations of a model would not all fit in memory.
+    return [read(v) for v in jaxpr.outvars]
+
+
+def interpret_names(closed: ClosedJaxpr, inputs: Sequence[Any], run: Run) -> list[Any]:
+    """Interpret a jaxpr on variables and literals. Its constants become literals."""
+    constants = [core().Literal(x, jax.typeof(x)) for x in closed.consts]
+    return interpret(closed.jaxpr, [*constants, *inputs], run, lambda v: v)
+
+
 def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -> list[JaxprEqn]:
     """The equations of a jaxpr, with `inputs` and `outputs` in place of its own, and new variables in between."""
-    names = arguments(closed, inputs)
-    given = dict(zip(closed.jaxpr.outvars, outputs, strict=True))
-    eqns = []
-    for eqn in closed.jaxpr.eqns:
-        invars = [v if is_literal(v) else names[v] for v in eqn.invars]
-        names.update((v, given[v] if v in given else core().Var(v.aval)) for v in eqn.outvars)
-        eqns.append(eqn.replace(invars=invars, outvars=[names[v] for v in eqn.outvars]))
-    return eqns
-
-
-def arguments(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Env:
-    """A mapping from a jaxpr's constants to literals, and from its inputs to `inputs`."""
-    literal = lambda x: core().Literal(x, jax.typeof(x))
-    names = dict(zip(closed.jaxpr.constvars, map(literal, closed.consts), strict=True))
-    return names | dict(zip(closed.jaxpr.invars, inputs, strict=True))
+    return _inlined(closed, inputs, lambda eqn: None, dict(zip(closed.jaxpr.outvars, outputs, strict=True)))[0]
 
 
 def flattened(closed: ClosedJaxpr) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations and the outputs of a jaxpr in which jit calls are inlined. Its inputs keep their variables."""
+    return _inlined(closed, closed.jaxpr.invars, inlinable, {})
+
+
+def _inlined(
+    closed: ClosedJaxpr, inputs: Sequence[Any], enter: Callable[[JaxprEqn], ClosedJaxpr | None], names: Env
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations and the outputs of a jaxpr. `enter` returns the body that replaces an equation, or None.
+
+    Variables that are not in `names` get new ones.
+    """
     eqns: list[JaxprEqn] = []
 
-    def add(body: ClosedJaxpr, names: Env) -> list[Any]:
-        rename = lambda atoms: [v if is_literal(v) else names[v] for v in atoms]
-        for eqn in body.jaxpr.eqns:
-            if inner := inlinable(eqn):
-                names.update(zip(eqn.outvars, add(inner, arguments(inner, rename(eqn.invars))), strict=True))
-            else:
-                names.update((v, core().Var(v.aval)) for v in eqn.outvars)
-                eqns.append(eqn.replace(invars=rename(eqn.invars), outvars=rename(eqn.outvars)))
-        return rename(body.jaxpr.outvars)
+    def run(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        if body := enter(eqn):
+            return interpret_names(body, operands, run)
+        outvars = [names[v] if v in names else core().Var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        return outvars
 
-    return eqns, add(closed, arguments(closed, closed.jaxpr.invars))
+    return eqns, interpret_names(closed, inputs, run)
 
 
 def with_bodies(
@@ -226,24 +244,65 @@ def replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -
     return [given.get(i, x) for i, x in enumerate(values)]
 
 
-def fingerprint(inputs: Sequence[Var], outputs: Sequence[Var], eqns: Sequence[JaxprEqn]) -> Any:
-    """A key that is equal for pieces of code with the same calls at the same lines and scopes. None if not hashable."""
+def fingerprint(inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[JaxprEqn], sources: bool = True) -> Any:
+    """A key that is equal for code with the same operations on the same operands.
+
+    With `sources`, they also come from the same lines and scopes.
+    """
     numbers: dict[Any, int] = {v: i for i, v in enumerate(inputs)}
-    # A literal is compared by its bytes, because 0.0 == -0.0 and nan != nan.
-    name = lambda v: (v.aval, np.asarray(v.val).tobytes()) if is_literal(v) else numbers[v]
-    parts: list[Any] = [tuple(v.aval for v in inputs)]
+    name = lambda v: (v.aval, Bits(v.val)) if is_literal(v) else numbers[v]
+    parts: list[Any] = [tuple(avals(inputs))]
     for eqn in eqns:
-        source = eqn.source_info.traceback, eqn.source_info.name_stack
-        parts.append(
-            (eqn.primitive, *eqn.params.values(), *source, *map(name, eqn.invars), *(v.aval for v in eqn.outvars))
-        )
+        source = (eqn.source_info.traceback, eqn.source_info.name_stack) if sources else ()
+        params = (_hashable(x, sources) for x in eqn.params.values())
+        parts.append((eqn.primitive, *source, *params, *map(name, eqn.invars), *avals(eqn.outvars)))
         numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
-    key = (*parts, *map(name, outputs))
+    return (*parts, *map(name, outputs))
+
+
+class Bits:
+    """A constant in a key. It equals a constant of the same type and bits, because 0.0 == -0.0 and nan != nan."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(np.shape(self.value))  # To read the bits would wait for the device.
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Bits):
+            return False
+        x, y = self.value, other.value
+        if x is y:
+            return True
+        # A tracer, or an object that is not an array, only equals itself.
+        if not (_has_bits(x) and _has_bits(y)):
+            return False
+        return bool(jax.typeof(x) == jax.typeof(y)) and _bytes(x) == _bytes(y)
+
+
+def _has_bits(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer) and (hasattr(x, "dtype") or isinstance(x, (int, float, complex)))
+
+
+def _bytes(x: Any) -> bytes:
+    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+
+def _hashable(param: Any, sources: bool) -> Any:
+    """A stand-in for a parameter of an equation. A jaxpr is replaced by its fingerprint."""
+    if hasattr(param, "eqns"):
+        jaxpr, consts = getattr(param, "jaxpr", param), getattr(param, "consts", ())
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        return fingerprint(inputs, jaxpr.outvars, jaxpr.eqns, sources), *map(Bits, consts)
+    if isinstance(param, (tuple, list)):
+        return tuple(_hashable(x, sources) for x in param)
     try:
-        hash(key)
-    except TypeError:  # A parameter is an array.
-        return None
-    return key
+        hash(param)
+    except TypeError:
+        return Bits(param)
+    return param
 
 
 def weaken(x: Any) -> Any:

@@ -47,10 +47,14 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
     return closed, shapes
 
 
+def value(literal: Any) -> Any:
+    """The value of a literal, as an array."""
+    return jnp.asarray(literal.val, literal.aval.dtype)
+
+
 def read(env: Env, atom: Var | Literal) -> Any:
     """The value of an operand."""
-    constant: Any = atom
-    return jnp.asarray(constant.val, constant.aval.dtype) if is_literal(atom) else env[atom]
+    return value(atom) if is_literal(atom) else env[atom]
 
 
 def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:

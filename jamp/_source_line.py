@@ -52,15 +52,7 @@ def scope_path(eqn: JaxprEqn, around: str) -> str:
 
 def is_transposed(eqn: JaxprEqn) -> bool:
     """Whether an equation was made by transposing a function, so that it is part of a backward pass."""
-    stack: Any = eqn.source_info.name_stack
-    return any(part.name == "transpose" and _is_transformation(part) for part in stack.stack)
-
-
-def _is_transformation(part: Any) -> bool:
-    """Whether a part of a name stack is a transformation, which wraps the parts before it, and not a scope."""
-    text = ["x"]
-    part.wrap(text)
-    return len(text) == 1
+    return _TRANSPOSE.search(str(eqn.source_info.name_stack)) is not None
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> bool:
@@ -98,6 +90,7 @@ _PACKAGES = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib",
 _LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"), _JAMP, "<")
 _JAX = str(Path(jax.__file__).parent) + os.sep
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")  # jvp(Net), transpose(jvp(Net))
+_TRANSPOSE = re.compile(r"\btranspose\(")  # A scope of this name is printed without a parenthesis.
 # An einsum is scoped by its subscripts, an Equinox layer by its class.
 _NO_SCOPE = re.compile(r"^$|->|^eqx\.|^jamp\.|^rematted_computation$|^checkpoint$")
 _SEPARATORS = re.compile(r"([/.'\"\[\]]+)")

@@ -32,6 +32,7 @@ FLOORS = [
         "_shard_map",
         "_source_line",
         "_staging",
+        "_table",
     },
     {"_step", "_autocast"},
     {"_precompute"},

@@ -115,8 +115,8 @@ def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
         types, values = [*inputs, *(inputs[i] for i in moving)], [*primals, *(tangents[i] for i in moving)]
         weights = [x.weight for x in (*call.known, *(call.known[i] for i in moving))]
         results = call.replay(original, types, values, lambda stored: [False] * len(stored), weights)
-        derivatives = dict(zip(floating, results[len(outputs) :], strict=True))
-        return results[: len(outputs)], [derivatives.get(i, _no_tangent(x)) for i, x in enumerate(outputs)]
+        derivatives = _evaluate.replaced(list(map(_no_tangent, outputs)), floating, results[len(outputs) :])
+        return results[: len(outputs)], derivatives
 
     fun.defjvp(rule, symbolic_zeros=_jaxpr.asks_for_zeros(eqn))
     result: list[Any] = fun(*args)
@@ -168,9 +168,8 @@ def _pull_back(
     floating = [i for i, x in enumerate(outputs) if is_inexact(x)]
 
     def original(*values: Any) -> Any:
-        given = dict(zip(floating, values[len(residuals) :], strict=True))
         pull_back = jax.tree.unflatten(structure, values[: len(residuals)])
-        return pull_back([given.get(i, _no_tangent(x)) for i, x in enumerate(outputs)])
+        return pull_back(_evaluate.replaced(list(map(_no_tangent, outputs)), floating, values[len(residuals) :]))
 
     dense = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
     values = [*residuals, *(dense(cotangents[i]) for i in floating)]
@@ -181,8 +180,7 @@ def _pull_back(
         lambda _: [call.known[i].low for i in moving],
         backward=True,
     )
-    by_position = dict(zip(moving, found, strict=True))
-    return tuple(by_position.get(i) for i in range(len(inputs)))
+    return tuple(_evaluate.replaced([None] * len(inputs), moving, found))
 
 
 def _no_tangent(aval: Any) -> Any:
@@ -210,8 +208,7 @@ def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int])
     """An equation as it was traced, as a function of some of its operands."""
 
     def original(*values: Any) -> list[Any]:
-        given = dict(zip(some, values, strict=True))
-        return _evaluate.bind(eqn, [given.get(i, x) for i, x in enumerate(operands)], _jaxpr.avals(eqn.outvars))
+        return _evaluate.bind(eqn, _evaluate.replaced(operands, some, values), _jaxpr.avals(eqn.outvars))
 
     return original
 

@@ -45,8 +45,7 @@ def derivative(closed: ClosedJaxpr, moving: Sequence[int]) -> Callable[..., list
     n = len(closed.in_avals)
 
     def fun(*args: Array) -> list[Array]:
-        given = lambda some: dict(zip(moving, some, strict=True))
-        of_moving = lambda *some: _evaluate.call(closed, [given(some).get(i, x) for i, x in enumerate(args[:n])])
+        of_moving = lambda *some: _evaluate.call(closed, _evaluate.replaced(args[:n], moving, some))
         results, tangents = jax.jvp(of_moving, [args[i] for i in moving], list(args[n:]))
         return [*results, *(t for x, t in zip(results, tangents, strict=True) if is_inexact(x))]
 

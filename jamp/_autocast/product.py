@@ -57,13 +57,8 @@ def cotangent(eqn: JaxprEqn, i: int, aval: Any, types: Sequence[Any], values: Se
         return found
 
     closed = jax.make_jaxpr(transposed)(*types)
-    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, values, strict=True))
-    for e in closed.jaxpr.eqns:
-        args = [_jaxpr.read(env, v) for v in e.invars]
-        is_product = _jaxpr.name(e) in PRODUCTS
-        found = [run(e, args)] if is_product else _moved(e, args)
-        env.update(zip(e.outvars, found, strict=True))
-    return env[closed.jaxpr.outvars[0]]
+    evaluate = lambda e, args: [run(e, args)] if _jaxpr.name(e) in PRODUCTS else _moved(e, args)
+    return _evaluate.interpret(closed.jaxpr, values, evaluate)[0]
 
 
 def value(eqn: JaxprEqn, operands: Sequence[Array]) -> Array:
@@ -132,20 +127,18 @@ def _batch(
     operands, axes = [*others[:i], _to(t, dtype), *others[i:]], [*dims[:i], dims[-1], *dims[i:-1]]
     closed = jax.make_jaxpr(jax.vmap(lambda *xs: value(product, xs), axes))(*operands)
     operands[i] = t
-    tangents = {closed.jaxpr.invars[i]}
-    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    for e in closed.jaxpr.eqns:
-        args = [_jaxpr.read(env, v) for v in e.invars]
-        of_tangent = [j for j, v in enumerate(e.invars) if not _jaxpr.is_literal(v) and v in tangents]
-        if _jaxpr.name(e) in PRODUCTS:
-            (j,) = of_tangent
-            args = [*args[:j], *args[j + 1 :], args[j]]
-            found = [_tangent.bind(*args, product=e, i=j, dtype=dtype, aval=e.outvars[0].aval)]
-        else:
-            found = _moved(e, args)
-            tangents.update(e.outvars if of_tangent else ())
-        env.update(zip(e.outvars, found, strict=True))
-    return env[closed.jaxpr.outvars[0]], 0
+
+    def run(e: JaxprEqn, operands: list[Any]) -> list[Any]:
+        args, flags = [x for x, _ in operands], [flag for _, flag in operands]
+        if _jaxpr.name(e) not in PRODUCTS:
+            return [(y, any(flags)) for y in _moved(e, args)]
+        (j,) = [j for j, flag in enumerate(flags) if flag]
+        args = [*args[:j], *args[j + 1 :], args[j]]
+        return [(_tangent.bind(*args, product=e, i=j, dtype=dtype, aval=e.outvars[0].aval), False)]
+
+    # Every value goes with a flag: whether it is a move of the tangent.
+    values = [(x, j == i) for j, x in enumerate(operands)]
+    return _evaluate.interpret(closed.jaxpr, values, run, lambda v: (_jaxpr.value(v), False))[0][0], 0
 
 
 _tangent.def_impl(lambda *xs, **params: _forward(*xs, **params))

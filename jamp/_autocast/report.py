@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr, _table
 from jamp._arguments import paths
 from jamp._autocast.cast import Cast, Caster
 from jamp._autocast.context import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Input, Place
@@ -124,19 +124,16 @@ class AutocastReport:
             title += "" if self.quantized else f" in {self.compute_dtype}, and {was:.1%} in 16 bit already"
         title = "no FLOPs counted" if math.isnan(share) else title
         total = sum(row.flops for row in self.rows)
-        where = [row.scope or row.parameter for row in self.rows]
-        header = ("operation", "category", "count", "FLOPs", "before", "after", *["where"] * any(where), "source")
+        header = ("operation", "category", "count", "FLOPs", "before", "after", "where", "source")
         lines = []
-        for row, place in zip(self.rows, where, strict=True):
+        for row in self.rows:
             if row.flops or row.category != WIDEST:
                 flops = f"{row.flops / total:.1%}" if row.flops else "-"
                 after = _short(row.after) if row.after != row.before else "same"
                 cells = [row.operation, row.category, str(row.count), flops, _short(row.before), after]
-                lines.append((*cells, *[place] * any(where), row.source))
+                lines.append([*cells, row.scope or row.parameter, row.source])
         hidden = len(self.rows) - len(lines)
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        padded = ([cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in (header, *lines))
-        table = ["  ".join(cells).rstrip() for cells in padded]
+        table = _table.with_header(header, lines)
         hints = ["", "Hints", *(f"- {hint}" for hint in self.hints)] if self.hints else []
         moves = [f"... and {hidden} rows of operations that only move data, in `.rows`"] if hidden else []
         return "\n".join([f"autocast to {self.compute_dtype}: {title}", "", *table, *moves, *hints])
@@ -184,16 +181,16 @@ def autocast_report(
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        shapes = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
         reports: list[AutocastReport] = []
 
-        def of_shapes(arrays: dict[int, Any]) -> None:
-            given = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])
+        def of_shapes(arrays: list[Any]) -> None:
+            given = jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, arrays))
             reports.append(of_arrays(*given))
 
-        if not shapes:
+        if not places:
             return of_arrays(args, kwargs)
-        jax.eval_shape(of_shapes, shapes)
+        jax.eval_shape(of_shapes, [leaves[i] for i in places])
         return reports[0]
 
     return report

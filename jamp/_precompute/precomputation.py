@@ -4,13 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
-from jamp import _evaluate, _jaxpr
+from jamp import _evaluate
 from jamp._arguments import is_array
 from jamp._jaxpr import ClosedJaxpr, Jaxpr
 from jamp._precompute.split import Level, Split, inlined, split
@@ -68,19 +66,19 @@ class _Late:
     """
 
     def __init__(self, fun: Callable[..., Any], params: Any, parts: Split):
-        self.fun, self.params, self._parts = fun, params, parts
+        self.fun, self.params, self._key = fun, params, _early_key(parts)
 
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, _Late) or self.fun != other.fun:
             return False
-        return bool(self.params == other.params) and _same_early_part(self._parts, other._parts)
+        return bool(self.params == other.params and self._key == other._key)
 
     def __hash__(self) -> int:
         return hash((self.fun, jax.tree.structure(self.params)))
 
     def __call__(self, kept: list[Array], *args: Any, **kwargs: Any) -> Any:
         parts, structure = _trace(self.fun, (self.params, *args), kwargs, self.params)
-        if not _same_early_part(parts, self._parts):
+        if _early_key(parts) != self._key:
             raise ValueError(
                 "For these arguments the function computes other values from its parameters than for those "
                 "given to jamp.precompute. Call jamp.precompute again, with arguments like these."
@@ -89,11 +87,11 @@ class _Late:
         return jax.tree.unflatten(structure, _without_derivative(parts.late)(*kept, *arrays))
 
 
-def _same_early_part(one: Split, other: Split) -> bool:
-    """Whether two traces compute equal values from the parameters. Constants of the late part alone may differ."""
-    (first, consts), (second, others) = (_without_dead_code(parts.early) for parts in (one, other))
-    same_constants = len(consts) == len(others) and all(map(_same_constant, consts, others))
-    return one.passed == other.passed and same_constants and _same_code(first, second)
+def _early_key(parts: Split) -> Any:
+    """Equal for traces that compute equal values from the parameters. Constants of the late part alone may differ."""
+    jaxpr, consts = _without_dead_code(parts.early)
+    code = _evaluate.fingerprint(jaxpr.invars, jaxpr.outvars, jaxpr.eqns, sources=False)
+    return code, tuple(parts.passed), *map(_evaluate.Bits, consts)
 
 
 def _without_dead_code(early: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
@@ -102,46 +100,6 @@ def _without_dead_code(early: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     n = len(early.consts)
     found, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), [False] * n + [True] * (len(jaxpr.invars) - n))
     return found, [x for x, is_used in zip(early.consts, used, strict=False) if is_used]
-
-
-def _same_constant(x: Any, y: Any) -> bool:
-    if x is y:
-        return True
-    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer) or jax.typeof(x) != jax.typeof(y):
-        return False
-    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return np.asarray(data(x)).tobytes() == np.asarray(data(y)).tobytes()
-
-
-def _same_code(one: Jaxpr, other: Jaxpr) -> bool:
-    """Whether two jaxprs have equal operations on the same operands. Source lines and scopes may differ."""
-    inputs, others = [*one.constvars, *one.invars], [*other.constvars, *other.invars]
-    if len(one.eqns) != len(other.eqns) or _jaxpr.avals(inputs) != _jaxpr.avals(others):
-        return False
-    partner = dict(zip(inputs, others, strict=True))
-
-    def same(x: Any, y: Any) -> bool:
-        if _jaxpr.is_literal(x) and _jaxpr.is_literal(y):
-            return bool(x.aval == y.aval) and np.asarray(x.val).tobytes() == np.asarray(y.val).tobytes()
-        return not _jaxpr.is_literal(x) and partner[x] is y
-
-    for eqn, like in zip(one.eqns, other.eqns, strict=True):
-        is_same = eqn.primitive == like.primitive and len(eqn.invars) == len(like.invars)
-        if not is_same or not all(map(same, eqn.invars, like.invars)):
-            return False
-        if not _same_parameter(_jaxpr.parameters(eqn), _jaxpr.parameters(like)):
-            return False
-        partner.update(zip(eqn.outvars, like.outvars, strict=True))
-    return len(one.outvars) == len(other.outvars) and all(map(same, one.outvars, other.outvars))
-
-
-def _same_parameter(x: Any, y: Any) -> bool:
-    if hasattr(x, "eqns") and hasattr(y, "eqns"):
-        consts = getattr(x, "consts", ()), getattr(y, "consts", ())
-        return all(map(np.array_equal, *consts)) and _same_code(getattr(x, "jaxpr", x), getattr(y, "jaxpr", y))
-    if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)) and len(x) == len(y):
-        return all(map(_same_parameter, x, y))
-    return bool(x is y or np.all(x == y))
 
 
 def _without_derivative(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
@@ -182,7 +140,6 @@ def _arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]]
     places = [i for i, x in enumerate(leaves) if is_array(x) or is_type(x)]
 
     def rebuild(values: Sequence[Any]) -> Any:
-        new = dict(zip(places, values, strict=True))
-        return jax.tree.unflatten(treedef, [new.get(i, x) for i, x in enumerate(leaves)])
+        return jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, values))
 
     return [leaves[i] for i in places], rebuild

@@ -79,33 +79,28 @@ def _bytes(v: Any) -> float:
 def inlined(closed: ClosedJaxpr, levels: Sequence[Level]) -> ClosedJaxpr:
     """The same jaxpr, with its calls inlined, and its loops and checkpoints split."""
 
-    def run(closed: ClosedJaxpr, args: Sequence[Any], known: Sequence[bool]) -> tuple[list[Any], list[bool]]:
-        jaxpr = closed.jaxpr
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-        is_known = dict(zip(jaxpr.constvars, [True] * len(closed.consts), strict=True))
-        is_known |= dict(zip(jaxpr.invars, known, strict=True))
-        of = lambda atoms: [_jaxpr.is_literal(v) or is_known[v] for v in atoms]
-        for eqn in jaxpr.eqns:
-            operands, flags = [_jaxpr.read(env, v) for v in eqn.invars], of(eqn.invars)
-            found = [all(flags) and not eqn.effects] * len(eqn.outvars)
-            if body := _evaluate.body_of_call(eqn):
-                results, found = run(body, operands, flags)
-            elif _jaxpr.name(eqn) == "optimization_barrier":  # of a checkpoint: known operands go around it
-                others = iter(
-                    lax.optimization_barrier([x for x, flag in zip(operands, flags, strict=True) if not flag])
-                )
-                results, found = [x if flag else next(others) for x, flag in zip(operands, flags, strict=True)], flags
-            elif any(flags) and not any(found) and _jaxpr.name(eqn) in _CONSTRUCTS and _jaxpr.bodies(eqn):
-                results = _CONSTRUCTS[_jaxpr.name(eqn)](eqn, operands, flags)
-            else:
-                _evaluate.evaluate([eqn], env, lambda v: True)
-                results = [env[v] for v in eqn.outvars]
-            env.update(zip(eqn.outvars, results, strict=True))
-            is_known.update(zip(eqn.outvars, found, strict=True))
-        return [_jaxpr.read(env, v) for v in jaxpr.outvars], of(jaxpr.outvars)
+    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if body := _evaluate.body_of_call(eqn):
+            return inside(body, operands)
+        args, flags = [x for x, _ in operands], [flag for _, flag in operands]
+        found = [all(flags) and not eqn.effects] * len(eqn.outvars)
+        if _jaxpr.name(eqn) == "optimization_barrier":  # of a checkpoint: known operands go around it
+            others = iter(lax.optimization_barrier([x for x, flag in operands if not flag]))
+            results, found = [x if flag else next(others) for x, flag in operands], flags
+        elif any(flags) and not any(found) and _jaxpr.name(eqn) in _CONSTRUCTS and _jaxpr.bodies(eqn):
+            results = _CONSTRUCTS[_jaxpr.name(eqn)](eqn, args, flags)
+        else:
+            results = _evaluate.bind(eqn, args, _jaxpr.avals(eqn.outvars))
+        return list(zip(results, found, strict=True))
+
+    def inside(closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr. Every value goes with a flag: whether it is known."""
+        constants = [(x, True) for x in closed.consts]
+        return _evaluate.interpret(closed.jaxpr, [*constants, *operands], run, lambda v: (_jaxpr.value(v), True))
 
     known = [level is not Level.OTHER for level in levels]
-    return jax.make_jaxpr(lambda *args: run(closed, args, known)[0])(*closed.in_avals)
+    results = lambda *args: [x for x, _ in inside(closed, list(zip(args, known, strict=True)))]
+    return jax.make_jaxpr(results)(*closed.in_avals)
 
 
 def _scan(eqn: JaxprEqn, args: Sequence[Any], known: Sequence[bool]) -> list[Any]:

@@ -73,7 +73,8 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         for i in np.ravel(argnums).tolist():
-            _check_differentiable(args[i : i + 1 or None], i)
+            if -len(args) <= i < len(args):  # Otherwise JAX raises an error.
+                _check_differentiable(args[i], i)
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), unscale(scaled_grads, scale)
 
@@ -113,7 +114,7 @@ def _check_differentiable(arg: Any, i: int) -> None:
     for path, x in jax.tree.leaves_with_path(arg):
         if not (hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))):
             raise TypeError(
-                f"Argument {i} has no gradient: it holds {x!r} at {keystr(path[1:])}. For an Equinox model: "
+                f"Argument {i} has no gradient: it holds {x!r} at {keystr(path)}. For an Equinox model: "
                 "jamp.equinox.filter_value_and_grad(loss_fn, opt_state). Else differentiate with respect to a pytree "
                 "of arrays, and pass the rest as another argument."
             )

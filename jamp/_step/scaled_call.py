@@ -133,8 +133,8 @@ def _linearize(
     linear = jax.make_jaxpr(push_forward)(*given)
     derivative = _Derivative(jaxpr, moving, floating, _evaluate.without_constants(linear), len(linear.consts))
     pushed = _linear_call().bind(*inputs, *linear.consts, *given, derivative=derivative, scaling=scaling)
-    of_results = dict(zip(floating, pushed, strict=True))
-    return results, [of_results.get(i, ad.Zero(aval.to_tangent_aval())) for i, aval in enumerate(jaxpr.out_avals)]
+    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in jaxpr.out_avals]
+    return results, _evaluate.replaced(zeros, floating, pushed)
 
 
 def _transpose(

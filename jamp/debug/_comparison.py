@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jamp import _table
+
 JUMP = 8.0  # A result that differs by more than this, times what its operands differ by, is not explained by rounding.
 _SHOWN = 12
 
@@ -102,11 +104,7 @@ class Comparison:
                 )
                 for x in grown[-_SHOWN:]
             ]
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            lines += ["", "The difference grows:"]
-            lines += [
-                "  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True) if w).rstrip() for line in cells
-            ]
+            lines += ["", "The difference grows:", *(f"  {line}" for line in _table.aligned(cells))]
             lines += [f"  {worst:.1e}  the results"]
         if max(self.compiled) > max(2 * worst, 1e-6):  # Below, it is the order of sums.
             here, there = self.compiled

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._arguments import Call, paths
 from jamp._autocast.transform import autocast
 from jamp._cast import check_floating, is_floating
@@ -48,8 +48,7 @@ class Errors:
 
         def value_and_gradients(scale: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
             def loss(*xs: Any) -> tuple[Any, list[Any]]:
-                given = dict(zip(inputs, xs, strict=True))
-                results = [jnp.asarray(x) for x in flat(*[given.get(i, x) for i, x in enumerate(leaves)])]
+                results = [jnp.asarray(x) for x in flat(*_evaluate.replaced(leaves, inputs, xs))]
                 self.has_gradients = bool(inputs and results) and is_floating(results[0]) and not results[0].shape
                 return (results[0] * scale if self.has_gradients else jnp.zeros(())), results
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._arguments import Call, named, paths
 from jamp._cast import is_inexact
 from jamp.debug._finding import Finding, NonfiniteSearch, Values
@@ -68,8 +68,7 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[An
     differentiable = [i for i, x in enumerate(leaves) if is_inexact(x)]
 
     def of_differentiable(*xs: Any) -> list[Any]:
-        given = dict(zip(differentiable, xs, strict=True))
-        results = [jnp.asarray(x) for x in flat(*[given.get(i, x) for i, x in enumerate(leaves)])]
+        results = [jnp.asarray(x) for x in flat(*_evaluate.replaced(leaves, differentiable, xs))]
         inexact = [x for x in results if is_inexact(x)]
         is_loss = bool(inexact) and inexact[0] is results[0] and not inexact[0].shape
         return inexact[:1] if is_loss else inexact

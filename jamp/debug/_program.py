@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
 from jamp._source_line import user_line
@@ -53,20 +53,12 @@ class _Segment:
 
     @functools.cached_property
     def key(self) -> Any:
-        """Equal for segments that compute the same, at any place."""
-        numbers = {v: i for i, v in enumerate(self.reads)}
-        name = lambda v: (v.aval, np.asarray(v.val).tobytes()) if _jaxpr.is_literal(v) else numbers[v]
-        parts: list[Any] = [tuple(v.aval for v in self.reads), tuple(numbers[v] for v in self.moving)]
-        for step in self.steps:
-            parts += [step.eqn.primitive, *_jaxpr.parameters(step.eqn), *map(name, step.reads)]
-            parts += [step.place is None, id(step) if step.bodies else None, *_jaxpr.avals(step.eqn.outvars)]
-            numbers |= {v: len(numbers) + i for i, v in enumerate(step.eqn.outvars)}
-        key = (*parts, *(numbers[v] for v in self.writes))
-        try:
-            hash(key)
-        except TypeError:  # A parameter is an array.
+        """Equal for segments that compute the same, at any place. A loop has a key of its own."""
+        if self.is_loop:
             return id(self)
-        return key
+        moving, eqns = set(self.moving), [step.eqn for step in self.steps]
+        flags = tuple(v in moving for v in self.reads), tuple(step.place is None for step in self.steps)
+        return _evaluate.fingerprint(self.reads, self.writes, eqns, sources=False), flags
 
     @functools.cached_property
     def run_forward(self) -> Callable[..., Any]:
@@ -182,7 +174,7 @@ def _segments(body: Body) -> list[_Segment]:
         if not groups or is_alone(step) or is_alone(groups[-1][0]):
             groups.append([])
         groups[-1].append(step)
-    count = lambda steps: Counter(v for step in steps for v in _variables(step.reads))
+    count = lambda steps: Counter(v for step in steps for v in _variables(step.eqn.invars))
     readers = count(body.steps) + Counter(_variables(body.outputs))
     live: set[Any] = set()  # values that a rounding can change
     segments = []

@@ -117,7 +117,7 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
 
 
 def _read(env: Mapping[Any, Any], atom: Any) -> Any:
-    return widen(_jaxpr.read({}, atom)) if _jaxpr.is_literal(atom) else env[atom]
+    return widen(_jaxpr.value(atom)) if _jaxpr.is_literal(atom) else env[atom]
 
 
 def _run_body(body: Body, data: Data, xs: Sequence[Any]) -> list[Any]:
@@ -129,7 +129,7 @@ def _run_body(body: Body, data: Data, xs: Sequence[Any]) -> list[Any]:
 def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
     """Add the results of some steps, in float32, to the values by their variables."""
     for step in steps:
-        xs = [_read(env, v) for v in step.reads]
+        xs = [_read(env, v) for v in step.eqn.invars]
         if step.bodies:
             mine = {i: data[i] for i in step.places if i in data}
             results = _LOOPS[_jaxpr.name(step.eqn)](step, mine, xs)

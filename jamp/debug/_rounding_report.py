@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
+from jamp import _table
 from jamp.debug._errors import Errors
 from jamp.debug._rules import smallest_rules
 
@@ -123,17 +124,15 @@ class RoundingReport:
             return f"rounding to {self.compute_dtype}: no operation rounds"
         header = ("operation", "where", "FLOPs", "own", "value", "gradients", "measured", "", "source")
         lines = [_cells(row) for row in self.rows[:_SHOWN]]
-        kept = [i for i, name in enumerate(header) if name == "operation" or any(line[i] for line in lines)]
-        table = [[line[i] for i in kept] for line in (header, *lines)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        text = ["  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in table]
         more = len(self.rows) - len(lines)
         rest = [f"... and {more} rows with less damage, in `.rows`"] if more else []
         unseen = [
             f"JAX has no derivative of what runs at {line}: damage in it and through it is not counted"
             for line in self.opaque
         ]
-        return "\n".join([f"rounding to {self.compute_dtype}: {total}", "", *text, *rest, *unseen])
+        return "\n".join(
+            [f"rounding to {self.compute_dtype}: {total}", "", *_table.with_header(header, lines), *rest, *unseen]
+        )
 
 
 def _cells(row: RoundingRow) -> list[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ class Step:
     """An operation, or a loop with its bodies."""
 
     eqn: JaxprEqn
-    reads: Sequence[Any]
     place: int | None = None
     rounds: tuple[bool, ...] = ()  # which operands it rounds: a cast its one, a product those of fewer than 32 bits
     bodies: tuple["Body", ...] = ()
@@ -85,43 +84,37 @@ class Builder:
     def body(self, closed: ClosedJaxpr, parameters: Sequence[str], around: Place) -> Body:
         """A jaxpr, whose inputs have the paths `parameters`, inside a construct at the place `around`."""
         jaxpr = closed.jaxpr
-        names = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
         known = {v: path for v, path in zip(jaxpr.invars, parameters, strict=True) if path}
-        steps = list(self._steps(closed, names, known, around))
-        constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        outputs = [_rename(names, v) for v in jaxpr.outvars]
+        constants, steps = dict(zip(jaxpr.constvars, closed.consts, strict=True)), list[Step]()
+        run = functools.partial(self._run, steps, known, around)
+        outputs = _evaluate.interpret(jaxpr, [*constants, *jaxpr.invars], run, lambda v: v)
         return Body(jaxpr.invars, constants, _without_casts(steps, outputs), outputs)
 
-    def _steps(
-        self, closed: ClosedJaxpr, names: dict[Any, Any], known: dict[Any, str], around: Place
-    ) -> Iterator[Step]:
-        """The steps of a jaxpr whose variables are called `names` outside."""
-        for eqn in closed.jaxpr.eqns:
-            reads = [_rename(names, v) for v in eqn.invars]
-            source, layer = user_line(eqn) or around.source, scope(eqn, around.scope)
-            here = Place(source, layer, around.backward or is_transposed(eqn), around.steps)
-            bodies, name = _entered(eqn), _jaxpr.name(eqn)
-            paths = ["" if _jaxpr.is_literal(v) else known.get(v, "") for v in reads]
-            if bodies and name in _INLINED:
-                inside = _evaluate.arguments(bodies[0], reads)
-                yield from self._steps(bodies[0], inside, known, here)
-                names.update(zip(eqn.outvars, (_rename(inside, v) for v in bodies[0].jaxpr.outvars), strict=True))
-                continue
-            outs = [_jaxpr.core().Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
-            names.update(zip(eqn.outvars, outs, strict=True))
-            eqn = eqn.replace(outvars=outs)
-            if bodies:
-                here.steps += (_jaxpr.iterations(eqn),) * (name == "scan")
-                operands = zip(bodies, _jaxpr.body_operands(eqn), strict=True)
-                found = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
-                yield Step(eqn, reads, bodies=tuple(found))
-                continue
-            times = math.prod(here.steps)
-            self.flops += times * flops(eqn)
-            if name in REARRANGES and paths[0]:
-                known[outs[0]] = paths[0]
-            place = self._place(eqn, here, times, paths) if _rounds(eqn) else None
-            yield Step(eqn, reads, place, tuple(name in PRODUCTS and is_narrow(v.aval) for v in reads))
+    def _run(
+        self, steps: list[Step], known: dict[Any, str], around: Place, eqn: JaxprEqn, reads: list[Any]
+    ) -> Sequence[Any]:
+        """Add the steps of an equation that is called at the place `around`. Return the variables of its results."""
+        source, layer = user_line(eqn) or around.source, scope(eqn, around.scope)
+        here = Place(source, layer, around.backward or is_transposed(eqn), around.steps)
+        bodies, name = _entered(eqn), _jaxpr.name(eqn)
+        if bodies and name in _INLINED:
+            return _evaluate.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, here))
+        paths = ["" if _jaxpr.is_literal(v) else known.get(v, "") for v in reads]
+        outs = [_jaxpr.core().Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
+        eqn = eqn.replace(invars=reads, outvars=outs)
+        if bodies:
+            here.steps += (_jaxpr.iterations(eqn),) * (name == "scan")
+            operands = zip(bodies, _jaxpr.body_operands(eqn), strict=True)
+            found = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
+            steps.append(Step(eqn, bodies=tuple(found)))
+            return outs
+        times = math.prod(here.steps)
+        self.flops += times * flops(eqn)
+        if name in REARRANGES and paths[0]:
+            known[outs[0]] = paths[0]
+        place = self._place(eqn, here, times, paths) if _rounds(eqn) else None
+        steps.append(Step(eqn, place, tuple(name in PRODUCTS and is_narrow(v.aval) for v in reads)))
+        return outs
 
     def _place(self, eqn: JaxprEqn, here: Place, times: float, paths: Sequence[str]) -> int:
         key = here.source, here.scope, here.backward, here.steps
@@ -133,10 +126,6 @@ class Builder:
         place.dtypes.update(str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrow(aval))
         place.parameters.update(dict.fromkeys(filter(None, paths)))
         return i
-
-
-def _rename(names: Mapping[Any, Any], atom: Any) -> Any:
-    return atom if _jaxpr.is_literal(atom) else names[atom]
 
 
 def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
@@ -166,6 +155,6 @@ def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
             step = dataclasses.replace(step, place=None)
         is_move = name in MOVING and name != CAST and kept.isdisjoint(outs)
         if name not in PRODUCTS and not is_move:
-            kept.update(v for v in step.reads if not _jaxpr.is_literal(v))
+            kept.update(v for v in step.eqn.invars if not _jaxpr.is_literal(v))
         found.append(step)
     return found[::-1]

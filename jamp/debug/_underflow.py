@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
+from jamp import _table
 from jamp._cast import check_floating
 from jamp._step.leaves import is_gradient
 from jamp._step.lookup import get_loss_scale
@@ -51,11 +52,7 @@ class UnderflowReport:
             (path or "the array", *(f"{x:.1%}" for x in row), _room(room))
             for path, row, room in zip(self.paths, shares, np.asarray(self.headroom).tolist(), strict=True)
         ]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
-        ]
-        return "\n".join([title, *lines])
+        return "\n".join([title, *_table.with_header(header, rows)])
 
 
 def _room(room: float) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._autocast.context import SEGMENT
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._source_line import in_scope, is_transposed, scope, user_line
@@ -59,26 +59,17 @@ class Walker(abc.ABC, Generic[V]):
 
     def run(self, closed: ClosedJaxpr, args: Sequence[V], caller: Place | None = None) -> list[V]:
         """Return the results of a jaxpr. Operations without a source line get that of the caller."""
-        jaxpr, caller = closed.jaxpr, caller or Place()
-        env: dict[Any, V] = dict(zip(jaxpr.invars, args, strict=True))
-        env |= {v: self.constant(x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
-        read = lambda v: self.constant(_jaxpr.read({}, v)) if _jaxpr.is_literal(v) else env[v]
-        last_use = _jaxpr.last_uses(jaxpr)
-        for index, eqn in enumerate(jaxpr.eqns):
-            values = [read(v) for v in eqn.invars]
-            backward = caller.backward or is_transposed(eqn)
-            here = Place(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
-            bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _ENTER else None
-            if bodies is None:
-                results = self.operation(eqn, values, here)
-            else:
-                inside = functools.partial(self._inside, here, id(eqn))
-                results = _ENTER[_jaxpr.name(eqn)](self, eqn, bodies, values, inside)
-            env.update(zip(eqn.outvars, results, strict=True))
-            for v in {v for v in (*eqn.invars, *eqn.outvars) if not _jaxpr.is_literal(v)}:
-                if last_use.get(v, -1) <= index:
-                    del env[v]  # The activations of a model would not all fit in memory.
-        return [read(v) for v in jaxpr.outvars]
+        run = functools.partial(self._results, caller or Place())
+        literal = lambda v: self.constant(_jaxpr.value(v))
+        return _evaluate.interpret(closed.jaxpr, [*map(self.constant, closed.consts), *args], run, literal)
+
+    def _results(self, caller: Place, eqn: JaxprEqn, values: list[V]) -> list[V]:
+        backward = caller.backward or is_transposed(eqn)
+        here = Place(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
+        bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _ENTER else None
+        if bodies is None:
+            return self.operation(eqn, values, here)
+        return _ENTER[_jaxpr.name(eqn)](self, eqn, bodies, values, functools.partial(self._inside, here, id(eqn)))
 
     def _inside(
         self, here: Place, loop: int, step: str, body: ClosedJaxpr, args: Sequence[V], iteration: int | None = None
