@@ -156,7 +156,7 @@ def is_array(x: Any) -> bool:
 
     Nor are arrays of strings and objects, which JAX cannot trace.
     """
-    if isinstance(x, np.ndarray) and (x.dtype.kind in "OSUMm" or x.dtype.names):
+    if isinstance(x, np.ndarray) and not (x.dtype.kind in "biufc" or jnp.issubdtype(x.dtype, jnp.number)):
         return False
     return isinstance(x, (jax.Array, np.ndarray, np.inexact))
 

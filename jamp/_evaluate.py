@@ -247,13 +247,13 @@ def replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -
 def fingerprint(inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[JaxprEqn], sources: bool = True) -> Any:
     """A key that is equal for code with the same operations on the same operands.
 
-    With `sources`, they also come from the same lines and scopes.
+    With `sources`, they also come from the same lines and scopes, with the same metadata.
     """
     numbers: dict[Any, int] = {v: i for i, v in enumerate(inputs)}
     name = lambda v: (v.aval, Bits(v.val)) if is_literal(v) else numbers[v]
     parts: list[Any] = [tuple(avals(inputs))]
     for eqn in eqns:
-        source = (eqn.source_info.traceback, eqn.source_info.name_stack) if sources else ()
+        source = (eqn.source_info.traceback, eqn.source_info.name_stack, eqn.ctx) if sources else ()
         params = (_hashable(x, sources) for x in eqn.params.values())
         parts.append((eqn.primitive, *source, *params, *map(name, eqn.invars), *avals(eqn.outvars)))
         numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}

@@ -387,3 +387,16 @@ def test_no_program_has_the_metadata_of_an_earlier_one():
     with set_xla_metadata(who="first"):
         assert 'who = "first"' in text()
     assert 'who = "first"' not in text()
+
+
+def test_layers_on_one_line_keep_the_metadata_of_each():
+    def fun(x, w):
+        for i in range(3):
+            with set_xla_metadata(tag=f"layer{i}"):
+                x = jnp.tanh(x @ w)
+        return x
+
+    for options in ({}, {"recompute": False}):
+        text = jax.jit(jamp.autocast(fun, BF16, **options)).lower(*[jnp.ones((64, 64))] * 2).as_text()
+        lines = [line for line in text.splitlines() if "dot_general" in line]
+        assert ["layer0" in lines[0], "layer1" in lines[1], "layer2" in lines[2]] == [True] * 3

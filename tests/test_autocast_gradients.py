@@ -95,7 +95,10 @@ def test_float16_gradients_of_many_examples_do_not_overflow():
     assert (grad() == 4096 * 64).all()
 
 
-@pytest.mark.parametrize("around", ["nothing", "stacked", "vmap", "convolution", "checkpoint"])
+SLOW = [pytest.param(around, marks=pytest.mark.slow) for around in ("stacked", "convolution")]
+
+
+@pytest.mark.parametrize("around", ["nothing", "vmap", "checkpoint", *SLOW])
 def test_forward_mode_and_second_derivatives_are_those_of_rounded_gradients(around):
     loss = loss_of(AROUND[around])
     ways = (jamp.autocast(loss, BF16), jamp.autocast(loss, BF16, rules={f"{n}[gradient]": "compute" for n in PRODUCTS}))

@@ -73,20 +73,20 @@ def close(mine, want, exact, bound, *about):
             assert size(x - y) <= bound * own, (i, size(x - y) / own, *about)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_program_is_what_it_is_with_products_cast_by_hand(seed):
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(4, 204, 20))
+@pytest.mark.parametrize("start", range(2, 202, 20))
 def test_many_programs_are_what_they_are_with_products_cast_by_hand(start):
     for seed in range(start, start + 20):
         check(seed)
 
 
 def test_programs_have_every_leaf_and_construct():
-    text = str([program(seed)[1] for seed in range(204)])
+    text = str([program(seed)[1] for seed in range(202)])
     assert not [name for name in (*LEAVES, *WRAPS) if f"'{name}'" not in text]
 
 

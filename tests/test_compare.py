@@ -64,6 +64,7 @@ def test_the_first_operation_that_differs_is_named(fun):
     assert max(rows[:9]) < 1e-6  # three layers
 
 
+@pytest.mark.slow
 def test_a_difference_that_is_masked_is_no_difference():
     def fun(x, other):
         scores = x @ (x + other).T
@@ -121,6 +122,7 @@ def at_once(params, tokens, start=0):
     return h + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v)
 
 
+@pytest.mark.slow
 def test_a_cached_decode_and_a_full_forward_pass():
     keys = iter(jax.random.split(jax.random.key(2), 6))
     shapes = {"embed": (11, 16), "place": (8, 16), "q": (16, 16), "k": (16, 16), "v": (16, 16)}
@@ -140,6 +142,7 @@ def attention(params, x):
     return jnp.sum((jax.nn.softmax(q @ k.T) @ v) ** 2)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_zero_but_for_rounding_are_no_difference():
     """That of a bias of the keys: a constant changes no softmax."""
     names = zip("qkv", jax.random.split(KEYS[0], 3), strict=True)

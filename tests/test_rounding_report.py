@@ -64,7 +64,7 @@ def with_custom_rule(weights, x, y):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fun", [healthy, scanned, branched, with_custom_rule])
+@pytest.mark.parametrize("fun", [healthy, scanned, pytest.param(branched, marks=pytest.mark.slow), with_custom_rule])
 def test_the_errors_are_those_of_autocast(fun, dtype):
     """XLA may leave out roundings. Without that, the report computes what autocast computes, digit for digit."""
     report = jamp.debug.rounding_report(fun, dtype)(WEIGHTS, X, Y)
@@ -105,6 +105,7 @@ def test_the_worst_step_of_a_scan_is_named():
     assert "step 2 of 4" in str(row)
 
 
+@pytest.mark.slow
 def test_rules_name_the_one_product_that_needs_its_digits():
     def fun(weights, x, y):
         with jax.named_scope("body"):
@@ -123,6 +124,7 @@ def test_rules_name_the_one_product_that_needs_its_digits():
         assert report.rules(error=1e-6) == {"dot_general": "float32"}
 
 
+@pytest.mark.slow
 def test_a_harmless_product_without_a_scope_costs_no_other_its_16_bit():
     def fun(weights, x, y):
         out = y

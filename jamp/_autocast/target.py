@@ -40,11 +40,11 @@ class Target:
     def product(self, eqn: JaxprEqn, operands: Sequence[Any], inside: JaxprEqn | None) -> JaxprEqn:
         """A product as an equation that reads weights in float32, and whose derivative rounds no weight gradient."""
         source = eqn.source_info.traceback, eqn.source_info.name_stack
-        key = eqn.primitive, *_jaxpr.parameters(eqn), *_jaxpr.avals(operands), *source, inside
+        key = eqn.primitive, *_jaxpr.parameters(eqn), *_jaxpr.avals(operands), *source, eqn.ctx, inside
         if key not in self._products:
             inner = eqn.replace(source_info=eqn.source_info.replace(name_stack=self._no_scope))
             closed = trace(inside, product(inner, self.compute_dtype), _jaxpr.avals(operands))
-            self._products[key] = closed.jaxpr.eqns[0].replace(source_info=eqn.source_info)
+            self._products[key] = closed.jaxpr.eqns[0].replace(source_info=eqn.source_info, ctx=eqn.ctx)
         return self._products[key]
 
     def low_var(self, v: Any) -> Var:

@@ -128,8 +128,8 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
     """Warn if a loss that is traced is scaled by an adapting loss scale that is not.
 
-    It is no error, because a function that is traced anew for each step, such as the body of a scan outside `jit`, gets
-    the current scale.
+    It is not an error, because a function that is traced anew for each step gets the current scale, and one that is
+    only traced, such as by `jax.eval_shape`, needs none.
     """
     is_constant = _is_traced(loss) and not _is_traced(loss_scale_state.loss_scale)
     if adapts(loss_scale_state) and is_constant and is_kept():

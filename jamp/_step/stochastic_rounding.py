@@ -14,6 +14,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
+from jamp._step.misuse import users_stacklevel
 from jamp._step.moments import NOT_MOMENTS
 from jamp._step.params import rounds_params
 from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
@@ -195,7 +196,7 @@ def _warn_if_nothing_is_rounded(params: Any) -> None:
         warnings.warn(
             f"stochastic_rounding does nothing: no parameter is bfloat16, they are {', '.join(sorted(dtypes))}. Cast "
             "them with jamp.cast_floating(params, jnp.bfloat16), or leave it out.",
-            stacklevel=3,
+            stacklevel=users_stacklevel(),
         )
 
 

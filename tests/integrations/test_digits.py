@@ -75,6 +75,7 @@ def test_a_planted_fault_in_a_model_is_the_first_row(make, fault):
     assert first.source.startswith(planted(fault))
 
 
+@pytest.mark.slow
 def test_a_layer_and_its_parameter_are_named():
     loss, params = linen(lambda h: h)
     rows = jamp.debug.rounding_report(loss, jnp.bfloat16)(params, X, Y).rows
