@@ -44,7 +44,7 @@ _AFTER = (
 
 @contextlib.contextmanager
 def scales_once(name: str) -> Iterator[None]:
-    """Say that the function that is called inside is scaled. Raise ValueError for `scaled` in one that is."""
+    """Remember that the function called inside is scaled. Raise ValueError for `scaled` if it already is."""
     if name == "scaled":  # A gradient of a gradient, each scaled and unscaled by value_and_grad, is right.
         check_scaled_once(name)
     token = _SCALED_BY.set(name)
@@ -78,7 +78,7 @@ def scales(loss_scale_state: Any) -> None:
 
 
 def unscales(loss_scale_state: Any) -> None:
-    """Say that gradients are divided by the loss scale of a state, or that it was read to do so."""
+    """Remember that gradients are divided by the loss scale of a state, or that it was read to divide them."""
     for x in jax.tree.leaves(loss_scale_state.loss_scale):
         _SCALES.pop(id(x), None)
 
@@ -113,10 +113,10 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
 
 
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
-    """Warn if a loss that is traced is scaled by an adapting loss scale that is not.
+    """Warn if a traced loss is scaled by an adapting loss scale that is a constant in the trace.
 
-    It is no error, because a function that is traced anew for each step, such as the body of a scan outside `jit`, gets
-    the current scale.
+    It is not an error, because a function that is traced anew for each step, such as the body of a scan outside `jit`,
+    gets the current scale.
     """
     is_constant = _is_traced(loss) and not _is_traced(loss_scale_state.loss_scale)
     if adapts(loss_scale_state) and is_constant and is_kept():
