@@ -187,7 +187,7 @@ class MatrixProduct(NamedTuple):
 
 
 def as_matrix_product(eqn: JaxprEqn) -> MatrixProduct | None:
-    """The matrix product that a product is. None for a convolution that is none, or whose form JAX cannot compute."""
+    """Write a product as a matrix product. None for a convolution that is not one, or that JAX cannot compute so."""
     if _jaxpr.name(eqn) != "conv_general_dilated":
         return MatrixProduct(eqn, (_stay,) * 3)
     params, (x, w), (out,) = eqn.params, avals(eqn.invars), avals(eqn.outvars)

@@ -17,7 +17,7 @@ CATEGORIES = {
     COMPUTE: "float32 operands are cast to the compute dtype, and the result has it",
     ACCUMULATE: "float32 operands are cast to the compute dtype, and the result is float32, as it was accumulated",
     FLOAT32: "16-bit operands are cast to float32, and the result is float32",
-    WIDEST: "the result is 16 bit if the one array among the operands is stored in 16 bit, else float32",
+    WIDEST: "the result is 16 bit if the only operand that is an array is stored in 16 bit, else float32",
 }
 
 

@@ -29,7 +29,7 @@ def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) 
       fun: A function of parameters and other arguments: `jamp.autocast(model, jamp.Float8())`, or a gradient of it.
       params: The first argument of `fun`, a pytree of arrays, or a module.
       *args: The other arguments as `fun` will be called, arrays or `jax.ShapeDtypeStruct`s. Only their types are used.
-      **kwargs: Keyword arguments, likewise.
+      **kwargs: Keyword arguments, used in the same way.
 
     Returns:
       A function of the other arguments, which is a pytree: it may be an argument of a function under `jax.jit`. It has

@@ -1,4 +1,4 @@
-"""Split a jaxpr in two: equations that depend on known values alone, and the rest. Loops in it are split likewise."""
+"""Split a jaxpr in two: equations that depend on known values alone, and the rest. Loops are split, too."""
 
 import dataclasses
 import enum

@@ -82,7 +82,7 @@ def encode(x: Array, block_size: int, never_negative: bool, word: Array, scales:
 
 @jax.jit
 def decode(stored: BlockCodes) -> Array:
-    """The numbers that the codes stand for, f32. Of a block that held inf or NaN, all are inf or NaN."""
+    """The numbers that the codes stand for, f32. All numbers of a block that held inf or NaN are inf or NaN."""
     never_negative = stored.codes.dtype == jnp.uint8
     codes = stored.codes.astype(jnp.float32)
     scale = _spread(stored.scales, codes.shape[-1], _block_size(codes.shape[-1], stored.scales.shape[-1]))
@@ -153,8 +153,8 @@ def _spread(scales: Array, n: int, size: int) -> Array:
 def _rows(x: Array, size: int) -> tuple[int, ...]:
     """All axes but the last, with the one before it split in groups of 8 where that cuts no shard.
 
-    A TPU keeps an array in tiles of 8 by 128. Split like this, an axis of blocks of 128 is the same memory seen
-    otherwise. Without it, XLA:TPU copies the whole array for it, in float32 and more than once.
+    A TPU keeps an array in tiles of 8 by 128. Split like this, blocks of 128 need no other order
+    in memory. Without it, XLA:TPU copies the whole array, in float32 and more than once.
     """
     if x.ndim < 2 or size % 128 or x.shape[-2] % (8 * most_shards(x, -2)):
         return x.shape[:-1]

@@ -49,7 +49,7 @@ _AFTER = (
 
 @contextlib.contextmanager
 def scales_once(name: str) -> Iterator[None]:
-    """Say that the function that is called inside is scaled. Raise ValueError for `scaled` in one that is."""
+    """Remember that the function called inside is scaled. Raise ValueError for `scaled` if it already is."""
     if name == "scaled":  # A gradient of a gradient, each scaled and unscaled by value_and_grad, is right.
         check_scaled_once(name)
     token = _SCALED_BY.set(name)
@@ -126,7 +126,7 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
 
 
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
-    """Warn if a loss that is traced is scaled by an adapting loss scale that is not.
+    """Warn if a traced loss is scaled by an adapting loss scale that is a constant in the trace.
 
     It is not an error, because a function that is traced anew for each step gets the current scale, and one that is
     only traced, such as by `jax.eval_shape`, needs none.

@@ -42,8 +42,8 @@ NOT_MOMENTS = frozenset({
 def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
     """An optimizer's state with `fun(path, tree, never_negative)` in place of each field above, and of any other leaf.
 
-    `never_negative` is None for a leaf that is in none of the fields. States are told by their types: a user's own,
-    with a field of the same name, is not Optax's.
+    `never_negative` is None for a leaf that is in none of the fields. Only Optax's types count, not a user's state with
+    a field of the same name.
     """
 
     def of_node(path: Any, x: Any) -> Any:

@@ -49,7 +49,7 @@ def quantized_state(
     AdamW's moments take 2.06 bytes a parameter in place of 8. A step decodes them, runs `inner` in float32, and rounds
     the new ones stochastically, so that slow averages keep moving.
 
-    Stored in eight bits are the float32 moments of Optax's and `optax.contrib`'s states that have at least 4096
+    It stores in eight bits the float32 moments of Optax's and `optax.contrib`'s states that have at least 4096
     elements and a last axis of at least 16. Everything else stays as it is: sums of gradients, copies of parameters,
     masters, and the states of other libraries. For bfloat16 parameters Optax makes bfloat16 moments, which stay too:
     put `stochastic_rounding` or `master_params` around, as `inner` then sees float32.
@@ -62,7 +62,7 @@ def quantized_state(
         axis is sharded, make its shards multiples of it, so that no block is cut. On Explicit axes JAX demands it.
       keep: A function of the path in the inner state and the array. An array for which it returns True stays as it is.
       never_negative: For states that jamp does not know: a function of the path and the array, for each float32 array
-        that is in none of Optax's moments. False stores it in eight bits, and so does True, for an array that is never
+        that is in none of Optax's moments. True and False store it in eight bits. True is for an array that is never
         negative, such as a second moment. None leaves it as it is.
 
     Returns:
@@ -225,5 +225,5 @@ def _is_codes(x: Any) -> bool:
 
 
 def _is_array(scales: Any) -> bool:
-    """Whether there are scales: not of an array that stays whole."""
+    """Whether there are scales. An array that stays whole has none."""
     return bool(jax.tree.leaves(scales))

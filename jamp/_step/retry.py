@@ -14,7 +14,7 @@ from jamp._step.finite import leaves_finite
 from jamp._step.scaling import multiply
 
 RETRY = "jamp.retry"  # the name scope of retries, for profiles
-_EXPONENT = 8  # The first retry divides the scale by 2**8, for few digits lost; each next one by 2**8 times as much.
+_EXPONENT = 8  # The first retry divides by 2**8, to lose few digits, the next by 2**16, then by 2**24.
 
 PullBack = Callable[[Sequence[Array]], Sequence[Array]]
 
@@ -23,10 +23,10 @@ class Scaling(NamedTuple):
     """How to scale.
 
     Attributes:
-      exponent: Of the power of two to which the largest cotangent is brought.
+      exponent: The exponent of the power of two to which the largest cotangent is scaled.
       retries: How often to try again.
-      are_gradients: Of each input, whether its gradient is to be unscaled and checked. Those of Flax's fp8 scales are
-        no gradients.
+      are_gradients: For each input, whether its gradient is to be unscaled and checked. Those of Flax's fp8 scales are
+        not.
     """
 
     exponent: int
@@ -54,7 +54,7 @@ def true_gradients(
       pull_back: The first backward pass.
       again: A backward pass of a retry. It also takes the number of tries so far.
       cotangents: The cotangents, of any dtypes.
-      are_gradients: Of each result, whether it is to be unscaled and checked.
+      are_gradients: For each result, whether it is to be unscaled and checked.
       axes: The mapped axes whose replicas must scale alike and try again together.
       scaling: The scale and the number of retries.
     """

@@ -132,7 +132,7 @@ def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[f
         unit = max([own, *(unit for _, unit in reads)])
         known[0][i] = known[1][j] = apart, unit
         seen = max(rows_gain(x.numbers), rows_gain(y.numbers)) if is_split else 1.0
-        # What differs much more than the result was masked, or is not the same operation.
+        # An operand that differs much more than the result was masked, or is not the same operation.
         near = [z for z, _ in reads if z <= JUMP * max(apart, unit)]
         rows.append(
             ComparedRow(

@@ -18,7 +18,7 @@ class ComparedRow:
       backward: Whether it is part of a backward pass.
       difference: How much the results differ, estimated to about 15 %.
       operands: How much of it the differences of its operands explain. A sum of terms that cancel amplifies them.
-      rounding: The unit of rounding of the coarsest dtype up to here, amplified likewise.
+      rounding: How much of it rounding explains: the unit of the coarsest dtype so far. Such a sum amplifies it, too.
       reaches_results: Whether a result still shows the difference. That of masked values does not.
     """
 

@@ -18,7 +18,7 @@ from jamp._cast import check_floating, is_floating
 from jamp.debug._program import ON, Program
 from jamp.debug._rounded import Damage, Data
 
-_LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # of float16's gradients: the first with which they are finite
+_LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # for float16: the first with which the gradients are finite
 
 
 class Errors:
@@ -64,7 +64,7 @@ class Errors:
         self._exact: tuple[list[Array], dict[Any, Any]] | None = None
 
     def exact(self) -> tuple[list[Array], dict[Any, Any]]:
-        """The results without any rounding, and all values until they were used."""
+        """The results without any rounding, and all values by their variables."""
         self._exact = self._exact or self.program.run([self._scale, *self._leaves], {}, keep=True)
         return self._exact
 
@@ -111,7 +111,7 @@ class Errors:
 
 
 def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
-    """The norm of the differences of several arrays over that of the second ones."""
+    """The norm of the differences of pairs of arrays, divided by the norm of the second ones."""
     wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs if is_floating(y)]
     size = sum(float(np.sum(y**2)) for _, y in wide)
     error = math.sqrt(sum(float(np.sum((x - y) ** 2)) for x, y in wide))
@@ -121,7 +121,7 @@ def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
 
 
 def _probe(values: Sequence[Any], seed: int) -> list[Any]:
-    """Random signs over the norm of all values. The product with an error has the relative error as its deviation."""
+    """Random signs, divided by the norm of all values. Their product with an error deviates by the relative error."""
     size = math.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in values if is_floating(x))) or math.inf
     keys = jax.random.split(jax.random.key(seed), max(1, len(values)))
     sign = lambda key, x: jax.random.rademacher(key, x.shape, x.dtype) / size

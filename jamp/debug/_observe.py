@@ -28,7 +28,7 @@ class Numbers(NamedTuple):
       rows: The same with signs that depend on the index along the last axis only, so that the order of rows, and how
         they are split, does not matter.
       square: The sum of the squares.
-      terms: The same if the terms of each sum in the operation had random signs. It is larger where they cancel.
+      terms: What `square` would be if the terms of each sum had random signs. It is larger where they cancel.
       bad: How many elements are inf or NaN. The other numbers are without them.
       size: The number of elements.
     """
@@ -65,7 +65,7 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array, and the numbers of the operations that computed it, perhaps moved since."""
+    """An array, and the indices of the operations that computed it. Moves of data are not among them."""
 
     array: Any
     made_by: frozenset[int] = frozenset()
@@ -163,7 +163,7 @@ def gain(x: Numbers) -> float:
 
 
 def rows_gain(x: Numbers) -> float:
-    """The same of the sums over rows, by which arrays are compared whose rows are split."""
+    """The same for the sums over rows. Arrays whose rows are split are compared by these."""
     rows = _root_mean_square(x.rows)
     return max(1.0, math.sqrt(x.square) / rows) if rows else math.inf
 

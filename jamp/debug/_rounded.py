@@ -58,8 +58,8 @@ def damage(y: Array, with_operands: Array, cotangent: Array, dtype: DTypeLike) -
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
-    # Errors are independent, but for those from one rounding of an operand, which are in a row or a column, and for
-    # those of equal rows.
+    # Errors are independent, with two exceptions: those from the rounding of one element of an operand, which are in
+    # a row or a column, and those of equal rows.
     operands = [(-1,), (-2,), tuple(range(y.ndim - 1))] if y.ndim > 1 else []
     number = lambda x: jnp.sum(x).astype(jnp.float32)
     return Damage(

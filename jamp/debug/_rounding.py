@@ -63,7 +63,7 @@ def rounding_report(
         raise ValueError(
             f"rounding_report is for 16 bit, got {compute_dtype}: 8-bit products have no second derivative."
         )
-    autocast(fun, compute_dtype, rules=rules)  # checks them
+    autocast(fun, compute_dtype, rules=rules)  # checks the arguments
 
     def report(*args: Any, **kwargs: Any) -> RoundingReport:
         errors_of = lambda more: Errors(fun, compute_dtype, dict(rules or {}) | more, args, kwargs)
@@ -71,7 +71,7 @@ def rounding_report(
         total, damages = errors.total, errors.damages()
         places = list(enumerate(errors.program.places))
         found = [(i, _row(place, [x.get(i) for x in damages], errors.program.flops)) for i, place in places]
-        found = [(i, row) for i, row in found if row.damage or row.flops]  # not of what computes no result
+        found = [(i, row) for i, row in found if row.damage or row.flops]  # without places that no result depends on
         found.sort(key=lambda x: -x[1].damage)
         rows = [dataclasses.replace(row, measured=errors.of({i: ON})) for i, row in found[:_CHECKED]]
         rows += [row for _, row in found[_CHECKED:]]

@@ -103,7 +103,7 @@ def _switches(places: int, rules: Sequence[_Rule]) -> Data:
 
 
 def _fewest(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]) -> Sequence[_Rule]:
-    """The first rules that are enough. All of them are."""
+    """The first rules that are enough, given that all of them are."""
     low, high = -1, len(rules)
     while high - low > 1:
         middle = (low + high) // 2

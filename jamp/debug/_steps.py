@@ -39,7 +39,7 @@ class Step:
 
     eqn: JaxprEqn
     place: int | None = None
-    rounds: tuple[bool, ...] = ()  # which operands it rounds: a cast its one, a product those of fewer than 32 bits
+    rounds: tuple[bool, ...] = ()  # for each operand, whether it is a narrow one of a product
     bodies: tuple["Body", ...] = ()
 
     @functools.cached_property
@@ -50,7 +50,7 @@ class Step:
 
     @functools.cached_property
     def tapped(self) -> frozenset[int]:
-        """All places in it but those in a while loop, which has no derivative in reverse mode."""
+        """All places in it, except those in a while loop, which has no derivative in reverse mode."""
         if _jaxpr.name(self.eqn) == "while":
             return frozenset()
         inner = (step.tapped for body in self.bodies for step in body.steps)
@@ -146,7 +146,7 @@ def _rounds(eqn: JaxprEqn) -> bool:
 
 
 def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
-    """The steps, in which a cast that only products read, perhaps moved, does not round: they round their operands."""
+    """The steps, where casts that only products read, perhaps moved, do not round: products round their operands."""
     kept = {v for v in outputs if not _jaxpr.is_literal(v)}  # what anything but a product reads
     found = []
     for step in reversed(steps):
