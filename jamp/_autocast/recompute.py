@@ -111,7 +111,7 @@ class _Pass:
         inputs = list(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
         flags = tuple(v in live for v in inputs)
         key = _evaluate.fingerprint(inputs, outputs, eqns), flags, around
-        if key[0] is None or key not in self._segments:  # Equal layers share a segment, which is differentiated once.
+        if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             body = _evaluate.closed_jaxpr({}, inputs, outputs, eqns)
             call = _recomputing(body, flags, around.loop)
             named = jax.named_scope(SEGMENT)
