@@ -24,6 +24,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 sys.path.append(str(Path(__file__).parents[1]))  # for `benchmarks`; at the end: an installed jamp comes first
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A worker starts with half of the files, so that few programs compile twice, and takes over from a slower one."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Forbid implicit dtype promotion, unless a test is marked `promotes` with the code that does it."""
