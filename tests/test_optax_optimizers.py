@@ -139,6 +139,7 @@ def test_skipped_steps_change_no_bit_and_are_as_if_never_seen(name):
 # Each leaf of PARAMS has a dtype of its own, and one dtype for all is not another path through jamp.
 @pytest.mark.parametrize("dtype", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in ("f4", "f2", "bfloat16"))])
 @pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.filterwarnings("ignore:float16 parameters without a master copy")
 def test_no_leaf_changes_dtype_or_weak_type_whatever_the_params_dtype(name, dtype):
     tx = jamp.loss_scaled(make(name))
     carry = jax.eval_shape(lambda params: (params, tx.init(params)), fresh_params(name, dtype))
