@@ -1,5 +1,7 @@
 """Operations that autocast does not know: those with products in them are a warning and a row, never silence."""
 
+import contextlib
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -76,13 +78,18 @@ def layer(w, x):
     return h @ w
 
 
-@pytest.fixture
-def remat3():
-    """JAX's next `checkpoint` for one test, from the release on that completes it; before, the old one."""
+@contextlib.contextmanager
+def remat3(flag):
+    """JAX's next `checkpoint`, from the release on that completes it; before, the old one."""
+    if not IS_NEW:
+        yield
+        return
     before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", IS_NEW)
-    yield
-    jax.config.update("jax_remat3", before)
+    jax.config.update("jax_remat3", flag)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_remat3", before)
 
 
 CHECKPOINTS = {
@@ -116,18 +123,18 @@ CASES = [
 
 
 @pytest.mark.parametrize("fun", CASES)
-def test_the_next_checkpoint_is_entered_like_the_old_one(fun, remat3):
+def test_the_next_checkpoint_is_entered_like_the_old_one(fun):
     loss = lambda w, x: jnp.sum(fun(w, x) ** 2)
     # In a custom rule, products stay in the carrier.
     for dtype in (jnp.bfloat16, *[jamp.Float8()] * (fun is not CHECKPOINTS["in a custom_vjp"])):
         cast = jamp.autocast(loss, dtype, rules={"dot_general": "compute"})
-        assert products(cast, W, X) == {jnp.dtype(jnp.bfloat16)}
-        report = jamp.autocast_report(loss, dtype, rules={"dot_general": "compute"})(W, X)
-        assert (report.share_8_bit if report.quantized else report.share_16_bit) > 0.9
-        jax.config.update("jax_remat3", IS_NEW)
-        new = jax.jit(jax.grad(jamp.scaled(cast)))(W, X)
-        jax.config.update("jax_remat3", False)
-        old = jax.jit(jax.grad(cast))(W, X)
+        with remat3(True):
+            assert products(cast, W, X) == {jnp.dtype(jnp.bfloat16)}
+            report = jamp.autocast_report(loss, dtype, rules={"dot_general": "compute"})(W, X)
+            assert (report.share_8_bit if report.quantized else report.share_16_bit) > 0.9
+            new = jax.jit(jax.grad(jamp.scaled(cast)))(W, X)
+        with remat3(False):
+            old = jax.jit(jax.grad(cast))(W, X)
         assert jnp.linalg.norm(new - old) < 0.02 * jnp.linalg.norm(old)
-        jax.config.update("jax_remat3", IS_NEW)
-    assert not jamp.debug.find_nonfinite(loss)(W, X)
+    with remat3(True):
+        assert not jamp.debug.find_nonfinite(loss)(W, X)
