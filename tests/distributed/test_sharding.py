@@ -320,7 +320,7 @@ def test_split_masters_and_8_bit_states_on_eight_devices_are_those_of_one(kind):
     assert moments(found).mu.codes["w"].dtype == jnp.int8
     codes = [np.int32(moments(run).mu.codes["w"]) for run in (found, alone)]
     if jax.__version_info__ < (0, 10, 2):  # It fuses Adam otherwise, and the last digits of a moment are in the hash.
-        assert abs(codes[0] - codes[1]).max() <= 1
+        assert abs(codes[0] - codes[1]).max() <= 3  # one in each step
         return
     assert_equal(*codes)
     if kind is AxisType.Auto:
