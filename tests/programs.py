@@ -43,11 +43,12 @@ FLOAT32 = np.finfo(np.float32)
 
 def filled(c):
     """A select, a pad and a clamp with a constant, and whether they are equal to it."""
+    far = float(np.clip(1.5 * c, FLOAT32.min, FLOAT32.max))
 
     def fun(dot, x, w):
         selected = jnp.where(np.tri(N, dtype=bool), dot(x, w), c)
         padded = lax.pad(dot(x[:-2], w), jnp.float32(c), ((1, 1, 0), (0, 0, 0)))
-        clamped = lax.clamp(min(1.5 * c, c), dot(x, w.T), max(1.5 * c, c))
+        clamped = lax.clamp(min(far, c), dot(x, w.T), max(far, c))
         return sum(jnp.where(y == c, x, jnp.tanh(y)) for y in (selected, padded, clamped))
 
     return fun

@@ -104,6 +104,7 @@ def test_the_yaml_block_is_taken_as_it_stands_and_clipping_sees_the_true_gradien
     np.testing.assert_allclose(updates["w"], [-0.06, -0.08], rtol=1e-6)  # 0.1 of the gradient at norm 1, not at 2**32
 
 
+@pytest.mark.filterwarnings("ignore:float16 parameters without a master copy")
 @pytest.mark.slow
 def test_full_16_bit_training_keeps_float32_in_the_optimizer_trains_and_recovers(after):
     page, runs = after[1], {}
