@@ -141,14 +141,17 @@ def test_every_wrapper_around_adamw_stays_beside_float32():
     check("adamw", list(WRAPPERS))
 
 
+OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
+
+
 @pytest.mark.promotes("optax")
-@pytest.mark.parametrize("which", [name for name in OPTIMIZERS if name != "adamw"])
+@pytest.mark.parametrize("which", [pytest.param(x, marks=[pytest.mark.slow] * (x == "ademamix")) for x in OTHERS])
 def test_8_bit_moments_stay_beside_float32(which):
     check(which, ["float32", "8-bit"])
 
 
 @pytest.mark.slow
 @pytest.mark.promotes("optax")
-@pytest.mark.parametrize("which", [name for name in OPTIMIZERS if name != "adamw"])
+@pytest.mark.parametrize("which", OTHERS)
 def test_every_wrapper_stays_beside_float32(which):
     check(which, list(WRAPPERS))

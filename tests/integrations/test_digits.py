@@ -84,6 +84,7 @@ def test_a_layer_and_its_parameter_are_named():
     assert "flax/linen/linear.py" in row.source
 
 
+@pytest.mark.slow
 def test_linen_and_equinox_compute_the_same_until_one_is_changed():
     here, params = linen(lambda h: h)
     there, model = equinox(lambda h: h)

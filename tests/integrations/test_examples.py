@@ -100,6 +100,7 @@ def photo_table(output):
     return [tuple(map(float, row.groups())) for row in rows]
 
 
+@pytest.mark.slow
 def test_photo_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
     args = "--steps", 10, "--stride", 16, "--out", tmp_path
     output, progress = run("photo.py", *args, init_params={"sizes": (64, 8, 3)})
