@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -214,19 +215,26 @@ def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
     return [(getattr(x, "jaxpr", x), times) for x in found.values()]
 
 
+_WITHOUT_JAXPRS = (type, FunctionType, ModuleType, Enum)
+
+
 def _held(x: Any, depth: int) -> Iterator[Any]:
     """The jaxprs in a tree of parameters, and in the attributes of objects in it, down to a depth."""
     has_eqns = lambda x: hasattr(x, "eqns")
     for leaf in jax.tree.leaves(x, is_leaf=has_eqns):
         if has_eqns(leaf):
             yield leaf
-        elif depth and not isinstance(leaf, type | FunctionType | ModuleType):
-            yield from _held(list(getattr(leaf, "__dict__", {}).values()), depth - 1)
+        elif depth and (parts := getattr(leaf, "__dict__", None)) and not isinstance(leaf, _WITHOUT_JAXPRS):
+            yield from _held(list(parts.values()), depth - 1)
 
 
 def is_high(eqn: JaxprEqn) -> bool:
     """Whether JAX lowers an equation, or one in its bodies, to other primitives before it compiles it."""
-    return "_prim" in eqn.params or any(getattr(jaxpr, "is_high", False) for jaxpr, _ in inner(eqn))
+    if "_prim" in eqn.params:
+        return True
+    # Not by `inner`, which takes far longer, and this is asked of every equation.
+    values = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    return any(getattr(getattr(x, "jaxpr", x), "is_high", False) for x in values)
 
 
 def function_name(eqn: JaxprEqn) -> str | None:

@@ -101,18 +101,8 @@ class _Pass:
         `computed` inputs depend on a product, and later products read the `read_on` outputs.
         """
         key = id(closed.jaxpr), id(cast), computed, read_on, inside
-        if key not in self._done:
-            self._done[key] = self._run(closed, cast, computed, read_on, inside)
-        return self._done[key]
-
-    def _run(
-        self,
-        closed: ClosedJaxpr,
-        cast: Cast,
-        computed: tuple[bool, ...],
-        read_on: tuple[bool, ...],
-        inside: JaxprEqn | None,
-    ) -> Quantized:
+        if key in self._done:
+            return self._done[key]
         # Of this call: equal calls of a jitted function have the same equations, but not always the same decisions.
         decisions = {id(decision.run): decision for decision in cast.decisions}
         jaxpr = closed.jaxpr
@@ -147,7 +137,8 @@ class _Pass:
                 eqns.append(eqn)
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         new = _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
-        return dataclasses.replace(found, closed=new)
+        self._done[key] = dataclasses.replace(found, closed=new)
+        return self._done[key]
 
     def _why_not(self, decision: Decision, product: MatrixProduct | None, is_attention: bool, is_read_on: bool) -> str:
         """Why a product stays in the carrier; nothing if it is 8 bit."""
