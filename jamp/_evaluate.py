@@ -1,18 +1,16 @@
 """Build equations and jaxprs, and evaluate them."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-from jax.typing import DTypeLike
 
 from jamp import _jaxpr
 from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, core, inlinable, is_literal
 
-Move = Callable[[Any], Any]
 Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # an equation and its operands to its results
 
 
@@ -87,6 +85,12 @@ def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -
     return _inlined(closed, inputs, lambda eqn: None, dict(zip(closed.jaxpr.outvars, outputs, strict=True)))[0]
 
 
+def located(eqn: JaxprEqn, like: JaxprEqn) -> JaxprEqn:
+    """An equation with the line and the mesh of another, and its scopes around its own."""
+    stack = like.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=like.source_info.replace(name_stack=stack), ctx=like.ctx)
+
+
 def flattened(closed: ClosedJaxpr) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations and the outputs of a jaxpr in which jit calls are inlined. Its inputs keep their variables."""
     return _inlined(closed, closed.jaxpr.invars, inlinable, {})
@@ -154,6 +158,18 @@ def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return inlinable(eqn)
 
 
+def convert(source: Var, target: Var, like: JaxprEqn | None) -> JaxprEqn:
+    """The equation that casts a variable to the dtype of another. It has the line, scopes and mesh of `like`."""
+    eqn = _conversion(target.aval.dtype).replace(invars=[source], outvars=[target])
+    return eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn
+
+
+@functools.cache
+def _conversion(dtype: np.dtype[Any]) -> JaxprEqn:
+    other = np.int8 if dtype != np.int8 else np.float32
+    return jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(jnp.zeros((), other)).eqns[0]
+
+
 def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:
     """An equation with another dtype in its parameters (preferred_element_type, new_dtype)."""
     is_old = lambda param: isinstance(param, (np.dtype, type)) and param == old
@@ -170,65 +186,6 @@ def widened(eqn: JaxprEqn, narrow: Iterable[Any], wide: np.dtype[Any]) -> JaxprE
     if "precision" not in eqn.params:
         return eqn
     return eqn.replace(params={**eqn.params, "precision": (jax.lax.Precision.HIGHEST,) * 2})
-
-
-def with_result(eqn: JaxprEqn, dtype: DTypeLike) -> JaxprEqn:
-    """A product with a result of another dtype."""
-    (result,) = avals(eqn.outvars)
-    params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
-    return eqn.replace(params=params, outvars=[core().Var(result.update(dtype=np.dtype(dtype), weak_type=False))])
-
-
-class MatrixProduct(NamedTuple):
-    """A dot_general or ragged_dot_general, what moves each operand into its place, and what moves the result back."""
-
-    eqn: JaxprEqn
-    moves: tuple[Move, Move, Move]
-
-
-def as_matrix_product(eqn: JaxprEqn) -> MatrixProduct | None:
-    """Write a product as a matrix product. None for a convolution that is not one, or that JAX cannot compute so."""
-    if _jaxpr.name(eqn) != "conv_general_dilated":
-        return MatrixProduct(eqn, (_stay,) * 3)
-    params, (x, w), (out,) = eqn.params, avals(eqn.invars), avals(eqn.outvars)
-    dimensions, strides = params["dimension_numbers"], params["window_strides"]
-    windows = [w.shape[i] for i in dimensions.rhs_spec[2:]]
-    sizes = [out.shape[i] for i in dimensions.out_spec[2:]]
-    ones = params["feature_group_count"], params["batch_group_count"], *params["lhs_dilation"], *params["rhs_dilation"]
-    is_apart = all(n in (1, stride) for n, stride in zip(windows, strides, strict=True))
-    is_empty = any(isinstance(n, int) and n == 0 for v in (x, w, out) for n in v.shape)
-    # With explicit axes, JAX does not split an axis into windows.
-    is_explicit = AxisType.Explicit in (*x.sharding.mesh.axis_types, *w.sharding.mesh.axis_types)
-    is_apart &= not is_empty and not (is_explicit and any(n != 1 for n in windows))
-    if not is_apart or any(n != 1 for n in ones) or any(n for pair in params["padding"] for n in pair):
-        return None
-    spatial = len(sizes)
-
-    def patches(x: Any) -> Any:  # [batch, *sizes, features * windows]
-        x = x.transpose(dimensions.lhs_spec)
-        for i, (size, stride, n) in enumerate(zip(sizes, strides, windows, strict=True), 2):
-            step = stride if n == 1 else 1
-            x = jax.lax.slice_in_dim(x, 0, (size * n - 1) * step + 1, step, i)
-        x = x.reshape(*x.shape[:2], *(n for pair in zip(sizes, windows, strict=True) for n in pair))
-        x = x.transpose(0, *range(2, 2 + 2 * spatial, 2), 1, *range(3, 3 + 2 * spatial, 2))
-        return x.reshape(*x.shape[: 1 + spatial], -1)
-
-    def weights(w: Any) -> Any:  # [features of the result, features * windows]
-        return w.transpose(dimensions.rhs_spec).reshape(w.shape[dimensions.rhs_spec[0]], -1)
-
-    def back(y: Any) -> Any:  # from [batch, *sizes, features]
-        place = [0, 1 + spatial, *range(1, 1 + spatial)]
-        return y.transpose([place[dimensions.out_spec.index(i)] for i in range(y.ndim)])
-
-    dot = lambda x, w: jax.lax.dot_general(
-        x, w, (((1 + spatial,), (1,)), ((), ())), precision=params["precision"], preferred_element_type=out.dtype
-    )
-    types = [jax.eval_shape(move, jax.ShapeDtypeStruct(v.shape, v.dtype)) for move, v in ((patches, x), (weights, w))]
-    return MatrixProduct(jax.make_jaxpr(dot)(*types).eqns[0], (patches, weights, back))
-
-
-def _stay(x: Any) -> Any:
-    return x
 
 
 def batched(closed: ClosedJaxpr, axis: Any, args: Sequence[Any], axes: Sequence[Any]) -> ClosedJaxpr:

@@ -7,7 +7,7 @@ This module uses only public modules of JAX. The parameters of primitives are no
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -254,20 +254,20 @@ def summed_terms(eqn: JaxprEqn) -> int:
     if name(eqn) == "conv_general_dilated":
         operand, axes = 1, params["dimension_numbers"].rhs_spec[1:]
     else:
-        operand, axes = 0, _dimensions(eqn)[0][0]
+        operand, axes = 0, contracted(params)[0]
     shape = avals(eqn.invars)[operand].shape
     return math.prod(shape[i] for i in axes)
 
 
-def contracted(eqn: JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of each operand over which a dot_general sums."""
-    axes: tuple[tuple[int, ...], tuple[int, ...]] = eqn.params["dimension_numbers"][0]
+def contracted(params: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
+    """The axes of each operand over which a matrix product sums."""
+    axes: tuple[Sequence[int], Sequence[int]] = _dimensions(params)[0]
     return axes
 
 
 def product_sizes(eqn: JaxprEqn) -> list[int]:
     """M, N and K of a matrix product: the free elements of each operand, and the terms of a sum."""
-    (contracting, batch), operands = _dimensions(eqn), avals(eqn.invars[:2])
+    (contracting, batch), operands = _dimensions(eqn.params), avals(eqn.invars[:2])
     free = [
         math.prod(n for i, n in enumerate(x.shape) if i not in (*c, *b))
         for x, c, b in zip(operands, contracting, batch, strict=True)
@@ -275,11 +275,11 @@ def product_sizes(eqn: JaxprEqn) -> list[int]:
     return [*free, summed_terms(eqn)]
 
 
-def _dimensions(eqn: JaxprEqn) -> Any:
+def _dimensions(params: Mapping[str, Any]) -> Any:
     """The contracting and the batch axes of each operand of a matrix product. An axis of groups is a batch axis."""
-    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    ragged = params.get("ragged_dot_dimension_numbers")
     if ragged is None:
-        return eqn.params["dimension_numbers"]
+        return params["dimension_numbers"]
     contracting, (left, right) = ragged.dot_dimension_numbers
     return contracting, (left, (*right, *ragged.rhs_group_dimensions))
 
@@ -289,9 +289,9 @@ def parameters(eqn: JaxprEqn) -> tuple[Any, ...]:
     return tuple(eqn.params.values())
 
 
-def dot_options(eqn: JaxprEqn) -> dict[str, Any]:
+def dot_options(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords with which `jax.lax.dot_general` makes the same product, without precision and dtype."""
-    return {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
+    return {name: params[name] for name in ("dimension_numbers", "out_sharding")}
 
 
 def exponent(eqn: JaxprEqn) -> int:

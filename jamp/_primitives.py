@@ -62,10 +62,11 @@ CUBIC = {
     "tridiagonal": 4 / 3,
 }
 
+_OWN = _names("detached")  # of a product that autocast has lowered
 # Cheap and deterministic. They terminate on any input, also on NaN.
-CHEAP = MOVES | COPIES | ARITHMETIC
+CHEAP = MOVES | COPIES | ARITHMETIC | _OWN
 # They compute nothing.
-MOVING = MOVES | TRANSFERS | COPIES | GATHERS
+MOVING = MOVES | TRANSFERS | COPIES | GATHERS | _OWN
 # The result is the first operand, a part or a rearrangement of it. A parameter keeps its path through them.
 REARRANGES = (MOVES | COPIES) - _names("concatenate select_n")
 
@@ -73,6 +74,6 @@ REARRANGES = (MOVES | COPIES) - _names("concatenate select_n")
 def holds_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product, or holds one in its bodies."""
     name = _jaxpr.name(eqn)
-    if name in PRODUCTS or name in CHEAP:
-        return name in PRODUCTS
+    if name in PRODUCTS or name == "product" or name in CHEAP:  # The second is autocast's, until it is lowered.
+        return name not in CHEAP
     return any(holds_product(e) for jaxpr, _ in _jaxpr.inner(eqn) for e in jaxpr.eqns)

@@ -9,10 +9,13 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr and of those inside it."""
+    """Every equation of a jaxpr and of those inside it. Of `lax.platform_dependent`, those of the default platform."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
-        for param in jax.tree.leaves(params(eqn), is_leaf=lambda x: hasattr(x, "eqns")):
+        given = params(eqn)
+        if given.get("branches_platforms"):
+            given = given["branches"][-1:]
+        for param in jax.tree.leaves(given, is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(param, "eqns"):
                 yield from equations(param)
 

@@ -18,9 +18,10 @@ from programs import by_operation, reference
 
 import jamp
 from jamp import _jaxpr
-from jamp._autocast.cast import Caster
-from jamp._autocast.context import Input, Place
+from jamp._autocast.cast import cast
+from jamp._autocast.lower import lower
 from jamp._autocast.rules import RULES
+from jamp._autocast.target import Target
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 MESH = Mesh(np.array(jax.devices()[:1]), ("i",))
@@ -286,9 +287,9 @@ def test_a_parameter_that_a_later_release_invents_is_carried_through():
         closed = jax.make_jaxpr(fun)(W, X)
         eqns = [e.replace(params={**e.params, "invented": 3}) if _jaxpr.bodies(e) else e for e in closed.jaxpr.eqns]
         later = jax.extend.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
-        cast = Caster(F16, RULES).cast(later, [Input()] * 2, Place()).closed()
-        assert operand_dtypes(cast, ["dot_general"]) == {F16}
-        assert [e.params["invented"] for e in cast.jaxpr.eqns if "invented" in e.params] == [3]
+        rewritten = lower(cast(later, Target(F16, RULES)))
+        assert operand_dtypes(rewritten, ["dot_general"]) == {F16}
+        assert [e.params["invented"] for e in rewritten.jaxpr.eqns if "invented" in e.params] == [3]
 
 
 def test_linear_algebra_and_a_ref_inside_a_function_are_float32():

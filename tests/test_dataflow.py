@@ -1,16 +1,19 @@
 """Dataflow analyses, beside what each program says by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from jamp import _jaxpr
-from jamp._dataflow import Backward, Forward, flags
+from jamp._dataflow import Backward, Forward, flags, spreads
 
 X = jnp.ones((4, 4))
 # The property starts at a tangent and a sine: after one going forward, before the other going backward.
-forward = Forward(lambda eqn, operands: any(operands) or _jaxpr.name(eqn) == "tan")
+forward = spreads(lambda eqn, operands: any(operands) or _jaxpr.name(eqn) == "tan")
 backward = Backward(lambda eqn, results: any(results) or _jaxpr.name(eqn) == "sin")
 _jaxpr.core()
 
@@ -70,9 +73,10 @@ READS = {
 @pytest.mark.parametrize("name", RESULTS)
 def test_forward_follows_values_into_constructs_and_around_loops(name):
     fun, want = RESULTS[name]
-    jaxpr = jax.make_jaxpr(fun)(X, X, X).jaxpr
-    assert flags(jaxpr.outvars, forward(jaxpr, [False] * len(jaxpr.invars))) == want
-    assert flags(jaxpr.outvars, forward(jaxpr, [True] * len(jaxpr.invars))) == [True] * len(want)
+    closed = jax.make_jaxpr(fun)(X, X, X)
+    for given, expected in ((False, want), (True, [True] * len(want))):
+        facts = forward(closed, [given] * len(closed.in_avals))
+        assert forward.read(facts, closed.jaxpr.outvars) == expected
 
 
 @pytest.mark.parametrize("name", READS)
@@ -94,8 +98,24 @@ def test_the_inputs_and_outputs_of_bodies_are_those_of_every_step():
 
 def test_a_body_is_analysed_once_for_equal_flags():
     calls = []
-    count = Forward(lambda eqn, operands: calls.append(eqn) or any(operands))
+    count = spreads(lambda eqn, operands: calls.append(eqn) or any(operands))
     inner = jax.jit(lambda x: jnp.tanh(x) + 1)
     fun = lambda x: [x := inner(x) for _ in range(9)]
-    count(jax.make_jaxpr(fun)(X).jaxpr, [True])
+    count(jax.make_jaxpr(fun)(X), [True])
     assert len(calls) == 2
+
+
+def test_any_fact_that_can_be_joined_is_followed():
+    """The largest element of a value of integers: a constant, the maximum, and unknown (None) of anything else."""
+    largest = lambda x, y: None if x is None or y is None else max(x, y)
+    rule = lambda eqn, operands: functools.reduce(largest, operands) if _jaxpr.name(eqn) == "max" else None
+    analysis = Forward(rule, largest, lambda value: int(np.max(value)))
+
+    def fun(x, y):
+        loop = lax.fori_loop(0, 3, lambda i, c: jnp.maximum(c, 7), y)
+        branch = lax.cond(x > 0, lambda: jnp.maximum(y, 5), lambda: 9)
+        return jnp.maximum(x, 4), loop, branch, jnp.maximum(x, y) + 1
+
+    closed = jax.make_jaxpr(fun)(1, 2)
+    assert analysis.read(analysis(closed, [3, 2]), closed.jaxpr.outvars) == [4, 7, 9, None]
+    assert analysis.read(analysis(closed, [None, 8]), closed.jaxpr.outvars) == [None, 8, 9, None]

@@ -14,25 +14,49 @@ from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.tree_util import Partial
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.context import Input
+from jamp._autocast.facts import Input
+from jamp._autocast.lower import lower
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._shard_map import trace
 
 
-class Rewritten(Protocol):
-    """A rewritten jaxpr. `stored` says which of its outputs are exact in 16 bit."""
+class Rewritten:
+    """A jaxpr with products in 16 bit.
 
-    stored: list[bool]
+    Attributes:
+      closed: The jaxpr, or the traced one if nothing in it changes.
+      low: Which of its outputs are 16 bit in place of float32.
+      changed: Whether anything changes.
+    """
 
-    def closed(self, low: Sequence[bool] | None = None) -> ClosedJaxpr:
-        """The jaxpr to evaluate. `low` says which outputs are to be 16 bit."""
+    def __init__(self, closed: ClosedJaxpr, low: Sequence[bool], types: Sequence[Any], changed: bool):
+        self.closed, self.low, self.changed, self._types = closed, tuple(low), changed, types
+        self._done: dict[tuple[bool, ...], ClosedJaxpr] = {self.low: closed}
+
+    def at(self, low: Sequence[bool]) -> ClosedJaxpr:
+        """The jaxpr with only some of its `low` outputs in 16 bit, and the others cast back to float32."""
+        wanted = tuple(low)
+        if wanted not in self._done:
+            eqns, outputs = list(self.closed.jaxpr.eqns), list(self.closed.jaxpr.outvars)
+            for i, v in enumerate(outputs):
+                if self.low[i] and not wanted[i]:
+                    outputs[i] = _jaxpr.core().Var(self._types[i])
+                    eqns.append(_evaluate.convert(v, outputs[i], eqns[-1] if eqns else None))
+            constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
+            self._done[wanted] = _evaluate.closed_jaxpr(constants, self.closed.jaxpr.invars, outputs, eqns)
+        return self._done[wanted]
 
 
 class Rewrite(Protocol):
-    """Rewrites a jaxpr. `backward` says that it is the backward rule of a custom_vjp."""
+    """Rewrites a jaxpr. `backward` says that it is the backward rule of a custom_vjp.
 
-    def __call__(self, closed: ClosedJaxpr, inputs: Sequence[Input], backward: bool = False) -> Rewritten: ...
+    `stored` outputs are 16 bit if they are stored so, even if other operations read them.
+    """
+
+    def __call__(
+        self, closed: ClosedJaxpr, inputs: Sequence[Input], *, backward: bool, stored: Sequence[bool]
+    ) -> Rewritten: ...
 
 
 # The results of these keep their traced dtypes, because the author's derivative rule computes them too.
@@ -55,16 +79,29 @@ class _Call(NamedTuple):
         fun: Callable[..., Any],
         avals: Sequence[Any],
         args: Sequence[Any],
-        low: Callable[[list[bool]], Sequence[bool]],
+        *,
         weights: Sequence[bool] = (),
+        residuals_from: int | None = None,
         backward: bool = False,
     ) -> list[Any]:
-        """Trace `fun` at `avals`, rewrite it, and evaluate it on `args`. `low` says which results are 16 bit."""
+        """Trace `fun` at `avals`, rewrite it, and evaluate it on `args`.
+
+        The results have the traced dtypes, but residuals (from some result on) are 16 bit where that is exact.
+        """
         closed = jax.make_jaxpr(fun)(*avals)
         types = zip(args, avals, weights or [False] * len(args), strict=True)
-        inputs = [Input(jax.typeof(x).dtype != aval.dtype, weight=is_weight) for x, aval, is_weight in types]
-        rewritten = self.rewrite(closed, inputs, backward)
-        return _evaluate.call(rewritten.closed(low(rewritten.stored)), args)
+        inputs = [Input(jax.typeof(x).dtype != aval.dtype, computed=not is_weight) for x, aval, is_weight in types]
+        n = len(closed.out_avals)
+        stored = [i >= (n if residuals_from is None else residuals_from) for i in range(n)]
+        rewritten = self.rewrite(closed, inputs, backward=backward, stored=stored)
+        low = [x and y for x, y in zip(rewritten.low, stored, strict=True)]
+        return _evaluate.call(lower(rewritten.at(low)), args)
+
+
+def is_entered(eqn: JaxprEqn, manual: bool) -> bool:
+    """Whether a construct is entered."""
+    # Inside a shard_map, JAX does not tell a custom rule which of its operands are differentiated.
+    return _jaxpr.bodies(eqn) is not None and not (manual and _jaxpr.asks_for_zeros(eqn))
 
 
 def enter(
@@ -80,17 +117,20 @@ def enter(
     """The equations of a construct with rewritten bodies. `low` results are 16 bit. It may be `inside` a shard_map."""
     name = _jaxpr.name(eqn)
     if name in _RETRACED:
-        call = _Call(eqn, bodies[0].closed(), known, rewrite)
+        call = _Call(eqn, bodies[0].at([False] * len(low)), known, rewrite)
         closed = trace(inside, lambda *args: _RETRACED[name](call, args), _jaxpr.avals(reads))
         return _evaluate.inline(closed, reads, writes)
     wanted = [[False], low] if name == "while" else [low] * len(bodies)
-    closed_bodies = [body.closed(x) for body, x in zip(bodies, wanted, strict=True)]
+    closed_bodies = [body.at(x) for body, x in zip(bodies, wanted, strict=True)]
     entered = _evaluate.with_bodies(eqn, closed_bodies, reads, writes)
-    return [
-        _evaluate.with_thunk(entered, lambda closed: rewrite(closed, known).closed())
-        if name == "remat_opt"
-        else entered
-    ]
+    if name != "remat_opt":
+        return [entered]
+
+    def thunk(closed: ClosedJaxpr) -> ClosedJaxpr:
+        outputs = [False] * len(closed.out_avals)
+        return lower(rewrite(closed, known, backward=False, stored=outputs).at(outputs))
+
+    return [_evaluate.with_thunk(entered, thunk)]
 
 
 def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
@@ -113,8 +153,8 @@ def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
             return [*results, *(derivatives[i] for i in floating)]
 
         types, values = [*inputs, *(inputs[i] for i in moving)], [*primals, *(tangents[i] for i in moving)]
-        weights = [x.weight for x in (*call.known, *(call.known[i] for i in moving))]
-        results = call.replay(original, types, values, lambda stored: [False] * len(stored), weights)
+        weights = [not x.computed for x in (*call.known, *(call.known[i] for i in moving))]
+        results = call.replay(original, types, values, weights=weights)
         derivatives = _evaluate.replaced(list(map(_no_tangent, outputs)), floating, results[len(outputs) :])
         return results[: len(outputs)], derivatives
 
@@ -144,10 +184,10 @@ def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
             traced[:] = structure, [jax.typeof(x) for x in residuals]
             return [*results, *residuals]
 
-        low = lambda stored: [False] * len(outputs) + stored[len(outputs) :]
-        values = call.replay(original, inputs, xs, low)
+        values = call.replay(original, inputs, xs, residuals_from=len(outputs))
         # The static values reach the backward rule in the function of a Partial.
-        rest = functools.partial(_pull_back, call, moving, *traced)
+        dtypes = [jax.typeof(xs[i]).dtype for i in moving]
+        rest = functools.partial(_pull_back, call, moving, dtypes, *traced)
         return values[: len(outputs)], Partial(rest, *values[len(outputs) :])
 
     fun.defvjp(forward, lambda rest, cotangents: rest(cotangents=cotangents), symbolic_zeros=asks)
@@ -158,6 +198,7 @@ def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
 def _pull_back(
     call: _Call,
     moving: Sequence[int],
+    dtypes: Sequence[Any],
     structure: Any,
     types: Sequence[Any],
     *residuals: Any,
@@ -177,10 +218,10 @@ def _pull_back(
         original,
         [*types, *(outputs[i] for i in floating)],
         values,
-        lambda _: [call.known[i].low for i in moving],
         backward=True,
     )
-    return tuple(_evaluate.replaced([None] * len(inputs), moving, found))
+    cotangents = [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
+    return tuple(_evaluate.replaced([None] * len(inputs), moving, cotangents))
 
 
 def _no_tangent(aval: Any) -> Any:
@@ -197,7 +238,8 @@ def _linear_call(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
             return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
 
         types = [*inputs[:n], *_jaxpr.avals(call.eqn.outvars)]
-        return call.replay(original, types, [*residuals, *cotangents], lambda _: [x.low for x in call.known[n:]])
+        found = call.replay(original, types, [*residuals, *cotangents])
+        return [x.astype(jax.typeof(y).dtype) for x, y in zip(found, args[n:], strict=True)]
 
     fun = lambda residuals, operands: call.run([*residuals, *operands])
     values: Sequence[Any] = linear_call(fun, transposed, list(args[:n]), list(args[n:]))

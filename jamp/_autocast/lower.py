@@ -1,68 +1,221 @@
-"""Lower: products that a checkpoint policy of the user recognizes.
+"""Lower: products become JAX's own primitives, with the derivative of their format.
 
-Under `jax_remat3`, a checkpoint never looks into a call with a custom derivative: all of it is computed again, whatever
-the policy says. So in the body of such a checkpoint, the value of a call is computed by JAX's own primitives, outside
-of the call, and a second call attaches the derivative to it.
+    product(x, w)   becomes   low = cast(w)
+                              attach(dot_general(detached(x), detached(low)), x, low, x, w)
+
+`attach` returns its first operand, and only its derivative is a custom rule. So the value is computed by a primitive of
+JAX in plain sight, and the user's checkpoint policies recognize it, inside the function and around it, whether they
+look at a program before or after it is differentiated.
+
+The tangent of a product is a primitive that is linear in the tangents of its operands. It asks the format.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import Array, lax
+from jax import Array
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
+from jamp._autocast.arithmetic import Arithmetic, Rounded, moved, others_of
+from jamp._autocast.formats import Float8, Int8
+from jamp._autocast.product import Product, of
+from jamp._autocast.quantized import Batched, Quantized
+from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._primitives import holds_product
+from jamp._primitives import PRODUCTS
 from jamp._shard_map import trace
 
-_SAME_FUNCTION = ("jit", "scan", "while", "cond", "closed_call", "remat2", "shard_map", "scaled_call")
+
+def lower(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same function without the primitive `product`."""
+    return _Pass().run(closed, None)
 
 
-def lower(closed: ClosedJaxpr, in_checkpoint: bool = False, inside: JaxprEqn | None = None) -> ClosedJaxpr:
-    """The same function. `in_checkpoint` and `inside` say whether it is the body of a checkpoint, or in a shard_map."""
-    if not closed.jaxpr.eqns or (not any(map(_jaxpr.is_high, closed.jaxpr.eqns)) and not in_checkpoint):
-        return closed
-    jaxpr, eqns = closed.jaxpr, list[JaxprEqn]()
-    for eqn in jaxpr.eqns:
-        name, bodies = _jaxpr.name(eqn), _jaxpr.bodies(eqn)
-        if in_checkpoint and name == "custom_jvp_call" and bodies and holds_product(eqn):
-            attached = trace(inside, lambda *args, eqn=eqn: _attached(eqn, args), _jaxpr.avals(eqn.invars))
-            eqns.extend(_evaluate.inline(attached, eqn.invars, eqn.outvars))
-        elif name in _SAME_FUNCTION and bodies:
-            around = eqn if name == "shard_map" else inside
-            new = [lower(body, in_checkpoint or _has_policy(eqn), around) for body in bodies]
-            eqns.append(_evaluate.with_bodies(eqn, new, eqn.invars, eqn.outvars))
-        else:
-            eqns.append(eqn)
-    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    return _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
+class _Pass:
+    def __init__(self) -> None:
+        self._bodies: dict[Any, ClosedJaxpr] = {}
+        self._products: dict[Any, ClosedJaxpr] = {}
+
+    def run(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
+        """Lower a jaxpr, which may be inside a shard_map."""
+        key = id(closed.jaxpr), inside
+        if key not in self._bodies:
+            self._bodies[key] = self._lower(closed, inside)
+        return self._bodies[key]
+
+    def _lower(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
+        eqns: list[JaxprEqn] = []
+        for eqn in closed.jaxpr.eqns:
+            bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _jaxpr.CONSTRUCTS else None
+            if product := of(eqn):
+                lowered = self._product(eqn, product, inside)
+                items = _evaluate.inline(lowered, eqn.invars, eqn.outvars)
+                eqns.extend(_evaluate.located(item, eqn) for item in items)
+            elif bodies:
+                around = eqn if _jaxpr.name(eqn) == "shard_map" else inside
+                new = [self.run(body, around) for body in bodies]
+                is_same = all(x is y for x, y in zip(new, bodies, strict=True))
+                eqns.append(eqn if is_same else _evaluate.with_bodies(eqn, new, eqn.invars, eqn.outvars))
+            else:
+                eqns.append(eqn)
+        if all(x is y for x, y in zip(eqns, closed.jaxpr.eqns, strict=False)) and len(eqns) == len(closed.jaxpr.eqns):
+            return closed
+        constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        return _evaluate.closed_jaxpr(constants, closed.jaxpr.invars, closed.jaxpr.outvars, eqns)
+
+    def _product(self, eqn: JaxprEqn, product: Product, inside: JaxprEqn | None) -> ClosedJaxpr:
+        avals = _jaxpr.avals(eqn.invars)
+        key = product, *avals, eqn.ctx, inside
+        if key not in self._products:
+            self._products[key] = trace(inside, multiplied(product), avals)
+        return self._products[key]
 
 
-def _has_policy(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a checkpoint under `jax_remat3` that keeps some values and not others."""
-    params, policies = _jaxpr.params(eqn), jax.checkpoint_policies
-    is_new = _jaxpr.name(eqn) == "remat2" and "differentiated" not in params
-    return is_new and params["policy"] not in (None, policies.everything_saveable)
+def multiplied(product: Product) -> Callable[..., Array]:
+    """A product as a function of its operands."""
+    if product.format is None:
+        return lambda *operands: product.primitive.bind(*operands, **dict(product.params))
+    arithmetic = _arithmetic(product)
+    if isinstance(arithmetic, Rounded) and product.dtype == arithmetic.dtype and not any(product.weights):
+        return functools.partial(_by_jax, product, arithmetic)
 
-
-def _attached(eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
-    """The results of a custom_jvp call, of which only the derivative is in a custom rule."""
-    (body,) = _jaxpr.bodies(eqn) or ()
-    n = len(eqn.outvars)
+    n = product.arity
 
     @jax.custom_jvp
-    def attach(*args: Array) -> list[Array]:
-        return list(args[:n])
+    def attach(out: Array, *operands: Array) -> Array:
+        return out
 
-    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        given = primals[n:]
-        moving = [i for i, t in enumerate(tangents[n:]) if not isinstance(t, SymbolicZero)]
-        call = lambda *xs: _evaluate.bind(eqn, _evaluate.replaced(given, moving, xs), _jaxpr.avals(eqn.outvars))
-        found = jax.jvp(call, [given[i] for i in moving], [tangents[n + i] for i in moving])[1]
-        return list(primals[:n]), found
+    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
+        read, operands = primals[1:-n], primals[-n:]
+        given = tangents[-n:]
+        has_tangent = lambda i: is_inexact(operands[i]) and not isinstance(given[i], SymbolicZero)
+        moving = tuple(filter(has_tangent, range(n)))
+        out = attach(*primals)  # Not `primals[0]`, which has no second derivative.
+        if not moving:
+            return out, SymbolicZero(jax.typeof(out).to_tangent_aval())
+        inputs = [*arithmetic.kept(product, read, moving), *(given[i] for i in moving)]
+        types = tuple(jax.typeof(operands[i]) for i in moving)
+        return out, _tangent.bind(*inputs, product=product, moving=moving, types=types, aval=jax.typeof(out))
 
     attach.defjvp(rule, symbolic_zeros=True)
-    found: list[Array] = attach(*_evaluate.call(body, list(map(lax.stop_gradient, operands))), *operands)
-    return found
+
+    def multiply(*operands: Array) -> Array:
+        read = arithmetic.read(product, operands)
+        out = arithmetic.value(product, list(map(_detached.bind, read)))
+        result: Array = attach(out, *read, *operands[:n])
+        return result
+
+    return multiply
+
+
+def _by_jax(product: Product, arithmetic: Arithmetic, *operands: Array) -> Array:
+    return arithmetic.value(product, arithmetic.read(product, operands))
+
+
+def _arithmetic(product: Product) -> Arithmetic:
+    if isinstance(product.format, (Float8, Int8)):
+        return Quantized(product.format)
+    return product.format if isinstance(product.format, Batched) else Rounded(product.format)
+
+
+# `lax.stop_gradient`, but where a function is transposed that is linear as it stands, such as the rule of a custom_jvp,
+# it passes the cotangent on.
+_detached = _jaxpr.core().Primitive("detached")
+_detached.def_impl(lambda x: x)
+_detached.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[_detached] = lambda xs, _: (_detached.bind(*xs), ad.Zero(jax.typeof(xs[0]).to_tangent_aval()))
+ad.primitive_transposes[_detached] = lambda g, _: [g]
+batching.primitive_batchers[_detached] = lambda xs, dims: (_detached.bind(*xs), dims[0])
+mlir.register_lowering(_detached, lambda ctx, x: [x])
+
+# The tangent of a product: the values that were kept and the tangents of the moving operands, in which it is linear, to
+# the tangent of the result.
+_tangent = _jaxpr.core().Primitive("product_tangent")
+
+
+def _forward(*inputs: Array, product: Product, moving: tuple[int, ...], types: Any, aval: Any) -> Array:
+    n = len(inputs) - len(moving)
+    return _arithmetic(product).tangent(product, moving, inputs[:n], inputs[n:])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    n = len(primals) - len(params["moving"])
+    out, tangent = _tangent.bind(*primals, **params), ad.Zero(params["aval"].to_tangent_aval())
+    if not all(isinstance(t, ad.Zero) for t in tangents[n:]):
+        tangent = _tangent.bind(*primals[:n], *map(ad.instantiate_zeros, tangents[n:]), **params)
+    of_kept = [i for i, t in enumerate(tangents[:n]) if not isinstance(t, ad.Zero)]
+    if of_kept:
+        fun = lambda *xs: _forward(*_evaluate.replaced(primals, of_kept, xs), **params)
+        term = jax.jvp(fun, [primals[i] for i in of_kept], [tangents[i] for i in of_kept])[1]
+        tangent = ad.add_tangents(tangent, term)
+    return out, tangent
+
+
+def _transpose(g: Any, *inputs: Any, **params: Any) -> list[Any]:
+    linear = [i for i, x in enumerate(inputs) if ad.is_undefined_primal(x)]
+    n, moving, cotangents = len(inputs) - len(params["moving"]), params["moving"], list[Any]([None] * len(inputs))
+    if isinstance(g, ad.Zero):
+        return cotangents
+    if linear[0] >= n:
+        product, types = params["product"], params["types"]
+        every = _arithmetic(product).cotangents(product, moving, types, inputs[:n], g)
+        found = [every[i - n] for i in linear]
+    else:  # A second derivative: it is linear in a value that was kept, too.
+        fun = lambda *xs: _forward(*_evaluate.replaced(inputs, linear, xs), **params)
+        found = jax.linear_transpose(fun, *(inputs[i].aval for i in linear))(g)
+    return _evaluate.replaced(cotangents, linear, found)
+
+
+def _batch(
+    inputs: Sequence[Any], dims: Sequence[Any], *, product: Product, moving: tuple[int, ...], types: Any, aval: Any
+) -> tuple[Any, int]:
+    n, arithmetic = len(inputs) - len(moving), _arithmetic(product)
+    if isinstance(arithmetic, Rounded):
+        values = dict(zip(others_of(product, moving), zip(inputs[:n], dims[:n], strict=True), strict=True))
+        terms = [
+            _batch_one(product, arithmetic, i, {**values, i: x}, aval)
+            for i, x in zip(moving, zip(inputs[n:], dims[n:], strict=True), strict=True)
+        ]
+        return functools.reduce(ad.add_tangents, terms), 0
+    size = next(x.shape[d] for x, d in zip(inputs, dims, strict=True) if d is not None)
+    product = dataclasses.replace(product, format=Batched(arithmetic, tuple(dims), types))
+    types = tuple(map(jax.typeof, inputs[n:]))
+    aval = aval.update(shape=(size, *aval.shape))
+    return _tangent.bind(*inputs, product=product, moving=moving, types=types, aval=aval), 0
+
+
+def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int, tuple[Any, Any]], aval: Any) -> Any:
+    """The tangent of a batch, linear in the i-th operand: another product, with moves around it.
+
+    So the gradient of a weight that a batch shares is one product that sums over the batch.
+    """
+    xs, axes = zip(*(operands[j] for j in sorted(operands)), strict=True)
+    multiply = lambda *ys: arithmetic.value(product, ys)
+    closed = jax.make_jaxpr(jax.vmap(multiply, axes))(*(arithmetic.rounded(x) if j == i else x for j, x in enumerate(xs)))
+
+    def run(eqn: JaxprEqn, given: list[Any]) -> list[Any]:
+        args, flags = [x for x, _ in given], [flag for _, flag in given]
+        if _jaxpr.name(eqn) not in PRODUCTS:
+            return [(y, any(flags)) for y in moved(eqn, args)]
+        (j,) = [j for j, flag in enumerate(flags) if flag]
+        new = dataclasses.replace(product, primitive=eqn.primitive, params=tuple(_jaxpr.params(eqn).items()))
+        kept, result = [*args[:j], *args[j + 1 :]], eqn.outvars[0].aval
+        types = (jax.typeof(args[j]),)
+        return [(_tangent.bind(*kept, args[j], product=new, moving=(j,), types=types, aval=result), False)]
+
+    # Every value goes with a flag: whether it is a move of the tangent.
+    values = [(x, j == i) for j, x in enumerate(xs)]
+    return _evaluate.interpret(closed.jaxpr, values, run, lambda v: (_jaxpr.value(v), False))[0][0]
+
+
+_tangent.def_impl(_forward)
+_tangent.def_abstract_eval(lambda *_, aval, **__: aval)
+ad.primitive_jvps[_tangent] = _jvp
+ad.primitive_transposes[_tangent] = _transpose
+batching.primitive_batchers[_tangent] = _batch
+mlir.register_lowering(_tangent, mlir.lower_fun(_forward, multiple_results=False))

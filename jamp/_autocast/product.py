@@ -1,149 +1,107 @@
-"""A product of 16-bit operands whose derivative rounds no weight gradient.
+"""A product of the traced function, with the decision about it.
 
-The gradient of a weight is a sum over all examples, which a product accumulates in float32. JAX's transpose of a
-product rounds it to the dtype of the operand. Here it is written in float32.
+The pass `cast` replaces every product by an equation of the primitive `product`. `quantize` changes the format of some,
+the report reads them, and `lower` turns them into JAX's own primitives with a derivative. So the primitive has only a
+type and a value.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
-from jax import Array
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad, batching, mlir
-from jax.typing import DTypeLike
+import numpy as np
 
-from jamp import _evaluate, _jaxpr
-from jamp._autocast.wide_dot import wide_dot
-from jamp._jaxpr import JaxprEqn
-from jamp._primitives import PRODUCTS
+from jamp import _jaxpr
+from jamp._autocast.formats import Format
+from jamp._jaxpr import Jaxpr, JaxprEqn
 
-Run = Callable[[JaxprEqn, list[Any]], Any]  # evaluates a product
+Dtype: TypeAlias = np.dtype[Any]
 
 
-def product(eqn: JaxprEqn, dtype: DTypeLike) -> Callable[..., Array]:
-    """A 16-bit product as a function of its operands, of which some are weights in float32.
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The decision about a product.
 
-    `eqn` has the parameters of the product. Its result is 16 bit, or float32 for the category "accumulate".
+    Attributes:
+      primitive, params: The traced primitive (`dot_general`, for example), and its parameters.
+      before: The dtypes of its operands and of its result as traced.
+      key, category: The key of its rule, and the category.
+      format: The arithmetic: a 16-bit dtype, a `Float8` or `Int8`, or None for the traced one.
+      weights: Which operands are read in float32 and cast by the product, so that their gradients are float32.
+      dtype: The dtype of the result.
+      reason: Why it is not in the format that was asked for.
     """
 
-    @jax.custom_jvp
-    def multiply(*operands: Array) -> Array:
-        return value(eqn, [_to(x, dtype) for x in operands])
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    before: tuple[Dtype, ...]
+    key: str
+    category: str
+    format: Dtype | Format | None
+    weights: tuple[bool, ...]
+    dtype: Dtype
+    reason: str = ""
 
-    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
-        low = [_to(x, dtype) for x in primals]
-        out = value(eqn, low)
-        found = SymbolicZero(jax.typeof(out).to_tangent_aval())
-        for i, t in enumerate(tangents):
-            if not isinstance(t, SymbolicZero):
-                term = _tangent.bind(*low[:i], *low[i + 1 :], t, product=eqn, i=i, dtype=dtype, aval=jax.typeof(out))
-                found = term if isinstance(found, SymbolicZero) else found + term
-        return out, found
+    @property
+    def arity(self) -> int:
+        """The number of operands of the traced product."""
+        return len(self.before) - 1
 
-    multiply.defjvp(rule, symbolic_zeros=True)
-    return multiply
-
-
-def cotangent(eqn: JaxprEqn, i: int, aval: Any, types: Sequence[Any], values: Sequence[Any], run: Run) -> Any:
-    """The cotangent of the i-th operand of a product: a product, evaluated by `run`, and moves.
-
-    `types` and `values` are of the cotangent of the result, and of the other operands.
-    """
-
-    def transposed(g: Array, *others: Array) -> Array:
-        found: Array = jax.linear_transpose(lambda x: value(eqn, [*others[:i], x, *others[i:]]), aval)(g)[0]
-        return found
-
-    closed = jax.make_jaxpr(transposed)(*types)
-    evaluate = lambda e, args: [run(e, args)] if _jaxpr.name(e) in PRODUCTS else _moved(e, args)
-    return _evaluate.interpret(closed.jaxpr, values, evaluate)[0]
+    def __repr__(self) -> str:
+        name = "its traced dtypes" if self.format is None else self.format.name
+        weights = ", ".join(str(i) for i, x in enumerate(self.weights) if x)
+        return f"({self.key}: {self.category} in {name}" + f", weight: {weights}" * bool(weights) + ")"
 
 
-def value(eqn: JaxprEqn, operands: Sequence[Array]) -> Array:
-    """The result of a product for these operands."""
-    types = [x.update(dtype=y.dtype) for x, y in zip(_jaxpr.avals(eqn.invars), operands, strict=True)]
-    eqn = eqn.replace(invars=[_jaxpr.core().Var(aval) for aval in types])
-    found: Array = _evaluate.bind(wide_dot(eqn), operands, _jaxpr.avals(eqn.outvars))[0]
-    return found
+_product = _jaxpr.core().Primitive("product")
 
 
-def _moved(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
-    """The results of an operation that moves data, for operands of another dtype."""
-    types = [aval.update(dtype=args[0].dtype) for aval in _jaxpr.avals(eqn.outvars)]
-    return _evaluate.bind(eqn, args, types)
+def equation(product: Product, operands: Sequence[Any], result: Any, like: JaxprEqn) -> JaxprEqn:
+    """A product as an equation, from the line and the scopes of another."""
+    return like.replace(
+        primitive=_product, params={"product": product}, invars=list(operands), outvars=[result], effects=frozenset()
+    )
 
 
-def _to(x: Array, dtype: DTypeLike) -> Array:
-    return x.astype(dtype) if x.dtype == jnp.float32 else x
+def of(eqn: JaxprEqn) -> Product | None:
+    """The decision that an equation carries, if it is a product."""
+    product: Product | None = _jaxpr.params(eqn)["product"] if eqn.primitive is _product else None
+    return product
 
 
-# The tangent of a product: a linear function of its last input, the tangent of the i-th operand.
-_tangent = _jaxpr.core().Primitive("product_tangent")
+def name_of(eqn: JaxprEqn) -> str:
+    """The name of an equation's primitive, of a product that of the traced one."""
+    product = of(eqn)
+    return product.primitive.name if product else _jaxpr.name(eqn)
 
 
-def _forward(*inputs: Array, product: JaxprEqn, i: int, dtype: DTypeLike, aval: Any) -> Array:
-    *others, t = inputs
-    return value(product, [*others[:i], _to(t, dtype), *others[i:]])
+def as_traced(eqn: JaxprEqn) -> JaxprEqn:
+    """The traced product, if the equation is a product: its primitive, its parameters and the types of its operands."""
+    product = of(eqn)
+    if product is None:
+        return eqn
+    types = zip(_jaxpr.avals([*eqn.invars[: product.arity], *eqn.outvars]), product.before, strict=True)
+    *operands, result = [_jaxpr.core().Var(aval.update(dtype=dtype)) for aval, dtype in types]
+    return eqn.replace(
+        primitive=product.primitive, params=dict(product.params), invars=operands, outvars=[result]
+    )
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    *others, t = primals
-    out, found = _tangent.bind(*primals, **params), ad.Zero(params["aval"].to_tangent_aval())
-    if not isinstance(tangents[-1], ad.Zero):
-        found = _tangent.bind(*others, tangents[-1], **params)
-    for j, x in enumerate(tangents[:-1]):
-        if not isinstance(x, ad.Zero):
-            fun = lambda y, j=j: _forward(*others[:j], y, *others[j + 1 :], t, **params)
-            found = ad.add_tangents(found, jax.jvp(fun, [others[j]], [x])[1])
-    return out, found
+def products(jaxpr: Jaxpr) -> Iterator[Product]:
+    """The products of a jaxpr, and of the jaxprs in it."""
+    for eqn in jaxpr.eqns:
+        if product := of(eqn):
+            yield product
+        else:
+            for inner, _ in _jaxpr.inner(eqn):
+                yield from products(inner)
 
 
-def _transpose(g: Any, *inputs: Any, product: JaxprEqn, i: int, dtype: DTypeLike, aval: Any) -> list[Any]:
-    *others, t = inputs
-    if isinstance(g, ad.Zero):
-        return [None] * len(inputs)
-    linear = next(j for j, x in enumerate(inputs) if ad.is_undefined_primal(x))
-    if linear < len(others):
-        fun = lambda y: _forward(
-            *others[:linear], y, *others[linear + 1 :], t, product=product, i=i, dtype=dtype, aval=aval
-        )
-        found = jax.linear_transpose(fun, others[linear].aval)(g)[0]
-        return [found if j == linear else None for j in range(len(inputs))]
-    is_weight = t.aval.dtype == jnp.float32
-    run = lambda e, args: value(_evaluate.with_result(e, jnp.float32) if is_weight else e, args)
-    g = g.astype(dtype)  # float32, or a third dtype that the code asked for
-    types = [jax.typeof(x) for x in (g, *others)]
-    found = cotangent(_evaluate.with_result(product, dtype), i, t.aval.update(dtype=dtype), types, [g, *others], run)
-    return [None] * len(others) + [found]
+def result_type(product: Product, operands: Sequence[Any]) -> Any:
+    """The type of a product's result, given those of its operands."""
+    traced = [aval.update(dtype=dtype) for aval, dtype in zip(operands, product.before[:-1], strict=False)]
+    result, _ = product.primitive.abstract_eval(*traced, **dict(product.params))
+    return result.update(dtype=product.dtype, weak_type=False)
 
 
-def _batch(
-    inputs: Sequence[Any], dims: Sequence[Any], *, product: JaxprEqn, i: int, dtype: DTypeLike, aval: Any
-) -> tuple[Any, int]:
-    """The product of a batch is another product, with moves around it."""
-    *others, t = inputs
-    operands, axes = [*others[:i], _to(t, dtype), *others[i:]], [*dims[:i], dims[-1], *dims[i:-1]]
-    closed = jax.make_jaxpr(jax.vmap(lambda *xs: value(product, xs), axes))(*operands)
-    operands[i] = t
-
-    def run(e: JaxprEqn, operands: list[Any]) -> list[Any]:
-        args, flags = [x for x, _ in operands], [flag for _, flag in operands]
-        if _jaxpr.name(e) not in PRODUCTS:
-            return [(y, any(flags)) for y in _moved(e, args)]
-        (j,) = [j for j, flag in enumerate(flags) if flag]
-        args = [*args[:j], *args[j + 1 :], args[j]]
-        return [(_tangent.bind(*args, product=e, i=j, dtype=dtype, aval=e.outvars[0].aval), False)]
-
-    # Every value goes with a flag: whether it is a move of the tangent.
-    values = [(x, j == i) for j, x in enumerate(operands)]
-    return _evaluate.interpret(closed.jaxpr, values, run, lambda v: (_jaxpr.value(v), False))[0][0], 0
-
-
-_tangent.def_impl(lambda *xs, **params: _forward(*xs, **params))
-_tangent.def_abstract_eval(lambda *_, aval, **__: aval)
-ad.primitive_jvps[_tangent] = _jvp
-ad.primitive_transposes[_tangent] = _transpose
-batching.primitive_batchers[_tangent] = _batch
-mlir.register_lowering(_tangent, mlir.lower_fun(_forward, multiple_results=False))
+_product.def_abstract_eval(lambda *operands, product: result_type(product, operands))

@@ -1,8 +1,9 @@
-"""Products of quantized operands, and their derivative."""
+"""The arithmetic of products of 8-bit operands."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
-from jamp import _evaluate, _jaxpr
+from jamp import _jaxpr
+from jamp._autocast.arithmetic import cotangent
 from jamp._autocast.formats import Format
-from jamp._autocast.product import cotangent, value
+from jamp._autocast.product import Product
+from jamp._autocast.wide_dot import multiply, multiply_back
 from jamp._jaxpr import JaxprEqn
 
 Pair = tuple[Array, Array]  # 8-bit values, and the scales that bring them back
@@ -65,126 +68,149 @@ def packed(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
     return lax.bitcast_convert_type(values, jnp.uint8), scale
 
 
-def summed(eqn: JaxprEqn, config: Format) -> tuple[Axes, Axes]:
+def summed(name: str, params: Mapping[str, Any], config: Format) -> tuple[Axes, Axes]:
     """The axes of each operand that share a scale: those that the product sums, or None for all of them."""
-    is_by_row = config.granularity == "row" and _jaxpr.name(eqn) == "dot_general"  # A group of rows is no axis.
-    return _jaxpr.contracted(eqn) if is_by_row else (None, None)
+    is_by_row = config.granularity == "row" and name == "dot_general"  # A group of rows is no axis.
+    return _jaxpr.contracted(params) if is_by_row else (None, None)
 
 
-@jax.custom_jvp
-def _derived(scale: Array, x: Array) -> Array:
-    """The scale of `x`. `quantized_product` ignores its tangent, and nothing else may use it."""
-    return scale
+class Quantized(NamedTuple):
+    """A product of 8-bit operands: two operands, the sizes of its groups if it is ragged, and a packed `Pair` for each.
 
-
-def _derived_rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
-    scale, x = primals
-    return _derived(scale, x), _tangent_of(scale, tangents[1:], _no_derivative)
-
-
-_derived.defjvp(_derived_rule, symbolic_zeros=True)
-
-
-def quantized_product(eqn: JaxprEqn, config: Format, dtype: DTypeLike) -> Callable[..., Array]:
-    """A product as a function of its operands, and of the packed 8-bit values and scales of the first two.
-
-    Its value depends on the latter, and its derivative is with respect to the former, in their dtypes. `dtype` is that
-    of the result.
+    Its value depends on the pairs, and its derivative is with respect to the operands, in their dtypes.
     """
-    eqn, others = _evaluate.with_result(eqn, config.carrier), len(eqn.invars) - 2
-    unpack = lambda q, scale: (lax.bitcast_convert_type(q, config.forward), scale)
 
-    def forward(*args: Array) -> Array:
-        sizes, (qx, sx, qy, sy) = args[2 : 2 + others], args[2 + others :]
-        return _dot(eqn, [unpack(qx, sx), unpack(qy, sy), *sizes], config, dtype)
+    config: Format
 
-    product = jax.custom_jvp(forward)
+    def read(self, product: Product, operands: Sequence[Array]) -> list[Array]:
+        return list(operands)
 
-    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
-        out = forward(*primals)
-        moving = [i for i in range(2) if not isinstance(tangents[i], SymbolicZero)]
-        # The cotangent of an operand needs the other operand. A scale cannot vary along an axis that is summed, and the
-        # backward products sum other axes, so with scales by row that operand is quantized again.
-        sizes, pairs = primals[2 : 2 + others], primals[2 + others :]
-        is_by_row = summed(eqn, config)[0] is not None
-        kept = [x for i in moving for x in ([primals[1 - i]] if is_by_row else pairs[2 - 2 * i : 4 - 2 * i])]
-        pull_back = functools.partial(_pull_back, eqn, config, [jax.typeof(x) for x in primals[:2]], moving)
-        return out, _tangent_of(out, tangents[:2], pull_back, [*sizes, *kept])
+    def value(self, product: Product, operands: Sequence[Array]) -> Array:
+        sizes, pairs = operands[2 : product.arity], operands[product.arity :]
+        pairs = [self._unpacked(pairs[:2]), self._unpacked(pairs[2:])]
+        return self._dot(multiply, product.primitive, dict(product.params), pairs, sizes, product.dtype)
 
-    product.defjvp(rule, symbolic_zeros=True)
-    return product
+    def kept(self, product: Product, operands: Sequence[Array], moving: Sequence[int]) -> list[Array]:
+        """The pairs of the operands that tangents are multiplied with, or with scales by row these operands.
 
+        A scale cannot vary along an axis that is summed, and the backward products sum other axes. So with scales by
+        row, operands are quantized again.
+        """
+        sizes, others = operands[2 : product.arity], _others(moving)
+        if self._is_by_row(product):
+            return [*sizes, *(operands[j] for j in others)]
+        start = product.arity
+        return [*sizes, *(x for j in others for x in operands[start + 2 * j : start + 2 * j + 2])]
 
-def _pull_back(
-    eqn: JaxprEqn, config: Format, avals: Sequence[Any], moving: Sequence[int], g: Array, *kept: Array
-) -> list[Array]:
-    """The cotangents of some operands: products of a quantized cotangent and the other operand, which was kept."""
-    carrier = np.dtype(config.carrier)
-    low = [aval.update(dtype=carrier) for aval in avals]
-    is_by_row, others = summed(eqn, config)[0] is not None, len(eqn.invars) - 2
+    def tangent(self, product: Product, moving: Sequence[int], kept: Sequence[Array], tangents: Sequence[Any]) -> Array:
+        _no_derivative()
 
-    @jax.custom_jvp
-    def cotangents(g: Array, *kept: Array) -> list[Array]:
-        sizes, values = kept[:others], iter(kept[others:])
-        # Of each operand: its 8-bit values and scales, or with scales by row, the operand and its 8-bit dtype.
-        of_g = (g, config.backward) if is_by_row else quantize(g, config.backward)
-        found = []
-        for i in moving:
-            other: Any = next(values)
-            if is_by_row:
-                other = other, config.forward
+    def cotangents(
+        self, product: Product, moving: Sequence[int], types: Sequence[Any], kept: Sequence[Array], g: Array
+    ) -> list[Array]:
+        @jax.custom_jvp
+        def pull_back(g: Array, *kept: Array) -> list[Array]:
+            sizes, rest = kept[: product.arity - 2], kept[product.arity - 2 :]
+            # Of each operand: its 8-bit values and scales, or with scales by row, the operand and its 8-bit dtype.
+            if self._is_by_row(product):
+                of_g, values = (g, self.config.backward), [(x, self.config.forward) for x in rest]
             else:
-                other = lax.bitcast_convert_type(other, config.forward), next(values)
-            run = functools.partial(_run, config=config, dtype=avals[i].dtype)
-            types = [jax.typeof(g).update(dtype=carrier), low[1 - i], *map(jax.typeof, sizes)]
-            found.append(cotangent(eqn, i, low[i], types, [of_g, other, *sizes], run))
+                of_g = quantize(g, self.config.backward)
+                values = [self._unpacked(rest[j : j + 2]) for j in range(0, len(rest), 2)]
+            of = dict(zip(_others(moving), values, strict=True))
+            return [
+                self._cotangent(product, i, aval, of_g, of[1 - i], sizes) for i, aval in zip(moving, types, strict=True)
+            ]
+
+        pull_back.defjvp(_no_derivative)
+        found: list[Array] = pull_back(g, *kept)
         return found
 
-    cotangents.defjvp(_no_derivative)
-    found: list[Array] = cotangents(g, *kept)
-    return found
+    def _cotangent(self, product: Product, i: int, aval: Any, of_g: Any, other: Any, sizes: Sequence[Array]) -> Array:
+        low = lambda aval: aval.update(dtype=np.dtype(self.config.carrier))
+        types = [low(jax.typeof(of_g[0])), low(jax.typeof(other[0])), *map(jax.typeof, sizes)]
+
+        def run(eqn: JaxprEqn, operands: list[Any]) -> Array:
+            params, (x, y, *rest) = _jaxpr.params(eqn), operands
+            axes = summed(_jaxpr.name(eqn), params, self.config)
+            pairs = [x, y] if axes[0] is None else [quantize(*x, axes[0]), quantize(*y, axes[1])]
+            return self._dot(multiply_back, eqn.primitive, params, pairs, rest, aval.dtype)
+
+        return cotangent(product, i, low(aval), types, [of_g, other, *sizes], run)
+
+    def _is_by_row(self, product: Product) -> bool:
+        return summed(product.primitive.name, dict(product.params), self.config)[0] is not None
+
+    def _unpacked(self, pair: Sequence[Array]) -> Pair:
+        values, scale = pair
+        return lax.bitcast_convert_type(values, self.config.forward), scale
+
+    def _dot(
+        self,
+        multiply: Callable[..., Array],
+        primitive: Any,
+        params: dict[str, Any],
+        pairs: Sequence[Pair],
+        sizes: Sequence[Array],
+        dtype: DTypeLike,
+    ) -> Array:
+        """The product of two quantized operands, and of the sizes of groups if it is a ragged one.
+
+        With one scale for each operand, it is a product of the dequantized operands, which are exact in bfloat16.
+        XLA:GPU compiles this form to a float8 product. Otherwise the scales are applied to the result.
+        """
+        (x, y), carrier, forward = pairs, np.dtype(self.config.carrier), self.config.forward
+        if x[1].ndim == 0 and carrier == jnp.bfloat16 and forward != jnp.int8:
+            # XLA:GPU would merge products that share an operand (q, k and v) into one 16-bit product, because their
+            # scales differ. One barrier around both scales of each product prevents the merge.
+            scales = lax.optimization_barrier((x[1], y[1]))
+            low = [q.astype(carrier) * scale.astype(carrier) for q, scale in zip((x[0], y[0]), scales, strict=True)]
+            return multiply(primitive, [*low, *sizes], params, dtype)
+        low, total = [x[0], y[0]], jnp.float32
+        terms = math.prod(x[0].shape[i] for i in _jaxpr.contracted(params)[0])
+        if forward == jnp.int8 and isinstance(terms, int) and terms <= _INT8_TERMS:
+            total = jnp.int32
+        elif forward == jnp.int8:
+            low = [q.astype(carrier) for q in low]
+        sums = multiply(primitive, [*low, *sizes], params, total).astype(jnp.float32)
+        if x[1].ndim == 0:
+            scale = x[1] * y[1]
+        else:
+            scale = lax.dot_general(x[1], y[1], **_jaxpr.dot_options(params), precision="highest")
+        return (sums * scale).astype(dtype)
 
 
-def _run(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: DTypeLike) -> Array:
-    """A product of the backward pass."""
-    axes = summed(eqn, config)
-    if axes[0] is not None:
-        operands = [quantize(x, low, along) for (x, low), along in zip(operands, axes, strict=True)]
-    return _dot(eqn, operands, config, dtype)
+class Batched(NamedTuple):
+    """The arithmetic of a batch of quantized products, which only has cotangents. `lower` makes it.
 
-
-def _dot(eqn: JaxprEqn, operands: Sequence[Any], config: Format, dtype: DTypeLike) -> Array:
-    """A product of quantized operands, which for a ragged one are followed by the sizes of its groups.
-
-    With one scale for each operand, it is a product of the dequantized operands, which are exact in bfloat16. XLA:GPU
-    compiles this form to a float8 product. Otherwise the scales are applied to the result.
+    Attributes:
+      one: The arithmetic of one example.
+      dims: The axes of the batch in the values that are kept, and in the tangents.
+      types: The types of the moving operands, of one example.
     """
-    (x, y, *sizes), carrier = operands, np.dtype(config.carrier)
-    if x[1].ndim == 0 and carrier == jnp.bfloat16 and config.forward != jnp.int8:
-        # XLA:GPU would merge products that share an operand (q, k and v) into one 16-bit product, because their scales
-        # differ. One barrier around both scales of each product prevents the merge.
-        scales = lax.optimization_barrier((x[1], y[1]))
-        low = [q.astype(carrier) * scale.astype(carrier) for q, scale in zip((x[0], y[0]), scales, strict=True)]
-        return value(_evaluate.with_result(eqn, dtype), [*low, *sizes])
-    terms, low = _jaxpr.summed_terms(eqn), [x[0], y[0]]
-    total = jnp.float32
-    if config.forward == jnp.int8 and isinstance(terms, int) and terms <= _INT8_TERMS:
-        total = jnp.int32
-    elif config.forward == jnp.int8:
-        low = [q.astype(carrier) for q in low]
-    sums = value(_evaluate.with_result(eqn, total), [*low, *sizes]).astype(jnp.float32)
-    scale = (
-        x[1] * y[1] if x[1].ndim == 0 else lax.dot_general(x[1], y[1], **_jaxpr.dot_options(eqn), precision="highest")
-    )
-    return (sums * scale).astype(dtype)
+
+    one: Any
+    dims: tuple[int | None, ...]
+    types: tuple[Any, ...]
+
+    def cotangents(
+        self, product: Product, moving: Sequence[int], types: Sequence[Any], kept: Sequence[Array], g: Array
+    ) -> list[Array]:
+        n, pull_back = len(kept), lambda g, *kept: self.one.cotangents(product, moving, self.types, kept, g)
+        found = jax.vmap(pull_back, (0, *self.dims[:n]))(g, *kept)
+        # An operand that all examples share gets the sum.
+        return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, self.dims[n:], strict=True)]
+
+    def tangent(self, *_: Any) -> Array:
+        _no_derivative()
 
 
-# The tangent of a product: a linear function of its last inputs, the tangents of operands. Only its transpose
-# (`pull_back`) is known. Reverse-mode differentiation transposes it. Forward mode would evaluate it, which raises.
-_tangent = _jaxpr.core().Primitive("quantized_tangent")
+def _others(moving: Sequence[int]) -> list[int]:
+    """Which of the two operands the tangents of the moving ones are multiplied with."""
+    return [j for j in range(2) if 1 - j in moving]
 
 
-def _no_derivative(*_: Any, **__: Any) -> Any:
+def _no_derivative(*_: Any, **__: Any) -> NoReturn:
     raise TypeError(
         "8-bit products have no forward-mode derivative and no second one (jvp, jacfwd, hessian, a gradient of a "
         "gradient). Use a 16-bit compute dtype there: jamp.autocast(fun, carrier), such as jamp.autocast(fun, "
@@ -192,36 +218,31 @@ def _no_derivative(*_: Any, **__: Any) -> Any:
     )
 
 
-def _tangent_of(out: Array, tangents: Sequence[Any], pull_back: Callable[..., Any], kept: Sequence[Array] = ()) -> Any:
-    moving = [t for t in tangents if not isinstance(t, SymbolicZero)]
-    if not moving:
-        return SymbolicZero(jax.typeof(out).to_tangent_aval())
-    return _tangent.bind(*kept, *moving, pull_back=pull_back, aval=jax.typeof(out), kept=len(kept))
+@jax.custom_jvp
+def _derived(scale: Array, x: Array) -> Array:
+    """The scale of `x`. Products ignore its tangent, and no other use of it has a derivative.
+
+    Without it, the second derivative of a product would be zero where it is unknown.
+    """
+    return scale
 
 
-def _transpose(g: Any, *args: Any, pull_back: Callable[..., Any], aval: Any, kept: int) -> list[Any]:
-    if isinstance(g, ad.Zero):
-        return [None] * len(args)
-    return [None] * kept + list(pull_back(g, *args[:kept]))
+def _derived_rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
+    (scale, x), t = primals, tangents[1]
+    aval = jax.typeof(scale)
+    is_zero = isinstance(t, SymbolicZero)
+    return _derived(scale, x), SymbolicZero(aval.to_tangent_aval()) if is_zero else _scale_tangent.bind(t, aval=aval)
 
 
-def _batch(
-    args: Sequence[Any], dims: Sequence[Any], *, pull_back: Callable[..., Any], aval: Any, kept: int
-) -> tuple[Any, int]:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-
-    def batched(g: Array, *values: Array) -> list[Array]:
-        found = jax.vmap(pull_back, (0, *dims[:kept]))(g, *values)
-        # An operand that all examples share gets the sum.
-        return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, dims[kept:], strict=True)]
-
-    aval = aval.update(shape=(size, *aval.shape))
-    return _tangent.bind(*args, pull_back=batched, aval=aval, kept=kept), 0
+def _batch_scale_tangent(args: Sequence[Any], dims: Sequence[Any], *, aval: Any) -> tuple[Any, int]:
+    return _scale_tangent.bind(*args, aval=aval.update(shape=(args[0].shape[dims[0]], *aval.shape))), 0
 
 
-_tangent.def_impl(_no_derivative)
-_tangent.def_abstract_eval(lambda *_, pull_back, aval, kept: aval)
-ad.primitive_jvps[_tangent] = _no_derivative
-ad.primitive_transposes[_tangent] = _transpose
-batching.primitive_batchers[_tangent] = _batch
-mlir.register_lowering(_tangent, _no_derivative)
+_derived.defjvp(_derived_rule, symbolic_zeros=True)
+_scale_tangent = _jaxpr.core().Primitive("scale_tangent")
+_scale_tangent.def_impl(_no_derivative)
+_scale_tangent.def_abstract_eval(lambda _, aval: aval)
+ad.primitive_jvps[_scale_tangent] = _no_derivative
+ad.primitive_transposes[_scale_tangent] = _no_derivative
+batching.primitive_batchers[_scale_tangent] = _batch_scale_tangent
+mlir.register_lowering(_scale_tangent, _no_derivative)

@@ -17,8 +17,10 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from jamp import _barrier, _evaluate, _jaxpr
-from jamp._autocast.context import SEGMENT
 from jamp._autocast.derivative import derivative, is_live, is_recomputed, nbytes, split_derivative
+from jamp._autocast.facts import SEGMENT
+from jamp._autocast.lower import lower
+from jamp._autocast.product import name_of
 from jamp._autocast.recomputed import recomputed
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
@@ -145,7 +147,8 @@ def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> l
 
 def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether more than half of the products are convolutions."""
-    found = [_jaxpr.name(eqn) == "conv_general_dilated" for eqn in _flat(eqns) if _jaxpr.name(eqn) in PRODUCTS]
+    names = [name for eqn in _flat(eqns) if (name := name_of(eqn)) in PRODUCTS]
+    found = [name == "conv_general_dilated" for name in names]
     return sum(found) > len(found) / 2
 
 
@@ -167,7 +170,7 @@ def _is_plain(eqn: JaxprEqn) -> bool:
     if _jaxpr.name(eqn) in ("jit", "custom_jvp_call"):
         body = _evaluate.body_of_call(eqn)
         return body is not None and all(map(_is_plain, body.jaxpr.eqns))
-    return _jaxpr.name(eqn) in CHEAP | EXPENSIVE or not _jaxpr.has_body(eqn)
+    return name_of(eqn) in CHEAP | EXPENSIVE | PRODUCTS or not _jaxpr.has_body(eqn)
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
@@ -180,7 +183,8 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
 def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Callable[..., list[Array]]:
     """A segment as a function whose derivative is split in two."""
     convolves = _convolves(closed.jaxpr.eqns)
-    split = functools.cache(lambda moving: split_derivative(closed, live, moving))
+    lowered = functools.cache(lambda: lower(closed))
+    split = functools.cache(lambda moving: split_derivative(lowered(), live, moving))
 
     @jax.custom_jvp
     def segment(*args: Array) -> list[Array]:
@@ -190,7 +194,7 @@ def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Ca
         moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i]))
         parts, moved = split(moving), [tangents[i] for i in moving]
         if parts is None:
-            found = derivative(closed, moving)(*primals, *moved)
+            found = derivative(lowered(), moving)(*primals, *moved)
             results, derivatives = found[: len(closed.out_avals)], iter(found[len(closed.out_avals) :])
         else:
             values = _evaluate.call(parts.forward, primals)

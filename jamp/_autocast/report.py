@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,14 @@ from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr, _table
 from jamp._arguments import paths
-from jamp._autocast.cast import Cast, Caster
-from jamp._autocast.context import AUTOCAST, NO_RULE, NOT_ENTERED, REGION, Input, Place
-from jamp._autocast.equations import Found, all_equations, cause, flat_decisions, flops
+from jamp._autocast.decisions import Decision, all_equations, cause, decisions, flops
+from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.formats import Format
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, FLOAT32, RULES, WIDEST
+from jamp._autocast.target import Target
 from jamp._autocast.transform import passes
 from jamp._primitives import CHEAP, PRODUCTS
 from jamp._source_line import in_scope, is_transposed, pattern
-
-if TYPE_CHECKING:
-    from jamp._autocast.quantize import Quantized
-
 
 @dataclasses.dataclass(frozen=True)
 class AutocastRow:
@@ -161,23 +157,21 @@ def autocast_report(
     trace = passes(fun, compute_dtype, rules)
 
     def of_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AutocastReport:
-        found = trace(args, kwargs)
-        body, dtype = found.cast, str(found.cast.caster.compute_dtype)
-        as_run = any(in_scope(eqn, AUTOCAST) for eqn in all_equations(body.traced.jaxpr))
+        passes = trace(args, kwargs)
+        as_run = any(in_scope(eqn, AUTOCAST) for eqn in all_equations(passes.traced.jaxpr))
+        closed, target = passes.decided, passes.target
         if as_run:
-            body = Caster(body.caster.compute_dtype, _AS_RUN).cast(
-                body.traced, [Input()] * len(found.call.leaves), Place()
-            )
-        parameters = dict(zip(body.traced.jaxpr.invars, paths(fun, args, kwargs), strict=True))
-        merged: dict[AutocastRow, list[Found]] = {}
-        for x in flat_decisions(body, parameters):
-            row = _row(x, body, found.quantized, as_run)
+            closed, target = passes.traced, Target(target.compute_dtype, _AS_RUN)
+        parameters = dict(zip(closed.jaxpr.invars, paths(fun, args, kwargs), strict=True))
+        merged: dict[AutocastRow, list[Decision]] = {}
+        for x in decisions(closed, target, parameters, passes.manual):
+            row = _row(x, target, as_run)
             if row is not None:
                 merged.setdefault(row, []).append(x)
         rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
-        backward = not as_run and any(map(is_transposed, all_equations(body.traced.jaxpr)))
-        name = found.quantized.config.name if found.quantized else ""
-        return AutocastReport(tuple(rows), dtype, backward, name, as_run)
+        backward = not as_run and any(map(is_transposed, all_equations(passes.traced.jaxpr)))
+        name = passes.format.name if passes.format else ""
+        return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run)
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -196,26 +190,17 @@ def autocast_report(
     return report
 
 
-def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) -> AutocastRow | None:
+def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:
     """The row of an equation, without the sums, or None if it reads no floating value or only casts one."""
-    decision, category = found.decision, found.decision.category
-    eqn, run = decision.eqn, decision.run
-    before = _dtypes(eqn.invars), _dtypes(eqn.outvars)
-    if "float" not in before[0] or _jaxpr.name(eqn) == "convert_element_type":
+    name, category, (before, after) = _jaxpr.name(x.eqn), x.category, (x.before, x.after)
+    if "float" not in before[0] or name == "convert_element_type":
         return None
-    after = _dtypes(run.invars), _dtypes(run.outvars)
-    is_product = _jaxpr.name(eqn) in PRODUCTS
-    if decision.is_low and is_product:  # A weight is cast inside.
-        after = after[0].replace("float32", str(body.caster.compute_dtype)), after[1]
-    why = quantized.why_not(decision, found.path) if quantized else None
-    if why == "" and quantized:
-        after = ", ".join([str(quantized.config.forward)] * 2), after[1]
-    if as_run and is_product and str(body.caster.compute_dtype) in after[0]:
+    if as_run and name in PRODUCTS and str(target.compute_dtype) in after[0]:
         category = ACCUMULATE if "float32" in after[1] else COMPUTE
     if category in (NOT_ENTERED, NO_RULE):
-        reason = cause(eqn)
-    elif why:
-        reason = why
+        reason = cause(x.eqn)
+    elif x.product and x.product.reason:
+        reason = x.product.reason
     elif category == REGION:
         reason = "it is inside jamp.full_precision"
     elif as_run:
@@ -225,17 +210,17 @@ def _row(found: Found, body: Cast, quantized: "Quantized | None", as_run: bool) 
     elif category == WIDEST and after == before:
         reason = "an operand of it is float32, or has other readers, or is a constant that 16 bit cannot hold"
     else:
-        reason = body.caster.rules[decision.key].reason
-    return AutocastRow(decision.key, category, " -> ".join(before), " -> ".join(after), found.source, reason)
+        reason = target.rules[x.key].reason
+    return AutocastRow(x.key, category, " -> ".join(before), " -> ".join(after), x.source, reason)
 
 
-def _summed(row: AutocastRow, found: list[Found]) -> AutocastRow:
+def _summed(row: AutocastRow, merged: list[Decision]) -> AutocastRow:
     return dataclasses.replace(
         row,
-        count=sum(x.times for x in found),
-        flops=sum(x.times * flops(x.decision.eqn) for x in found),
-        scope=pattern(x.scope for x in found if x.scope),
-        parameter=pattern(path for x in found for path in x.parameters),
+        count=sum(x.times for x in merged),
+        flops=sum(x.times * flops(x.eqn) for x in merged),
+        scope=pattern(x.scope for x in merged if x.scope),
+        parameter=pattern(path for x in merged for path in x.parameters),
     )
 
 
@@ -244,10 +229,6 @@ _BACKWARD = (
     "this is autocast(jax.grad(f)). jax.grad(autocast(f)) may have other dtypes in custom rules and in loops, and "
     "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f))) shows it"
 )
-
-
-def _dtypes(atoms: Any) -> str:
-    return ", ".join(str(v.aval.dtype) for v in atoms if hasattr(v.aval, "dtype"))
 
 
 def _short(dtypes: str) -> str:

@@ -1,6 +1,6 @@
 """The compute dtype and the rules of a transformation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,11 +9,9 @@ import numpy as np
 from jax import lax
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.product import product
 from jamp._autocast.rules import ACCUMULATE, GRADIENT, RULES, Rule
 from jamp._jaxpr import JaxprEqn, Var
 from jamp._primitives import PRODUCTS
-from jamp._shard_map import trace
 from jamp._source_line import scope_path
 
 _FLOAT32 = np.dtype(np.float32)
@@ -26,26 +24,7 @@ class Target:
         self.compute_dtype, self.rules = compute_dtype, rules
         self.parts = [key for key in rules if "[" in key and key not in RULES]  # rules for a part of the name stack
         self.used: set[str] = set()  # the keys that decided about an equation, and the names of all primitives
-        self._products: dict[Any, JaxprEqn] = {}
-        to_low = jax.make_jaxpr(lambda x: lax.convert_element_type(x, compute_dtype))(np.float32(0)).eqns[0]
-        self._converts = {True: to_low, False: _evaluate.replace_dtype(to_low, compute_dtype, _FLOAT32)}
-        self._no_scope = to_low.source_info.name_stack
         self._default_precision = _jaxpr.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])
-
-    def convert(self, source: Any, target: Var, low: bool, like: JaxprEqn | None) -> JaxprEqn:
-        """The equation that casts one variable to another. It has the line, scopes and mesh of `like`, its reader."""
-        eqn = self._converts[low].replace(invars=[source], outvars=[target])
-        return eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn
-
-    def product(self, eqn: JaxprEqn, operands: Sequence[Any], inside: JaxprEqn | None) -> JaxprEqn:
-        """A product as an equation that reads weights in float32, and whose derivative rounds no weight gradient."""
-        source = eqn.source_info.traceback, eqn.source_info.name_stack
-        key = eqn.primitive, *_jaxpr.parameters(eqn), *_jaxpr.avals(operands), *source, eqn.ctx, inside
-        if key not in self._products:
-            inner = eqn.replace(source_info=eqn.source_info.replace(name_stack=self._no_scope))
-            closed = trace(inside, product(inner, self.compute_dtype), _jaxpr.avals(operands))
-            self._products[key] = closed.jaxpr.eqns[0].replace(source_info=eqn.source_info, ctx=eqn.ctx)
-        return self._products[key]
 
     def low_var(self, v: Any) -> Var:
         """A variable for a value in 16 bit."""

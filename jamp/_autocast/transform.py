@@ -4,7 +4,7 @@ import difflib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,17 @@ from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
 from jamp._arguments import Call
-from jamp._autocast.cast import Cast, Caster
-from jamp._autocast.context import AUTOCAST, FULL_PRECISION, Input, Place
-from jamp._autocast.equations import warnings_of
+from jamp._autocast.cast import cast
+from jamp._autocast.decisions import warnings_of
+from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
 from jamp._autocast.formats import Float8, Format, Int8
+from jamp._autocast.lower import lower
+from jamp._autocast.product import products
+from jamp._autocast.quantize import quantize
 from jamp._autocast.rules import CATEGORIES, COMPUTE, FLOAT32, GRADIENT, RULES, YOURS, Rule
+from jamp._autocast.target import Target
 from jamp._cast import as_dtype
 from jamp._jaxpr import ClosedJaxpr
-
-if TYPE_CHECKING:
-    from jamp._autocast.quantize import Quantized
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,12 +80,12 @@ def autocast(
 
     @functools.wraps(fun)
     def with_casts(*args: Any, **kwargs: Any) -> Any:
-        found = trace(args, kwargs)
-        for message in warnings_of(found.cast, found.quantized):
+        traced = trace(args, kwargs)
+        for message in warnings_of(traced):
             warnings.warn(message, stacklevel=2)
         with jax.named_scope(AUTOCAST):
-            values = _evaluate.call(found.closed(recompute), found.call.leaves)
-        return found.call.finish(values)
+            values = _evaluate.call(traced.to_evaluate(recompute), traced.call.leaves)
+        return traced.call.finish(values)
 
     return with_casts
 
@@ -116,44 +117,42 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 class Passes(NamedTuple):
-    """A call of a function, and the results of the passes."""
+    """A call of a function, and its jaxprs: as traced, and with the decisions about its products.
+
+    It may be `manual`, inside a shard_map.
+    """
 
     call: Call
-    cast: Cast
-    quantized: "Quantized | None"  # with a Float8 or Int8
+    traced: ClosedJaxpr
+    decided: ClosedJaxpr
+    target: Target
+    format: Format | None
+    manual: bool
 
-    def closed(self, recompute: bool) -> ClosedJaxpr:
+    def to_evaluate(self, recompute: bool) -> ClosedJaxpr:
         """The jaxpr to evaluate."""
         from jamp._autocast import recompute as last  # Imported late, because it imports Pallas: see `_jaxpr.core`.
-        from jamp._autocast.lower import lower
 
-        closed = self.quantized.closed if self.quantized else self.cast.closed()
-        changed = self.cast.changed or (self.quantized is not None and self.quantized.is_used)
-        return lower(last.recompute(closed) if recompute else closed) if changed else closed
+        if not any(product.format for product in products(self.decided.jaxpr)):
+            return self.traced
+        return lower(last.recompute(self.decided) if recompute else self.decided)
 
 
 def passes(
     fun: Callable[..., Any], compute_dtype: DTypeLike | Format, rules: Mapping[str, str] | None
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Passes]:
-    """The function that traces a call of `fun`, casts it, and with a `Float8` or `Int8` quantizes it."""
+    """The function that traces a call of `fun`, and decides about its products."""
     _check_fun(fun)
-    config: Format | None = None
-    if isinstance(compute_dtype, Format):
-        config, dtype = compute_dtype, np.dtype(compute_dtype.carrier)
-    else:
-        dtype = _check_dtype(compute_dtype)
+    config = compute_dtype if isinstance(compute_dtype, Format) else None
+    dtype = np.dtype(config.carrier) if config else _check_dtype(compute_dtype)
     table = _merge(rules or {})
 
     def trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passes:
-        call = Call(args, kwargs)
-        closed = call.trace(fun, "autocast")
+        call, target = Call(args, kwargs), Target(dtype, table)
+        traced = call.trace(fun, "autocast")
         manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-        body = Caster(dtype, table).cast(closed, [Input(weight=True)] * len(call.leaves), Place(manual=manual))
-        if config is None:
-            return Passes(call, body, None)
-        from jamp._autocast.quantize import quantize
-
-        return Passes(call, body, quantize(body, config))
+        decided = cast(traced, target, manual)
+        return Passes(call, traced, quantize(decided, config, table) if config else decided, target, config, manual)
 
     return trace
 

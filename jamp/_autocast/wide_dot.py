@@ -1,8 +1,7 @@
-"""A dot_general from bfloat16 to float32 that XLA:CPU can compute.
+"""Products by JAX's own primitives, among them one that XLA:CPU lacks: a dot_general from bfloat16 to float32.
 
-It has the name and the parameters of JAX's own. For some layouts of the result, XLA:CPU has no such product
-("Unsupported element type for DotThunk"), so there its operands are cast to float32, which gives the same sums. The
-platform of the lowered program decides.
+For some layouts of the result, XLA:CPU has no such product ("Unsupported element type for DotThunk"), so there its
+operands are cast to float32, which gives the same sums. The platform of the lowered program decides.
 """
 
 import functools
@@ -11,21 +10,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
-from jamp._jaxpr import JaxprEqn
+from jamp._primitives import PRODUCTS
 
+
+def multiply(primitive: Any, operands: Sequence[Array], params: dict[str, Any], dtype: Any) -> Array:
+    """A product in a forward pass, by the primitive of JAX, so that checkpoint policies recognize it."""
+    bind = functools.partial(primitive.bind, **{**params, "preferred_element_type": np.dtype(dtype)})
+    if _is_wide(primitive, operands, dtype):
+        cpu = lambda *xs: bind(*(x.astype(jnp.float32) for x in xs))
+        found: Array = lax.platform_dependent(*operands, cpu=cpu, default=bind)
+    else:
+        found = bind(*operands)
+    return found
+
+
+def multiply_back(primitive: Any, operands: Sequence[Array], params: dict[str, Any], dtype: Any) -> Array:
+    """A product in a backward pass: one equation on every platform, which traces faster. No policy looks there."""
+    primitive = _wide_dot if _is_wide(primitive, operands, dtype) else primitive
+    found: Array = primitive.bind(*operands, **{**params, "preferred_element_type": np.dtype(dtype)})
+    return found
+
+
+def _is_wide(primitive: Any, operands: Sequence[Array], dtype: Any) -> bool:
+    return primitive.name == "dot_general" and dtype == jnp.float32 and operands[0].dtype == jnp.bfloat16
+
+
+# It has the name and the parameters of JAX's own.
 _wide_dot = _jaxpr.core().Primitive("dot_general")
-
-
-def wide_dot(eqn: JaxprEqn) -> JaxprEqn:
-    """The same product, if it is one from bfloat16 to float32, as XLA:CPU can compute it."""
-    (*_, result) = _jaxpr.avals(eqn.outvars)
-    types = [aval.dtype for aval in _jaxpr.avals(eqn.invars)]
-    is_wide = _jaxpr.name(eqn) == "dot_general" and result.dtype == jnp.float32 and jnp.bfloat16 in types
-    return eqn.replace(primitive=_wide_dot) if is_wide else eqn
 
 
 def _plain(x: Array, y: Array, **params: Any) -> Array:
@@ -71,9 +87,14 @@ def _transpose(g: Any, x: Any, y: Any, **params: Any) -> list[Any]:
 def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
     """The product of a batch is another product, with moves around it."""
     closed = jax.make_jaxpr(jax.vmap(functools.partial(_plain, **params), dims))(*args)
-    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, args, strict=True))
-    _evaluate.evaluate([wide_dot(eqn) for eqn in closed.jaxpr.eqns], env, lambda v: True)
-    return env[closed.jaxpr.outvars[0]], 0
+
+    def run(eqn: Any, operands: list[Any]) -> list[Any]:
+        given = _jaxpr.params(eqn)
+        if _jaxpr.name(eqn) in PRODUCTS:
+            return [multiply_back(eqn.primitive, operands, given, given["preferred_element_type"])]
+        return _evaluate.bind(eqn, operands, _jaxpr.avals(eqn.outvars))
+
+    return _evaluate.interpret(closed.jaxpr, args, run)[0], 0
 
 
 _wide_dot.def_impl(_run)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.equations import flops
+from jamp._autocast.decisions import flops
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import MOVING, PRODUCTS, REARRANGES, holds_product
 from jamp._source_line import is_transposed, scope, user_line

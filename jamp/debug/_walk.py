@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.context import SEGMENT
+from jamp._autocast.facts import SEGMENT
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._source_line import in_scope, is_transposed, scope, user_line
 

@@ -1,0 +1,289 @@
+"""The decisions about the equations of a function, read from its jaxpr: with the source, the number of runs, the FLOPs."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jamp import _dataflow, _jaxpr
+from jamp._autocast import product as _product
+from jamp._autocast.constructs import is_entered
+from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT_ENTERED, QUANTIZE, REGION
+from jamp._autocast.product import Product, as_traced, products
+from jamp._autocast.rules import COMPUTE, GRADIENT, RULES, YOURS
+from jamp._autocast.target import Target
+from jamp._cast import is_float32, is_floating
+from jamp._dataflow import Flags
+from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
+from jamp._primitives import CUBIC, MOVING, PRODUCTS, REARRANGES
+from jamp._source_line import in_scope, is_transposed, scope, scope_path, user_line
+
+if TYPE_CHECKING:
+    from jamp._autocast.transform import Passes
+
+_WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The decision about an equation that is not an entered construct.
+
+    Attributes:
+      eqn: The equation, of a product the traced one.
+      product: The decision that the equation carries, if it is a product.
+      key, category: The key of its rule, and the category.
+      before, after: The dtypes of its operands and results as traced, and as it runs.
+      times: How often it runs.
+      source: The user's line.
+      scope: The name scopes around it.
+      parameters: The paths of the parameters that it reads.
+    """
+
+    eqn: JaxprEqn
+    product: Product | None
+    key: str
+    category: str
+    before: tuple[str, str]
+    after: tuple[str, str]
+    times: int
+    source: str
+    scope: str
+    parameters: list[str]
+
+
+def decisions(closed: ClosedJaxpr, target: Target, parameters: dict[Any, str], manual: bool) -> list[Decision]:
+    """The decisions about the equations of a jaxpr, the result of `cast` or of `quantize`.
+
+    `parameters` are the paths of its inputs. `manual` says that it is inside a shard_map.
+    """
+    return list(_Walk(target).walk(closed, dict(parameters), [False] * len(closed.in_avals), 1, "", "", "", manual))
+
+
+class _Walk:
+    def __init__(self, target: Target):
+        self._target = target
+        self._stored = _dataflow.spreads(_is_stored)
+
+    def walk(
+        self,
+        closed: ClosedJaxpr,
+        parameters: dict[Any, str],
+        low: Flags,
+        times: int,
+        source: str,
+        caller: str,
+        path: str,
+        manual: bool,
+    ) -> Iterator[Decision]:
+        """The decisions about a jaxpr. `low` inputs are stored in 16 bit. `path` is the name stack around it."""
+        stored = self._stored(closed, low)
+        for eqn in closed.jaxpr.eqns:
+            if in_scope(eqn, QUANTIZE) and not _product.of(eqn):
+                continue
+            product, line, place = _product.of(eqn), user_line(eqn) or source, scope(eqn, caller)
+            reads = [None if _jaxpr.is_literal(v) else parameters.get(v) for v in eqn.invars]
+            key, category = self._decide(eqn, product, path, manual)
+            operands = self._stored.read(stored, eqn.invars)
+            if category == ENTERED:
+                carry, name = _jaxpr.carry(eqn), _jaxpr.name(eqn)
+                into = self._stored.into(eqn, operands)
+                bodies = zip(_jaxpr.bodies(eqn) or (), _jaxpr.body_operands(eqn), into, strict=True)
+                for body, places, inputs in bodies:
+                    given = zip(body.jaxpr.invars, places, strict=True)
+                    known = {v: x for v, j in given if j not in carry and (x := reads[j])}
+                    n, around = times * _jaxpr.iterations(eqn), scope_path(eqn, path)
+                    is_manual = manual or name == "shard_map"
+                    yield from self.walk(body, known, inputs, n, line, place, around, is_manual)
+                continue
+            results = self._stored.read(stored, eqn.outvars)
+            before = _dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results)
+            after = _dtypes(eqn.invars), _dtypes(eqn.outvars)
+            if product:
+                before = ", ".join(map(str, product.before[:-1])), str(product.before[-1])
+                after = _as_multiplied(eqn, product), after[1]
+            paths = [x for x in reads[: product.arity if product else None] if x]
+            yield Decision(as_traced(eqn), product, key, category, before, after, times, line, place, paths)
+            if _jaxpr.name(eqn) in REARRANGES and reads[0]:
+                parameters.update(dict.fromkeys(eqn.outvars, reads[0]))
+
+    def _decide(self, eqn: JaxprEqn, product: Product | None, path: str, manual: bool) -> tuple[str, str]:
+        """The key of the rule for an equation, and the category, as `cast` decides."""
+        if product:
+            return product.key, product.category
+        name, rules = _jaxpr.name(eqn), self._target.rules
+        if in_scope(eqn, FULL_PRECISION):
+            return name, REGION
+        if name in _jaxpr.CONSTRUCTS and name not in rules:
+            return name, ENTERED if is_entered(eqn, manual) else NOT_ENTERED
+        key = self._target.rule_key(eqn, path, False, False)
+        return key, rules[key].category if key in rules else NO_RULE
+
+
+def _is_stored(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation are 16 bit where the traced ones are float32. Forward."""
+    product, (result, *_) = _product.of(eqn), _jaxpr.avals(eqn.outvars) or [None]
+    if product:
+        return product.before[-1] != product.dtype
+    if not any(operands) or not is_floating(result) or result.dtype.itemsize != 2:
+        return False
+    # A cast from 16 bit to 16 bit is in the code, because `cast` makes none.
+    return _jaxpr.name(eqn) != "convert_element_type"
+
+
+def _as_multiplied(eqn: JaxprEqn, product: Product) -> str:
+    """The dtypes of the operands that a product multiplies."""
+    if product.format is None:
+        return _dtypes(eqn.invars)
+    if isinstance(product.format, np.dtype):
+        return _dtypes(eqn.invars).replace("float32", str(product.format))
+    return ", ".join([str(product.format.forward)] * 2)
+
+
+def _dtypes(atoms: Any, stored: Flags | None = None) -> str:
+    """The dtypes of some values. Of those that are stored in 16 bit, the traced one."""
+    flags = stored or [False] * len(atoms)
+    return ", ".join(
+        "float32" if x else str(v.aval.dtype) for v, x in zip(atoms, flags, strict=True) if hasattr(v.aval, "dtype")
+    )
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Every equation of a jaxpr and of the jaxprs in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner, _ in _jaxpr.inner(eqn):
+            yield from all_equations(inner)
+
+
+def flops(eqn: JaxprEqn) -> float:
+    """Two for each multiply-add of a product, one for each element of any other arithmetic. A symbolic size is 1.
+
+    Linear algebra counts as textbooks do.
+    """
+    known = lambda sizes: math.prod(n for n in sizes if isinstance(n, int))
+    sizes = [known(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
+    name = _jaxpr.name(eqn)
+    if name in PRODUCTS:
+        return 2.0 * sizes[-1] * known([_jaxpr.summed_terms(eqn)])
+    if name in CUBIC:
+        return CUBIC[name] * max(sizes[len(eqn.invars) :]) * known(_jaxpr.avals(eqn.invars)[0].shape[-1:])
+    if name in RULES:
+        return 0.0 if name in MOVING else float(max(sizes))
+    return float(sum(times * flops(e) for inner, times in _jaxpr.inner(eqn) for e in inner.eqns))
+
+
+def cause(eqn: JaxprEqn) -> str:
+    """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
+    name = _jaxpr.name(eqn)
+    if name == "custom_linear_solve":
+        return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec)"
+    if name not in _jaxpr.CONSTRUCTS:
+        if name in _jaxpr.primitive_names() and not _jaxpr.has_body(eqn):
+            return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
+        return f"it is a kernel, or an operation of a library, that autocast does not know; {_WAY_OUT}"
+    if _jaxpr.bodies(eqn) is not None:
+        return f"it is a custom rule with symbolic zeros inside shard_map; {_WAY_OUT}"
+    if _jaxpr.is_known(eqn):
+        return f"it reads or writes a Ref; {_WAY_OUT}"
+    return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"
+
+
+def warnings_of(passes: "Passes") -> list[str]:
+    """Warnings for the user: about large parts that are not entered, or that no product is changed."""
+    target, unused = passes.target, _unused_rules(passes)
+    is_used = any(_is_asked_for(product, passes) for product in products(passes.decided.jaxpr))
+    if is_used and not _holds_left_out(passes.decided.jaxpr, target, passes.manual):
+        return unused
+    every = decisions(passes.decided, target, {}, passes.manual)
+    total = sum(x.times * flops(x.eqn) for x in every) or 1
+    has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in all_equations(passes.traced.jaxpr))
+    messages = unused + ([] if is_used or has_autocast else _unchanged(every, passes))
+    for x in every:
+        share = x.times * flops(x.eqn) / total
+        if _is_left_out(x.eqn, x.category) and share >= 0.01:
+            where = x.source or x.scope or "an unknown line"
+            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {_jaxpr.name(x.eqn)} at {where} runs"
+            messages.append(f"{message} as it was traced, because {cause(x.eqn)}.")
+    return messages
+
+
+def _is_asked_for(product: Product, passes: "Passes") -> bool:
+    """Whether a product is in the format that was asked for."""
+    return product.format == passes.format if passes.format else product.format is not None
+
+
+def _holds_left_out(jaxpr: Jaxpr, target: Target, manual: bool) -> bool:
+    """Whether some equation with float32 products in it runs as it was traced."""
+    for eqn in jaxpr.eqns:
+        name = _jaxpr.name(eqn)
+        if name in target.rules or _product.of(eqn) or in_scope(eqn, FULL_PRECISION):
+            continue
+        is_construct = name in _jaxpr.CONSTRUCTS
+        if is_construct and is_entered(eqn, manual):
+            inner = manual or name == "shard_map"
+            if any(_holds_left_out(body.jaxpr, target, inner) for body in _jaxpr.bodies(eqn) or ()):
+                return True
+        elif _is_left_out(eqn, NOT_ENTERED if is_construct else NO_RULE):
+            return True
+    return False
+
+
+def _unused_rules(passes: "Passes") -> list[str]:
+    """Warnings about rules of the user that decided about no operation."""
+    rules = {key for key, rule in passes.target.rules.items() if rule.reason == YOURS}
+    unused = sorted(rules - passes.target.used)
+    # The derivatives of custom rules are traced later, and the gradients of weights only by a gradient.
+    is_custom = lambda eqn: _jaxpr.name(eqn) in ("custom_jvp_call", "custom_vjp_call", "linear_call")
+    paths = [(path, is_custom(eqn)) for eqn, path in _paths(passes.traced.jaxpr, "")] if unused else []
+    messages = []
+    for key in unused:
+        part = key.partition("[")[2][:-1]
+        if part == GRADIENT or (key in RULES and part):
+            continue
+        seen = sorted({name for path, _ in paths for name in path.split("/") if name})
+        close = difflib.get_close_matches(part, seen, 3) if part else []
+        hint = f" Scopes with a similar name: {', '.join(close)}." if close else ""
+        if part in seen:
+            hint = " The scope has no such operation, or an earlier rule decides about it."
+        if any(custom and (not close or f"/{part}/" in path) for path, custom in paths):
+            continue
+        messages.append(f"The rule for {key!r} matches no operation of this function.{hint}")
+    return messages
+
+
+def _paths(jaxpr: Jaxpr, around: str) -> Iterator[tuple[JaxprEqn, str]]:
+    """Every equation of a jaxpr and of the jaxprs in it, and the name scopes around it."""
+    for eqn in jaxpr.eqns:
+        path = scope_path(eqn, around)
+        yield eqn, path
+        for inner, _ in _jaxpr.inner(eqn):
+            yield from _paths(inner, path)
+
+
+def _unchanged(every: list[Decision], passes: "Passes") -> list[str]:
+    """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
+    changeable = [x for x in every if _jaxpr.name(x.eqn) in PRODUCTS]
+    candidates = [x for x in changeable if x.product and x.product.reason]
+    largest = max(candidates or changeable, key=lambda x: x.times * flops(x.eqn), default=None)
+    if largest is None:
+        return []
+    name = type(passes.format).__name__ if passes.format else "autocast"
+    why = largest.product.reason if largest.product else ""
+    if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in _jaxpr.avals(largest.eqn.invars)):
+        why = "its operands are 16 bit already. Pass float32 parameters and inputs, and modules without dtype=..."
+    if not why:  # The code asked for float32, or for a 16-bit result.
+        return []
+    place = largest.source or largest.scope
+    at = f" is at {place}" if place else ""
+    return [f"{name} changes no product of this function. The largest{at}: {why}."]
+
+
+def _is_left_out(eqn: JaxprEqn, category: str) -> bool:
+    """Whether an equation with float32 products in it runs as it was traced."""
+    if category not in (NOT_ENTERED, NO_RULE) or not any(map(is_float32, _jaxpr.avals(eqn.invars))):
+        return False
+    inner = [e for jaxpr, _ in _jaxpr.inner(eqn) for e in all_equations(jaxpr)]
+    return any(_jaxpr.name(e) in PRODUCTS and any(map(is_float32, _jaxpr.avals(e.invars))) for e in inner)

@@ -1,0 +1,111 @@
+"""What the passes know about values and places, and the analyses that find it out."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jamp import _jaxpr
+from jamp._cast import is_float32, is_inexact
+from jamp._dataflow import Flags
+from jamp._evaluate import Bits
+from jamp._jaxpr import JaxprEqn
+from jamp._primitives import COPIES, MOVES, MOVING
+
+# Name scopes, which an operation keeps through every transformation: of a function marked by the user, of everything in
+# an autocast function, of what `quantize` adds, and of a call that `recompute` made.
+FULL_PRECISION, AUTOCAST = "jamp.full_precision", "jamp.autocast"
+QUANTIZE, SEGMENT = "jamp.quantize", "jamp.segment"
+# The categories of equations that no rule decides.
+ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
+_SUMS = frozenset({"add", "add_any", "psum", "psum_invariant", "reduce_scatter", "reduce_sum"})
+
+
+class Constant(NamedTuple):
+    """A value that is a constant of the function, perhaps moved.
+
+    Attributes:
+      value: A number that the whole value is filled with, or an array with its elements.
+      is_number: Whether it is the number.
+    """
+
+    value: Bits
+    is_number: bool
+
+
+class Input(NamedTuple):
+    """What is known of an input of a jaxpr.
+
+    Attributes:
+      low: Whether it is stored in 16 bit.
+      constant: The constant that it is, or None.
+      computed: Whether it is computed, and not an argument of the function. Such an argument is a weight.
+    """
+
+    low: bool = False
+    constant: Constant | None = None
+    computed: bool = True
+
+
+class Place(NamedTuple):
+    """The surroundings of a jaxpr.
+
+    Attributes:
+      manual: Whether it is in a shard_map.
+      inside: The shard_map, if it is in the traced function and not around it.
+      scope: Its name stack, if a rule is for part of one.
+      backward: Whether it is part of a backward pass.
+    """
+
+    manual: bool = False
+    inside: JaxprEqn | None = None
+    scope: str = ""
+    backward: bool = False
+
+
+def computes(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation are computed, and not an argument of the function or a constant that is moved.
+
+    Forward. An argument that a product reads is a weight.
+    """
+    floats = [is_float32(aval) and x for aval, x in zip(_jaxpr.avals(eqn.invars), operands, strict=True)]
+    return any(floats) or _jaxpr.name(eqn) not in MOVING
+
+
+def consumes(eqn: JaxprEqn, results: Flags) -> bool:
+    """Whether the operands of an equation are *consumed*: read by other than moves and sums that lead to a result.
+
+    Backward. The gradient of a weight that nothing consumes is kept in float32.
+    """
+    return any(results) or _jaxpr.name(eqn) not in MOVING | _SUMS
+
+
+def fills(eqn: JaxprEqn, operands: list[Constant | None]) -> Constant | None:
+    """The constant that the results of an equation are. Forward; `join_constants` joins."""
+    if len(eqn.invars) != 1 or _jaxpr.name(eqn) not in MOVES | COPIES:
+        return None
+    (constant,), (before,), (after, *_) = operands, _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+    if constant is None or before.dtype == after.dtype:
+        return constant
+    if not constant.is_number:  # An array is only asked for its largest element.
+        return constant if is_float32(after) else None
+    if is_inexact(before) and not is_inexact(after):  # Of a number out of range, platforms differ.
+        return None
+    return Constant(Bits(np.asarray(constant.value.value, before.dtype).astype(after.dtype)[()]), True)
+
+
+def join_constants(x: Constant | None, y: Constant | None) -> Constant | None:
+    """The constant that a value from one of two places is."""
+    return x if x == y else None
+
+
+def as_constant(value: Any) -> Constant | None:
+    """The fact about a constant of a jaxpr. None if this process cannot read it."""
+    if isinstance(value, (bool, int, float, complex, np.generic)) or (np.ndim(value) == 0 and not _is_array(value)):
+        return Constant(Bits(value), True)
+    is_here = _is_array(value) and not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
+    return Constant(Bits(value), False) if is_here or isinstance(value, np.ndarray) else None
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array)
