@@ -85,6 +85,11 @@ def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -
     return _inlined(closed, inputs, lambda eqn: None, dict(zip(closed.jaxpr.outvars, outputs, strict=True)))[0]
 
 
+def inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations and the outputs of a jaxpr, with `inputs` in place of its own and new variables for all others."""
+    return _inlined(closed, inputs, lambda eqn: None, {})
+
+
 def located(eqn: JaxprEqn, like: JaxprEqn) -> JaxprEqn:
     """An equation with the line and the mesh of another, and its scopes around its own."""
     stack = like.source_info.name_stack + eqn.source_info.name_stack

@@ -62,13 +62,14 @@ CUBIC = {
     "tridiagonal": 4 / 3,
 }
 
-_OWN = _names("detached")  # of a product that autocast has lowered
+# Of a product that autocast has lowered. They return their first operand.
+IDENTITIES = _names("attach detached")
 # Cheap and deterministic. They terminate on any input, also on NaN.
-CHEAP = MOVES | COPIES | ARITHMETIC | _OWN
+CHEAP = MOVES | COPIES | ARITHMETIC | {"detached"}
 # They compute nothing.
-MOVING = MOVES | TRANSFERS | COPIES | GATHERS | _OWN
+MOVING = MOVES | TRANSFERS | COPIES | GATHERS | IDENTITIES
 # The result is the first operand, a part or a rearrangement of it. A parameter keeps its path through them.
-REARRANGES = (MOVES | COPIES) - _names("concatenate select_n")
+REARRANGES = (MOVES | COPIES | IDENTITIES) - _names("concatenate select_n")
 
 
 def holds_product(eqn: JaxprEqn) -> bool:

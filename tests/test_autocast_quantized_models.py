@@ -15,6 +15,7 @@ from jaxprs import equations, normal
 import jamp
 from benchmarks import mixture
 from jamp import _evaluate
+from jamp._autocast.matrix_product import as_matrix_product
 from jamp._autocast.quantized import quantize
 
 BF16 = jnp.bfloat16
@@ -148,11 +149,11 @@ def test_a_convolution_whose_windows_are_apart_is_a_matrix_product(layout, acros
     x, w = normal(*order((2, 13, 9, n), layout[0], "NHWC")), normal(*order((*k, n, m), layout[1], "HWIO"), seed=1)
     fun = lambda x, w: lax.conv_general_dilated(x, w, stride, "VALID", dimension_numbers=layout)
     (eqn,) = jax.make_jaxpr(fun)(x, w).eqns
-    found = _evaluate.as_matrix_product(eqn)
+    found = as_matrix_product(eqn)
     if not all(a in (1, b) for a, b in zip(k, stride, strict=True)):
         assert found is None
         return
-    move_x, move_w, back = found.moves
+    move_x, move_w, back = (move or (lambda x: x) for move in found.moves)
     (product,) = _evaluate.bind(found.eqn, [move_x(x), move_w(w)], [v.aval for v in found.eqn.outvars])
     np.testing.assert_allclose(back(product), fun(x, w), rtol=1e-5, atol=1e-5)
 

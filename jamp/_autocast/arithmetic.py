@@ -12,6 +12,7 @@ from jax import Array
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.product import Dtype, Product
+from jamp._autocast.rules import GRADIENT
 from jamp._autocast.wide_dot import multiply, multiply_back
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import PRODUCTS
@@ -49,7 +50,8 @@ class Rounded(NamedTuple):
         return list(map(self.rounded, operands))
 
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
-        return multiply(product.primitive, operands, dict(product.params), product.dtype)
+        bind = multiply_back if product.key.endswith(f"[{GRADIENT}]") else multiply
+        return bind(product.primitive, operands, dict(product.params), product.dtype)
 
     def kept(self, product: Product, operands: Sequence[Array], moving: Sequence[int]) -> list[Array]:
         return [operands[j] for j in others_of(product, moving)]

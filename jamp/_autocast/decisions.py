@@ -18,7 +18,7 @@ from jamp._autocast.target import Target
 from jamp._cast import is_float32, is_floating
 from jamp._dataflow import Flags
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
-from jamp._primitives import CUBIC, MOVING, PRODUCTS, REARRANGES
+from jamp._primitives import CUBIC, IDENTITIES, MOVING, PRODUCTS, REARRANGES
 from jamp._source_line import in_scope, is_transposed, scope, scope_path, user_line
 
 if TYPE_CHECKING:
@@ -81,10 +81,12 @@ class _Walk:
         """The decisions about a jaxpr. `low` inputs are stored in 16 bit. `path` is the name stack around it."""
         stored = self._stored(closed, low)
         for eqn in closed.jaxpr.eqns:
-            if in_scope(eqn, QUANTIZE) and not _product.of(eqn):
-                continue
             product, line, place = _product.of(eqn), user_line(eqn) or source, scope(eqn, caller)
             reads = [None if _jaxpr.is_literal(v) else parameters.get(v) for v in eqn.invars]
+            if _jaxpr.name(eqn) in REARRANGES and reads[0]:
+                parameters.update(dict.fromkeys(eqn.outvars, reads[0]))
+            if _jaxpr.name(eqn) in IDENTITIES or (in_scope(eqn, QUANTIZE) and not product):
+                continue
             key, category = self._decide(eqn, product, path, manual)
             operands = self._stored.read(stored, eqn.invars)
             if category == ENTERED:
@@ -106,8 +108,6 @@ class _Walk:
                 after = _as_multiplied(eqn, product), after[1]
             paths = [x for x in reads[: product.arity if product else None] if x]
             yield Decision(as_traced(eqn), product, key, category, before, after, times, line, place, paths)
-            if _jaxpr.name(eqn) in REARRANGES and reads[0]:
-                parameters.update(dict.fromkeys(eqn.outvars, reads[0]))
 
     def _decide(self, eqn: JaxprEqn, product: Product | None, path: str, manual: bool) -> tuple[str, str]:
         """The key of the rule for an equation, and the category, as `cast` decides."""

@@ -3,9 +3,9 @@
     product(x, w)   becomes   low = cast(w)
                               attach(dot_general(detached(x), detached(low)), x, low, x, w)
 
-`attach` returns its first operand, and only its derivative is a custom rule. So the value is computed by a primitive of
-JAX in plain sight, and the user's checkpoint policies recognize it, inside the function and around it, whether they
-look at a program before or after it is differentiated.
+`attach` returns its first operand, and has the derivative of the product. So the value is computed by a primitive of JAX
+in plain sight, and the user's checkpoint policies recognize it, inside the function and around it, whether they look at
+a program before or after it is differentiated.
 
 The tangent of a product is a primitive that is linear in the tangents of its operands. It asks the format.
 """
@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
-from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
@@ -25,7 +25,6 @@ from jamp._autocast.arithmetic import Arithmetic, Rounded, moved, others_of
 from jamp._autocast.formats import Float8, Int8
 from jamp._autocast.product import Product, of
 from jamp._autocast.quantized import Batched, Quantized
-from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import PRODUCTS
 from jamp._shard_map import trace
@@ -84,30 +83,11 @@ def multiplied(product: Product) -> Callable[..., Array]:
     if isinstance(arithmetic, Rounded) and product.dtype == arithmetic.dtype and not any(product.weights):
         return functools.partial(_by_jax, product, arithmetic)
 
-    n = product.arity
-
-    @jax.custom_jvp
-    def attach(out: Array, *operands: Array) -> Array:
-        return out
-
-    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
-        read, operands = primals[1:-n], primals[-n:]
-        given = tangents[-n:]
-        has_tangent = lambda i: is_inexact(operands[i]) and not isinstance(given[i], SymbolicZero)
-        moving = tuple(filter(has_tangent, range(n)))
-        out = attach(*primals)  # Not `primals[0]`, which has no second derivative.
-        if not moving:
-            return out, SymbolicZero(jax.typeof(out).to_tangent_aval())
-        inputs = [*arithmetic.kept(product, read, moving), *(given[i] for i in moving)]
-        types = tuple(jax.typeof(operands[i]) for i in moving)
-        return out, _tangent.bind(*inputs, product=product, moving=moving, types=types, aval=jax.typeof(out))
-
-    attach.defjvp(rule, symbolic_zeros=True)
 
     def multiply(*operands: Array) -> Array:
         read = arithmetic.read(product, operands)
         out = arithmetic.value(product, list(map(_detached.bind, read)))
-        result: Array = attach(out, *read, *operands[:n])
+        result: Array = _attach.bind(out, *read, *operands[: product.arity], product=product, vmaps=())
         return result
 
     return multiply
@@ -123,8 +103,7 @@ def _arithmetic(product: Product) -> Arithmetic:
     return product.format if isinstance(product.format, Batched) else Rounded(product.format)
 
 
-# `lax.stop_gradient`, but where a function is transposed that is linear as it stands, such as the rule of a custom_jvp,
-# it passes the cotangent on.
+# `lax.stop_gradient`, but a function that is linear as it stands, such as the rule of a custom_jvp, can be transposed.
 _detached = _jaxpr.core().Primitive("detached")
 _detached.def_impl(lambda x: x)
 _detached.def_abstract_eval(lambda x: x)
@@ -132,6 +111,70 @@ ad.primitive_jvps[_detached] = lambda xs, _: (_detached.bind(*xs), ad.Zero(jax.t
 ad.primitive_transposes[_detached] = lambda g, _: [g]
 batching.primitive_batchers[_detached] = lambda xs, dims: (_detached.bind(*xs), dims[0])
 mlir.register_lowering(_detached, lambda ctx, x: [x])
+
+# The value of a product, what it read, and its operands, to the value with the derivative of the product. Around it may
+# be vmaps, outermost first: `vmaps` are the axes of their batches in all but the value, where they are the first ones.
+_attach = _jaxpr.core().Primitive("attach")
+
+
+def _parts(product: Product, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What the product read, and its operands."""
+    return inputs[: -product.arity], inputs[-product.arity :]
+
+
+def _pushed(
+    product: Product, vmaps: Sequence[Any], moving: tuple[int, ...], out: Any, inputs: Sequence[Any], given: Sequence[Any]
+) -> Any:
+    """The tangent of a product, whose value has the type `out`, from those `given` of its moving operands."""
+    of_one = out.update(shape=out.shape[len(vmaps) :])
+
+    def push(*xs: Any) -> Any:
+        types = tuple(map(jax.typeof, xs[len(xs) - len(moving) :]))
+        return _tangent.bind(*xs, product=product, moving=moving, types=types, aval=of_one)
+
+    for axes in reversed(vmaps):
+        read, operands = _parts(product, axes)
+        push = jax.vmap(push, (*_arithmetic(product).kept(product, read, moving), *(operands[i] for i in moving)))
+    return push(*_arithmetic(product).kept(product, _parts(product, inputs)[0], moving), *given)
+
+
+def _attach_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    out = _attach.bind(*primals, product=product, vmaps=vmaps)
+    given = dict(enumerate(_parts(product, tangents[1:])[1]))
+    moving = tuple(i for i, t in given.items() if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0)
+    if not moving:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _pushed(product, vmaps, moving, jax.typeof(out), primals[1:], [given[i] for i in moving])
+
+
+def _attach_transpose(g: Any, *inputs: Any, product: Product, vmaps: tuple[Any, ...]) -> list[Any]:
+    """The cotangents if a product is linear in an operand as it stands, without having been differentiated."""
+    _, operands = _parts(product, inputs[1:])
+    moving = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
+    none = [None] * len(inputs)
+    if isinstance(g, ad.Zero) or not moving:
+        return none
+    push = lambda *given: _pushed(product, vmaps, moving, jax.typeof(g), inputs[1:], given)
+    found = jax.linear_transpose(push, *(operands[i].aval for i in moving))(g)
+    return _evaluate.replaced(none, [len(inputs) - product.arity + i for i in moving], found)
+
+
+def _attach_batch(
+    inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
+) -> tuple[Any, int]:
+    size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
+    out = jnp.broadcast_to(inputs[0], (size, *inputs[0].shape)) if axes[0] is None else jnp.moveaxis(inputs[0], axes[0], 0)
+    return _attach.bind(out, *inputs[1:], product=product, vmaps=(tuple(axes[1:]), *vmaps)), 0
+
+
+_attach.def_impl(lambda out, *_, **__: out)
+_attach.def_abstract_eval(lambda out, *_, **__: out)
+ad.primitive_jvps[_attach] = _attach_jvp
+ad.primitive_transposes[_attach] = _attach_transpose
+batching.primitive_batchers[_attach] = _attach_batch
+mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
 
 # The tangent of a product: the values that were kept and the tangents of the moving operands, in which it is linear, to
 # the tangent of the result.

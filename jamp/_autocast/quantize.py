@@ -152,12 +152,11 @@ class _Pass:
             weights=(),
             dtype=eqn.outvars[0].aval.dtype,
         )
-        back = matrix.moves[2]
-        types = [*_jaxpr.avals(operands), *_jaxpr.avals(packs)]
-        result = _jaxpr.core().Var(_product.result_type(new, types)) if back else eqn.outvars[0]
+        aval = _product.result_type(new, [*_jaxpr.avals(operands), *_jaxpr.avals(packs)])
+        back = trace(inside, _named(matrix.moves[2] or _stay), [aval])
+        result = _jaxpr.core().Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
         eqns.append(_product.equation(new, [*operands, *packs], result, eqn))
-        if back:
-            eqns.extend(_evaluate.inline(trace(inside, _named(back), [result.aval]), [result], eqn.outvars))
+        eqns.extend(_evaluate.inline(back, [result], eqn.outvars))
         return [_evaluate.located(item, eqn) for item in eqns]
 
     def _run(
@@ -168,9 +167,13 @@ class _Pass:
         key = key, *avals, inside
         if key not in self._traced:
             self._traced[key] = trace(inside, _named(fun), avals)
-        results = [_jaxpr.core().Var(aval) for aval in self._traced[key].out_avals]
-        eqns.extend(_evaluate.inline(self._traced[key], operands, results))
+        new, results = _evaluate.inlined(self._traced[key], operands)
+        eqns.extend(new)
         return results
+
+
+def _stay(x: Any) -> Any:
+    return x
 
 
 def _named(fun: Callable[..., Any]) -> Callable[..., Any]:

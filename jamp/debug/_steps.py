@@ -12,7 +12,7 @@ import numpy as np
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.decisions import flops
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._primitives import MOVING, PRODUCTS, REARRANGES, holds_product
+from jamp._primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product
 from jamp._source_line import is_transposed, scope, user_line
 
 CAST = "convert_element_type"
@@ -97,6 +97,8 @@ class Builder:
         source, layer = user_line(eqn) or around.source, scope(eqn, around.scope)
         here = Place(source, layer, around.backward or is_transposed(eqn), around.steps)
         bodies, name = _entered(eqn), _jaxpr.name(eqn)
+        if name in IDENTITIES:  # The derivative is that of the product.
+            return reads[:1]
         if bodies and name in _INLINED:
             return _evaluate.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, here))
         paths = ["" if _jaxpr.is_literal(v) else known.get(v, "") for v in reads]

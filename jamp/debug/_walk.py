@@ -11,6 +11,7 @@ import numpy as np
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.facts import SEGMENT
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._primitives import IDENTITIES
 from jamp._source_line import in_scope, is_transposed, scope, user_line
 
 V = TypeVar("V")  # an array, and what is known about it
@@ -64,6 +65,8 @@ class Walker(abc.ABC, Generic[V]):
         return _evaluate.interpret(closed.jaxpr, [*map(self.constant, closed.consts), *args], run, literal)
 
     def _results(self, caller: Place, eqn: JaxprEqn, values: list[V]) -> list[V]:
+        if _jaxpr.name(eqn) in IDENTITIES:
+            return values[:1]
         backward = caller.backward or is_transposed(eqn)
         here = Place(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
         bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _ENTER else None
