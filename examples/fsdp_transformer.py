@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -51,7 +52,8 @@ def init_params(key):
     return {"embed": dense(256, WIDTH), "position": dense(CONTEXT, WIDTH), "blocks": blocks, "head": dense(WIDTH, 256)}
 
 
-@jamp.autocast  # matrix products in float16; softmax, variance and the loss in float32
+# Matrix products in float16; softmax, variance and the loss in float32.
+@partial(jamp.autocast, compute_dtype=jnp.float16)
 def loss_fn(params, tokens):
     x = params["embed"][tokens[:, :-1]] + params["position"]
     for block in params["blocks"]:

@@ -119,7 +119,7 @@ USES = {
     "autocast to float8": lambda: gradients(functools.partial(jamp.autocast, rules=ALL), jamp.Float8(min_size=1)),
     "autocast to int8": lambda: gradients(functools.partial(jamp.autocast, rules=ALL), jamp.Int8(min_size=1)),
     "full_precision": lambda: jamp.full_precision(loss_fn)(PARAMS),
-    "autocast_report": lambda: len(jamp.autocast_report(loss_fn)(PARAMS).rows),
+    "autocast_report": lambda: len(jamp.autocast_report(loss_fn, jnp.float16)(PARAMS).rows),
     "precompute": precomputed,
     "interop": lambda: jamp.interop.unwrap_state(jamp.interop.wrap_state(SGD.init(PARAMS), jamp.StaticLossScale())),
     "interop for torch": lambda: jax.tree.leaves(jamp.interop.from_torch(jamp.interop.to_torch(jamp.GradScaler()))),

@@ -40,7 +40,7 @@ class Setup:
     def make_loss(self, task: Task) -> Loss:
         policies = (jamp.Policy(jnp.float32, dtype, dtype) for dtype in (self.body, self.head))
         loss = task.make_loss(*policies, jamp.full_precision(cross_entropy) if self.full_loss else cross_entropy)
-        return jamp.autocast(loss, rules=dict(self.rules)) if self.autocast else loss
+        return jamp.autocast(loss, jnp.float16, rules=dict(self.rules)) if self.autocast else loss
 
 
 FLOAT32 = Setup("float32", **FULL, loss_scale=NONE)
