@@ -381,9 +381,8 @@ def test_what_is_computed_again_holds_no_product_no_callback_and_nothing_of_your
     softmax = jamp.autocast(lambda x, w: jnp.sum(jax.nn.softmax(x @ w) @ w), jnp.float16)
     assert count(jax.grad(softmax), ["reduce_max"]) == 1  # the statistics of rows are kept
     total = lambda fun: jax.grad(lambda x, w: jnp.sum(fun(x, w)))
-    assert (
-        count(total(jamp.autocast(jax.checkpoint(layer), jnp.float16)), ["barrier"]) == 0
-    )  # its policy decides, not jamp
+    # The policy of the user's checkpoint decides, not jamp.
+    assert count(total(jamp.autocast(jax.checkpoint(layer), jnp.float16)), ["barrier"]) == 0
     assert count(total(jamp.autocast(layer, jnp.float16)), ["barrier"]) > 0
     assert count(total(jamp.autocast(layer, jnp.float16, recompute=False)), ["barrier"]) == 0
 

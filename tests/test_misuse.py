@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from steps import GOOD, PARAMS
+from steps import GOOD, PARAMS, with_masters
 from trees import assert_equal
 
 import jamp
@@ -41,7 +41,7 @@ UNROUNDED = {
 MISUSE = {
     # Wrappers in the wrong place, as far as `init` can see it.
     "twice": (ValueError, r"Two scalers.*Pass the plain optimizer", lambda: state(jamp.loss_scaled(SCALED))),
-    "masters of a wrapper": (ValueError, r"Two scalers.*master_params", lambda: state(jamp.mixed_precision(SCALED))),
+    "masters of a wrapper": (ValueError, r"Two scalers.*master_params", lambda: state(with_masters(SCALED))),
     "masked": (ValueError, r"sees only some.*loss_scaled\(optax\.masked", lambda: state(optax.masked(SCALED, LEFT))),
     "partition": (
         ValueError,
@@ -150,7 +150,7 @@ MISUSE = {
         r"holds a DynamicLossScaleState.*jamp\.convert_loss_scale",
         lambda: jamp.reset(state(SCALED), jamp.StaticLossScale()),
     ),
-    # torch's and Keras' ways of writing.
+    # torch's ways of writing.
     "with": (
         TypeError,
         r"not a context.*got float16.*jamp\.autocast\(loss_fn",
@@ -159,7 +159,6 @@ MISUSE = {
     "with NumPy's": (TypeError, "got float16", lambda: jamp.autocast(np.float16, jnp.float16)),
     "with a device": (TypeError, "got a str", lambda: jamp.autocast("cuda", jnp.float16)),
     "parameters": (TypeError, r"got a dict.*jamp\.cast_floating\(params", lambda: jamp.autocast(PARAMS, jnp.float16)),
-    "keras": (ValueError, r"'params=float32,compute=float16,output=f", lambda: jamp.get_policy("mixed_float16")),
     "a model with functions": (
         TypeError,
         r"Argument 0 has no gradient: it holds .*jamp\.equinox\.filter_value_and_grad",
@@ -397,11 +396,6 @@ def test_a_loss_scale_that_is_traced_or_read_at_each_call_or_never_changes_is_si
     for fixed in (jamp.NoOpLossScale(), jamp.StaticLossScale(8.0), jamp.GradScaler.static().loss_scale):
         jax.jit(jamp.grad(loss_fn, jamp.loss_scaled(SGD, fixed).init(PARAMS))).lower(PARAMS)
     jax.jit(lambda: jamp.scale_loss(jnp.float32(1.0), state(SCALED))).lower()
-
-
-def test_a_policy_that_makes_the_parameters_16_bit_warns():
-    with pytest.warns(UserWarning, match=r"makes the parameters float16 too.*'params=float32,compute=float16"):
-        assert jamp.get_policy("fp16") == jamp.Policy("half", np.float16, "f16")
 
 
 def test_short_names_of_dtypes_are_dtypes_everywhere():

@@ -11,17 +11,17 @@ import optax
 import pytest
 from jaxprs import products
 from norms import distance
+from steps import with_masters
 from trees import avals
 
 import jamp
 import jamp.equinox
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
-POLICY = jamp.get_policy("params=float32,compute=float16,output=float32")
 WRAPS = {
     "plain": lambda fun: fun,
     "autocast": functools.partial(jamp.autocast, compute_dtype=jnp.float16),
-    "policy": lambda fun: lambda model, x: fun(POLICY.cast_to_compute(model), x),
+    "cast": lambda fun: lambda model, x: fun(jamp.cast_floating(model, jnp.float16), x),
     "masters of float16": lambda fun: fun,
 }
 
@@ -54,7 +54,7 @@ def make(dtype=None, wrap=jamp.loss_scaled):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_model_with_static_and_other_leaves_trains_and_a_skip_does_not_move_it(wrap):
-    model, tx, opt_state = make(*(jnp.float16, jamp.mixed_precision) if "masters" in wrap else ())
+    model, tx, opt_state = make(*(jnp.float16, with_masters) if "masters" in wrap else ())
     types, losses = avals(eqx.filter(model, eqx.is_array)), []
 
     def step(model, opt_state, x):

@@ -17,11 +17,10 @@ import jamp.nnx
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 INF = np.full_like(X, np.inf)
-POLICY = jamp.get_policy("params=float32,compute=float16,output=float32")
 
 
 class Net(nnx.Module):
-    def __init__(self, dtype=POLICY.compute_dtype, param_dtype=POLICY.param_dtype):
+    def __init__(self, dtype=jnp.float16, param_dtype=jnp.float32):
         rngs, dtypes = nnx.Rngs(0), {"dtype": dtype, "param_dtype": param_dtype}
         self.first = nnx.Linear(3, 3, rngs=rngs, **dtypes)
         self.shared = self.first
@@ -34,7 +33,7 @@ class Net(nnx.Module):
     def __call__(self, x):
         self.seen[...] += 1
         self.array = self.array + 1
-        return POLICY.cast_to_output(self.last(self.drop(self.norm(self.shared(self.first(x))))))
+        return self.last(self.drop(self.norm(self.shared(self.first(x))))).astype(jnp.float32)
 
 
 def loss_fn(model, x):
