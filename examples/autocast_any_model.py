@@ -78,7 +78,7 @@ def train(params, loss_fn, steps):
 
 def train_16_bit(params, loss_fn, steps):
     tx = jamp.loss_scaled(optax.adam(1e-2))  # 1. skips a step that overflows
-    loss_fn = jamp.autocast(loss_fn)  # 2. float16 products
+    loss_fn = jamp.autocast(loss_fn, jnp.float16)  # 2. float16 products
 
     @jax.jit
     def train_step(params, opt_state):
@@ -99,12 +99,12 @@ def main():
     print(f"loss after {steps:2} steps  float32  float16 products  FLOPs in 16 bit")
     for make in (plain_jax, linen, nnx_module, equinox):
         params, loss_fn = make()
-        share = jamp.autocast_report(jax.grad(loss_fn))(params, X, Y).share_16_bit
+        share = jamp.autocast_report(jax.grad(loss_fn), jnp.float16)(params, X, Y).share_16_bit
         losses = train(params, loss_fn, steps), train_16_bit(params, loss_fn, steps)
         print(f"{make.__name__:19s}  {losses[0]:9.4f}  {losses[1]:16.4f}  {share:15.1%}")
     params, loss_fn = plain_jax()
     print()
-    print(jamp.autocast_report(loss_fn)(params, X, Y))
+    print(jamp.autocast_report(loss_fn, jnp.float16)(params, X, Y))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def overflow():
     params = jax.vmap(one)(keys)
     x = jax.random.normal(jax.random.key(1), (LENGTH, WIDTH))
 
-    @jamp.autocast
+    @functools.partial(jamp.autocast, compute_dtype=jnp.float16)
     def loss_fn(params, x):
         return jnp.mean(attention(params, x, divisor=WIDTH**0.5) ** 2)
 
@@ -94,7 +94,7 @@ def train(params, loss_fn, data, init_scale, steps, out):
     config = jamp.AdaptiveLossScale(init_scale, windows=(2, 4, 8, 16))
     tx = jamp.loss_scaled(optax.adam(1e-3), config)
     opt_state = tx.init(params)
-    loss_16_bit = jamp.autocast(loss_fn)
+    loss_16_bit = jamp.autocast(loss_fn, jnp.float16)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state):
@@ -122,7 +122,7 @@ def underflow(steps, out):
     print("The gradients of a regression to small targets:")
     report = jamp.debug.underflow_report(grads, state)
     print(report)
-    loss_16_bit = jamp.autocast(loss_fn)
+    loss_16_bit = jamp.autocast(loss_fn, jnp.float16)
     plain = share_of_zeros(jax.grad(loss_16_bit)(params, *data))
     best = jamp.set_loss_scale(state, report.recommended_loss_scale)
     scaled, recommended = (share_of_zeros(jamp.grad(loss_16_bit, s)(params, *data)) for s in (state, best))

@@ -87,7 +87,10 @@ def main():
     images, test_images, labels, test_labels = map(jnp.asarray, halves)
     runs = {
         "float32": (loss_fn, jamp.NoOpLossScale()),
-        "autocast": (jamp.autocast(loss_fn), jamp.DynamicLossScale(growth_interval=25, max_scale=math.inf)),
+        "autocast": (
+            jamp.autocast(loss_fn, jnp.float16),
+            jamp.DynamicLossScale(growth_interval=25, max_scale=math.inf),
+        ),
     }
     rows = []
     for name, (fun, loss_scale) in runs.items():

@@ -22,6 +22,7 @@ The data are part of scikit-learn.
 
 import argparse
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def model(params, input):  # nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Line
     return hidden @ params[1]["weight"] + params[1]["bias"]
 
 
-@jamp.autocast  # with autocast(device_type="cuda", dtype=torch.float16):
+@partial(jamp.autocast, compute_dtype=jnp.float16)  # with autocast(device_type="cuda", dtype=torch.float16):
 def loss_fn(params, input, target):  # F.cross_entropy(model(input), target)
     return optax.softmax_cross_entropy_with_integer_labels(model(params, input), target).mean()
 

@@ -51,7 +51,6 @@ def init_params(key):
     return {"embed": dense(256, WIDTH), "position": dense(CONTEXT, WIDTH), "blocks": blocks, "head": dense(WIDTH, 256)}
 
 
-@jamp.autocast  # matrix products in float16; softmax, variance and the loss in float32
 def loss_fn(params, tokens):
     x = params["embed"][tokens[:, :-1]] + params["position"]
     for block in params["blocks"]:
@@ -67,7 +66,8 @@ def norm(x):
 
 @jax.jit
 def train_step(params, opt_state, tokens):
-    loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params, tokens)
+    half_loss_fn = jamp.autocast(loss_fn, jnp.float16)  # products in float16; softmax, variance and the loss in float32
+    loss, grads = jamp.value_and_grad(half_loss_fn, opt_state)(params, tokens)
     updates, opt_state = TX.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 

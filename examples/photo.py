@@ -38,8 +38,9 @@ def loss_fn(params, features, colours):
 
 RUNS = {  # the loss function, and the loss scale
     "float32": (loss_fn, jamp.NoOpLossScale()),
-    "float16 without loss scaling": (jamp.autocast(loss_fn), jamp.NoOpLossScale()),
-    "float16 with jamp": (jamp.autocast(loss_fn), jamp.DynamicLossScale()),  # 1. Matrix products in float16.
+    "float16 without loss scaling": (jamp.autocast(loss_fn, jnp.float16), jamp.NoOpLossScale()),
+    # 1. Matrix products in float16.
+    "float16 with jamp": (jamp.autocast(loss_fn, jnp.float16), jamp.DynamicLossScale()),
 }
 
 
@@ -134,7 +135,7 @@ def main():
     table, results = [], {}
     for name, (loss_fn, loss_scale) in RUNS.items():
         params, opt_state, (losses, scales) = train(name, loss_fn, loss_scale, args.steps, data)
-        pixels = jax.jit(jamp.autocast(predict) if "16" in name else predict)(params, data[0])
+        pixels = jax.jit(jamp.autocast(predict, jnp.float16) if "16" in name else predict)(params, data[0])
         loss = float(jnp.mean((pixels - data[1]) ** 2))
         results[name] = np.asarray(pixels), psnr(loss), losses, scales
         skipped, scale = jamp.get_stats(opt_state).overflow_steps, f"2**{math.log2(scales[-1]):g}"

@@ -8,12 +8,7 @@ from ._autocast import (
     autocast_report as autocast_report,
     full_precision as full_precision,
 )
-from ._cast import (
-    Policy as Policy,
-    cast_floating as cast_floating,
-    check_castable as check_castable,
-    get_policy as get_policy,
-)
+from ._cast import cast_floating as cast_floating, check_castable as check_castable
 from ._health import LossScaleError as LossScaleError, check_health as check_health
 from ._precompute import precompute as precompute
 from ._scale.adaptive import AdaptiveLossScale as AdaptiveLossScale, AdaptiveLossScaleState as AdaptiveLossScaleState
@@ -39,7 +34,7 @@ from ._step.lookup import (
     set_loss_scale as set_loss_scale,
 )
 from ._step.loss_scaled import loss_scaled as loss_scaled
-from ._step.master_params import master_params as master_params, mixed_precision as mixed_precision
+from ._step.master_params import master_params as master_params
 from ._step.quantized_state import QuantizedState as QuantizedState, quantized_state as quantized_state
 from ._step.scaled import scaled as scaled
 from ._step.scaling import scale_loss as scale_loss, unscale_and_check as unscale_and_check

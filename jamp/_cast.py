@@ -1,7 +1,5 @@
-"""Casts of arrays and pytrees between floating dtypes, and `Policy`, the dtypes of a layer."""
+"""Casts of arrays and pytrees between floating dtypes."""
 
-import dataclasses
-import warnings
 from typing import Any
 
 import jax
@@ -13,11 +11,6 @@ from jax.typing import DTypeLike
 _SHORT = {
     "f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32", "full": "float32",
     "f64": "float64", "fp64": "float64",
-}  # fmt: skip
-_KEYS = {
-    "p": "param_dtype", "params": "param_dtype",
-    "c": "compute_dtype", "compute": "compute_dtype",
-    "o": "output_dtype", "output": "output_dtype",
 }  # fmt: skip
 
 
@@ -123,108 +116,3 @@ def check_floating(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
         names = f" Short names: {', '.join(_SHORT)}, half." if checked is None else ""
         raise ValueError(f"{name} must be floating, such as jnp.float16, got {name}={got!r}.{names}")
     return checked
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """The dtypes in which a layer keeps its parameters, computes and returns its output.
-
-    A policy is for code that casts layer by layer. `autocast` does not need one. The methods cast the floating arrays
-    of a tree. Integers, bools, complex numbers, PRNG keys and leaves that are not arrays are left unchanged.
-
-    Args:
-      param_dtype: The floating dtype of parameters.
-      compute_dtype: The floating dtype of computations.
-      output_dtype: The floating dtype of outputs.
-
-    Raises:
-      ValueError: If a dtype is not floating.
-
-    Examples:
-      >>> import jax.numpy as jnp, jamp
-      >>> policy = jamp.Policy(jnp.float32, jnp.float16, jnp.float32)
-      >>> policy.cast_to_compute({"w": jnp.ones(2), "step": jnp.int32(3)})["w"].dtype
-      dtype('float16')
-    """
-
-    param_dtype: DTypeLike
-    compute_dtype: DTypeLike
-    output_dtype: DTypeLike
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, check_floating(field.name, getattr(self, field.name)))
-
-    def cast_to_param(self, tree: Any) -> Any:
-        """Cast the floating arrays of a tree to the parameter dtype."""
-        return cast_floating(tree, self.param_dtype)
-
-    def cast_to_compute(self, tree: Any) -> Any:
-        """Cast the floating arrays of a tree to the compute dtype."""
-        return cast_floating(tree, self.compute_dtype)
-
-    def cast_to_output(self, tree: Any) -> Any:
-        """Cast the floating arrays of a tree to the output dtype."""
-        return cast_floating(tree, self.output_dtype)
-
-    def __str__(self) -> str:
-        return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
-
-
-def get_policy(name: str) -> Policy:
-    """Parse a policy from a string, in the syntax of jmp.
-
-    Args:
-      name: One dtype for everything, or a list such as "params=float32,compute=float16,output=float32" or
-        "p=f32,c=f16". Params default to float32, compute to params, output to compute. A dtype is a name such as
-        "bfloat16", a short form ("f16", "fp16", "bf16", "f32", "full") or "half", which is bfloat16 on TPU and float16
-        elsewhere. One 16-bit dtype for everything warns, because the parameters have it too.
-
-    Returns:
-      The policy. `get_policy(str(policy))` returns an equal one.
-
-    Raises:
-      ValueError: If the string has an unknown or repeated key, or an unknown dtype.
-
-    Examples:
-      >>> import jamp
-      >>> print(jamp.get_policy("c=bf16,o=full"))
-      params=float32,compute=bfloat16,output=float32
-
-    References:
-      jmp, https://github.com/google-deepmind/jmp
-    """
-    if "=" not in name:
-        dtype = _parse_dtype(name)
-        if dtype.itemsize < 4:
-            warnings.warn(
-                f"get_policy({name!r}) makes the parameters {dtype} too, and they lose small updates. To keep them in "
-                f"float32: get_policy('params=float32,compute={dtype},output=float32'). For {dtype} parameters use "
-                f"jamp.mixed_precision, and write 'params={dtype}'.",
-                stacklevel=2,
-            )
-        return Policy(dtype, dtype, dtype)
-    dtypes: dict[str, Any] = {}
-    for part in name.split(","):
-        key, _, value = (text.strip() for text in part.partition("="))
-        field = _KEYS.get(key)
-        if field is None or field in dtypes:
-            problem = "unknown" if field is None else "repeated"
-            raise ValueError(f"The key {key!r} in {name!r} is {problem}. Give params, compute and output once each.")
-        dtypes[field] = _parse_dtype(value)
-    params = dtypes.get("param_dtype", jnp.dtype(jnp.float32))
-    compute = dtypes.get("compute_dtype", params)
-    return Policy(params, compute, dtypes.get("output_dtype", compute))
-
-
-def _parse_dtype(name: str) -> np.dtype[Any]:
-    try:
-        return check_floating("dtype", name.strip())
-    except ValueError:
-        hint = ""
-        if name in ("mixed_float16", "mixed_bfloat16"):
-            hint = f" Keras' policy of this name is 'params=float32,compute={name[6:]},output={name[6:]}'."
-        short = ", ".join(_SHORT)
-        raise ValueError(
-            f"{name!r} is not a floating dtype.{hint} Give a name such as 'float32', one of {short}, or 'half'."
-        ) from None

@@ -94,8 +94,8 @@ def _recommend(native: Mapping[str, bool], speed: Mapping[str, float]) -> str:
             "float16 gives the same numbers here as elsewhere, which is useful for tests."
         )
     if fast == ["float16"]:
-        return "Recommended: float16. jamp.autocast(loss_fn), and jamp.loss_scaled(tx) for its range."
-    more = ", or float16 for its three more bits: jamp.autocast(loss_fn), jamp.loss_scaled(tx)"
+        return "Recommended: float16. jamp.autocast(loss_fn, jnp.float16), and jamp.loss_scaled(tx) for its range."
+    more = ", or float16 for its three more bits: jamp.autocast(loss_fn, jnp.float16), jamp.loss_scaled(tx)"
     return (
         "Recommended: bfloat16. jamp.autocast(loss_fn, jnp.bfloat16); it needs no loss scale"
         + (more if "float16" in fast else "")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import with_masters
 from trees import assert_close, assert_equal, avals, bits
 
 import jamp
@@ -125,9 +126,7 @@ def quantized(tx):
 ADAPTERS = {
     "loss_scaled": Adapter(functools.partial(wrapper, jamp.loss_scaled)),
     "unscale": Adapter(functools.partial(wrapper, jamp.loss_scaled, unscale=True)),
-    "mixed_precision": Adapter(
-        functools.partial(wrapper, jamp.mixed_precision), lambda: plain(jamp.master_params(INNER))
-    ),
+    "master_params": Adapter(functools.partial(wrapper, with_masters), lambda: plain(jamp.master_params(INNER))),
     "split masters": Adapter(
         with_split_masters,
         lambda: plain(jamp.master_params(INNER, split=True), jnp.bfloat16),

@@ -26,6 +26,11 @@ NO_GRADIENTS = {
 }
 
 
+def with_masters(inner, *args, **kwargs):
+    """`loss_scaled` around `master_params`, for 16-bit parameters."""
+    return jamp.loss_scaled(jamp.master_params(inner), *args, **kwargs)
+
+
 def together(txs):
     """One transformation of a dict of gradients, which steps each value with a transformation of its own."""
     txs = {name: optax.with_extra_args_support(tx) for name, tx in txs.items()}

@@ -26,7 +26,11 @@ def test_every_way_to_write_a_product_has_16_bit_operands_and_results():
         products += jax.vmap(jnp.matmul)(x[None], x[None]), lax.batch_matmul(x[None], x[None])
         return *products, lax.conv(x[None, None], x[None, None], (1, 1), "SAME")
 
-    found = [e for e in equations(jax.make_jaxpr(jamp.autocast(fun))(normal(4, 4))) if e.primitive.name in PRODUCTS]
+    found = [
+        e
+        for e in equations(jax.make_jaxpr(jamp.autocast(fun, jnp.float16))(normal(4, 4)))
+        if e.primitive.name in PRODUCTS
+    ]
     assert [v.aval.dtype for e in found for v in (*e.invars, *e.outvars)] == [F16] * 3 * 7
 
 
@@ -58,7 +62,7 @@ OPERATIONS = {name: getattr(lax, name) for name in SAME_NAME.split()} | {
 def stored(fun, **kwargs):
     """The dtypes in which the results of a function of a product are stored, and the jaxpr that it becomes."""
     inner = jax.jit(lambda x: fun(x @ x))
-    low = jax.make_jaxpr(jamp.autocast(lambda x: inner(x), **kwargs))(jnp.full((4, 4), 0.25))
+    low = jax.make_jaxpr(jamp.autocast(lambda x: inner(x), jnp.float16, **kwargs))(jnp.full((4, 4), 0.25))
     [call] = [eqn for eqn in low.jaxpr.eqns if eqn.primitive.name == "jit"]
     return {v.aval.dtype for v in call.outvars}, low
 
@@ -105,7 +109,7 @@ def test_softmax_logsumexp_and_layer_norm_are_float32_throughout():
         return jax.nn.softmax(h), jax.nn.logsumexp(h, -1), norm
 
     names = ("exp", "log", "sub", "reduce_sum", "reduce_max", "square", "rsqrt", "div", "mul")
-    assert dtypes(jamp.autocast(softmax_and_norm), normal(4, 4), names=names) == {F32}
+    assert dtypes(jamp.autocast(softmax_and_norm, jnp.float16), normal(4, 4), names=names) == {F32}
 
 
 # Numbers.
@@ -142,12 +146,12 @@ def test_a_product_of_positions_and_frequencies_is_not_rounded():
 
 def test_a_product_whose_precision_was_asked_for_stays_float32():
     for precision in ("highest", lax.DotAlgorithmPreset.F32_F32_F32):
-        fun = jamp.autocast(lambda x, precision=precision: jnp.matmul(x, x, precision=precision))
+        fun = jamp.autocast(lambda x, precision=precision: jnp.matmul(x, x, precision=precision), jnp.float16)
         assert products(fun, normal(4, 4)) == {F32}
         with jax.default_matmul_precision("bfloat16"):
             assert products(fun, normal(4, 4)) == {F32}
     with jax.default_matmul_precision("highest"):  # A default for the whole program asks for nothing.
-        assert products(jamp.autocast(lambda x: x @ x), normal(4, 4)) == {F16}
+        assert products(jamp.autocast(lambda x: x @ x, jnp.float16), normal(4, 4)) == {F16}
 
 
 IN_RANGE = {
@@ -166,7 +170,9 @@ def test_what_stands_between_two_products_has_the_range_and_digits_of_float32(na
     fun, args = IN_RANGE[name]
     loss = lambda fun: lambda x, y: jnp.sum(fun(x, y) * 1e-3)
     both = jax.jit(
-        lambda *args: [jax.value_and_grad(f, argnums=(0, 1))(*args) for f in (loss(jamp.autocast(fun)), loss(fun))]
+        lambda *args: [
+            jax.value_and_grad(f, argnums=(0, 1))(*args) for f in (loss(jamp.autocast(fun, jnp.float16)), loss(fun))
+        ]
     )
     mine, plain = both(*args)
     assert distance(mine, plain) < 5e-3
@@ -174,7 +180,7 @@ def test_what_stands_between_two_products_has_the_range_and_digits_of_float32(na
 
 def test_a_bias_keeps_its_digits_and_its_gradient_is_summed_in_float32():
     x, w = jnp.ones((4096, 2)), jnp.ones((2, 2))
-    fun = jamp.autocast(lambda b, w, x: jnp.sum(jnp.tanh(x @ w + b)))
+    fun = jamp.autocast(lambda b, w, x: jnp.sum(jnp.tanh(x @ w + b)), jnp.float16)
     assert dtypes(jax.grad(fun), jnp.zeros(2), w, x, names=("add", "tanh", "reduce_sum")) == {F32}
     np.testing.assert_allclose(jax.grad(fun)(jnp.zeros(2), w, x), 4096 * (1 - np.tanh(2.0) ** 2), rtol=1e-5)
 
@@ -187,7 +193,7 @@ def test_float64_complex_integers_and_keys_are_never_cast(x64):
         return d @ d, c @ c, i @ i, jax.random.normal(key, (3,), jnp.float64), d.sum(), jnp.exp(c)
 
     args = np.eye(3) / 3, np.eye(3) * 1j, np.eye(3, dtype=int), jax.random.key(0)
-    for mine, plain in zip(jamp.autocast(fun)(*args), fun(*args), strict=True):
+    for mine, plain in zip(jamp.autocast(fun, jnp.float16)(*args), fun(*args), strict=True):
         assert mine.dtype == plain.dtype
         np.testing.assert_array_equal(mine, plain)
 
@@ -235,11 +241,11 @@ def test_outputs_have_the_structure_dtypes_and_weak_types_of_the_function():
         return kept | {"h": h, "again": h, "transposed": h.T, "pair": (h.astype(BF16), h > 0)}
 
     args = normal(4, 4), jnp.int32(3)
-    plain, mine = (jax.make_jaxpr(f, return_shape=True)(*args) for f in (fun, jamp.autocast(fun)))
+    plain, mine = (jax.make_jaxpr(f, return_shape=True)(*args) for f in (fun, jamp.autocast(fun, jnp.float16)))
     assert jax.tree.structure(plain[1]) == jax.tree.structure(mine[1])
     assert [str(v.aval) for v in plain[0].jaxpr.outvars] == [str(v.aval) for v in mine[0].jaxpr.outvars]
     assert [a.weak_type for a in plain[0].out_avals] == [a.weak_type for a in mine[0].out_avals]
-    out = jamp.autocast(fun)(*args)
+    out = jamp.autocast(fun, jnp.float16)(*args)
     for name, expected in {"x": args[0], "n": 3, "constant": constant, "scalar": 2.0, "again": out["h"]}.items():
         np.testing.assert_array_equal(out[name], expected)
 
@@ -247,11 +253,11 @@ def test_outputs_have_the_structure_dtypes_and_weak_types_of_the_function():
 def test_outside_jit_results_are_arrays_of_jax():
     constants = np.ones(2, np.float32), 1.0, 2, True
     for fun in (lambda x: (x @ x, jnp.zeros(()), *constants), lambda x: constants):
-        assert all(isinstance(x, jax.Array) for x in jamp.autocast(fun)(normal(4, 4)))
+        assert all(isinstance(x, jax.Array) for x in jamp.autocast(fun, jnp.float16)(normal(4, 4)))
 
 
 def test_python_arguments_are_not_traced_and_keywords_pass_through():
-    @jamp.autocast
+    @functools.partial(jamp.autocast, compute_dtype=jnp.float16)
     def fun(x, activation, *, training, power=2):
         assert training is True
         return activation(x @ x) ** power
@@ -276,20 +282,20 @@ def test_python_arguments_are_not_traced_and_keywords_pass_through():
 def test_autocast_comes_before_or_after_other_transformations(wrap, batched):
     fun = lambda w, x: jnp.tanh(x @ w) @ w
     args = normal(4, 4, scale=0.5), normal(*((3, 2, 4) if batched else (2, 4)), seed=1)
-    both = wrap(jamp.autocast(fun)), jamp.autocast(wrap(fun))
+    both = wrap(jamp.autocast(fun, jnp.float16)), jamp.autocast(wrap(fun), jnp.float16)
     *mine, plain = jax.jit(lambda *args: [f(*args) for f in (*both, wrap(fun))])(*args)
     assert all(products(f, *args) == {F16} and distance(x, plain) < 2e-2 for f, x in zip(both, mine, strict=True))
 
 
 def test_integers_and_flags_of_numpy_are_not_traced():
-    fun = jamp.autocast(lambda x, flag, axis: (x @ x).sum(axis) if flag else x)
+    fun = jamp.autocast(lambda x, flag, axis: (x @ x).sum(axis) if flag else x, jnp.float16)
     assert fun(normal(4, 4), np.bool_(True), np.int64(1)).shape == (4,)
 
 
 def test_closed_over_parameters_are_cast_and_differentiated_under_a_loss_scale():
     w, x = normal(4, 4), normal(8, 4, seed=1)
     loss = lambda w: jnp.mean((x @ w) ** 2)
-    closed = lambda w: jamp.autocast(lambda y: jnp.mean((y @ w) ** 2))(x)
+    closed = lambda w: jamp.autocast(lambda y: jnp.mean((y @ w) ** 2), jnp.float16)(x)
     scaled = jamp.value_and_grad(closed, jamp.StaticLossScale(2.0**12).init())
     assert products(scaled, w) == {F16}
     assert distance(*jax.jit(lambda w: (scaled(w), jax.value_and_grad(loss)(w)))(w)) < 2e-3
@@ -311,7 +317,7 @@ def test_jax_checks_pass_on_every_value():
         return jnp.sum(jax.nn.softmax(lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x * 2, x)))
 
     with jax.enable_checks(True):
-        assert jax.jit(jax.grad(jamp.autocast(loss)))(*LAYERS).dtype == F32
+        assert jax.jit(jax.grad(jamp.autocast(loss, jnp.float16)))(*LAYERS).dtype == F32
 
 
 def test_arrays_that_are_sharded_in_their_types_keep_their_sharding():
@@ -321,22 +327,22 @@ def test_arrays_that_are_sharded_in_their_types_keep_their_sharding():
         args = [
             jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x, spec in zip(LAYERS, specs, strict=True)
         ]
-        mine, plain = jax.jit(lambda *args: (jamp.autocast(layers)(*args), layers(*args)))(*args)
+        mine, plain = jax.jit(lambda *args: (jamp.autocast(layers, jnp.float16)(*args), layers(*args)))(*args)
         assert mine.sharding == plain.sharding
-        assert jax.jit(jax.grad(lambda *args: jamp.autocast(layers)(*args).sum()))(*args).dtype == F32
+        assert jax.jit(jax.grad(lambda *args: jamp.autocast(layers, jnp.float16)(*args).sum()))(*args).dtype == F32
 
 
 def test_shapes_may_be_symbolic():
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 4"), F32)
-    exported = jax.export.export(jax.jit(jamp.autocast(layers)))(*LAYERS[:2], rows)
+    exported = jax.export.export(jax.jit(jamp.autocast(layers, jnp.float16)))(*LAYERS[:2], rows)
     assert exported.call(*LAYERS[:2], normal(3, 4)).shape == (3, 4)
-    grad = jax.grad(jamp.autocast(lambda w, x: jnp.sum(jax.nn.softmax(x @ w, axis=0) @ w)))  # sums n terms
+    grad = jax.grad(jamp.autocast(lambda w, x: jnp.sum(jax.nn.softmax(x @ w, axis=0) @ w), jnp.float16))  # sums n terms
     assert jax.export.export(jax.jit(grad))(LAYERS[0], rows).call(LAYERS[0], normal(3, 4)).shape == (4, 4)
 
 
 def test_it_is_compiled_once_and_ahead_of_time():
     traces, x = [], normal(4, 4)
-    fun = jax.jit(jamp.autocast(lambda x: (traces.append(1), x @ x)[1]))
+    fun = jax.jit(jamp.autocast(lambda x: (traces.append(1), x @ x)[1], jnp.float16))
     assert fun.lower(jax.ShapeDtypeStruct((4, 4), F32)).compile()(x).dtype == fun(x).dtype == fun(x).dtype == F32
     assert len(traces) == 1
     assert jax.eval_shape(fun, x).dtype == F32
@@ -351,7 +357,7 @@ def test_residuals_kept_for_the_backward_pass_shrink():
     count = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     args = [(jnp.ones((8, 8)), jnp.zeros(8))] * 4, jnp.ones((2048, 8))
     saved = lambda loss: count(jax.eval_shape(lambda *a: jax.vjp(loss, *a)[1], *args)) - count(args)
-    assert saved(jamp.autocast(loss)) < 0.7 * saved(loss)
+    assert saved(jamp.autocast(loss, jnp.float16)) < 0.7 * saved(loss)
 
 
 def test_what_is_computed_again_holds_no_product_no_callback_and_nothing_of_yours():
@@ -368,16 +374,17 @@ def test_what_is_computed_again_holds_no_product_no_callback_and_nothing_of_your
     def count(fun, names):
         return sum(e.primitive.name in names for e in equations(jax.make_jaxpr(fun)(normal(64, 64), normal(64, 64))))
 
-    assert count(jax.grad(jamp.autocast(loss)), PRODUCTS) == count(jax.grad(loss), PRODUCTS)
-    jax.block_until_ready(jax.jit(jax.grad(jamp.autocast(loss)))(normal(64, 64), normal(64, 64)))
+    assert count(jax.grad(jamp.autocast(loss, jnp.float16)), PRODUCTS) == count(jax.grad(loss), PRODUCTS)
+    jax.block_until_ready(jax.jit(jax.grad(jamp.autocast(loss, jnp.float16)))(normal(64, 64), normal(64, 64)))
     jax.effects_barrier()
     assert len(seen) == 1
-    softmax = jamp.autocast(lambda x, w: jnp.sum(jax.nn.softmax(x @ w) @ w))
+    softmax = jamp.autocast(lambda x, w: jnp.sum(jax.nn.softmax(x @ w) @ w), jnp.float16)
     assert count(jax.grad(softmax), ["reduce_max"]) == 1  # the statistics of rows are kept
     total = lambda fun: jax.grad(lambda x, w: jnp.sum(fun(x, w)))
-    assert count(total(jamp.autocast(jax.checkpoint(layer))), ["barrier"]) == 0  # its policy decides, not jamp
-    assert count(total(jamp.autocast(layer)), ["barrier"]) > 0
-    assert count(total(jamp.autocast(layer, recompute=False)), ["barrier"]) == 0
+    # The policy of the user's checkpoint decides, not jamp.
+    assert count(total(jamp.autocast(jax.checkpoint(layer), jnp.float16)), ["barrier"]) == 0
+    assert count(total(jamp.autocast(layer, jnp.float16)), ["barrier"]) > 0
+    assert count(total(jamp.autocast(layer, jnp.float16, recompute=False)), ["barrier"]) == 0
 
 
 def test_equal_layers_share_a_segment_but_not_if_their_constants_differ_in_a_sign():
@@ -388,8 +395,8 @@ def test_equal_layers_share_a_segment_but_not_if_their_constants_differ_in_a_sig
         return x
 
     args = normal(64, 64), normal(64, 64)
-    np.testing.assert_array_equal(jamp.autocast(fun)(*args), fun(*args))
-    jaxpr = jax.make_jaxpr(jamp.autocast(fun))(*args)
+    np.testing.assert_array_equal(jamp.autocast(fun, jnp.float16)(*args), fun(*args))
+    jaxpr = jax.make_jaxpr(jamp.autocast(fun, jnp.float16))(*args)
     found = [eqn.params["jaxpr"] for eqn in jaxpr.jaxpr.eqns if eqn.params.get("name") == "segment"]
     assert len(found) > len(set(map(id, found))) > 1
 
@@ -399,7 +406,10 @@ def test_what_is_broadcast_is_computed_again():
     kept = lambda fun: sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(fun, *a)[1], *args)))
     args = normal(512, 64), normal(64, 64), normal(64)
     broadcast = lambda x, w, s: jnp.sum(jnp.tanh(x @ w * jnp.broadcast_to(s, x.shape)) @ w)
-    assert kept(jamp.autocast(broadcast)) < kept(jamp.autocast(lambda x, w, s: jnp.sum(jnp.tanh(x @ w * s) @ w))) + 512
+    assert (
+        kept(jamp.autocast(broadcast, jnp.float16))
+        < kept(jamp.autocast(lambda x, w, s: jnp.sum(jnp.tanh(x @ w * s) @ w), jnp.float16)) + 512
+    )
 
 
 # Rules and errors.
@@ -407,7 +417,7 @@ def test_what_is_broadcast_is_computed_again():
 
 def test_rules_are_changed_by_name_and_cover_the_special_cases_of_a_primitive():
     fun, args = lambda b, x: jnp.exp(jnp.tanh(x @ x + b)), (jnp.zeros(4), normal(4, 4))
-    found = lambda name, rules=None: dtypes(jamp.autocast(fun, rules=rules), *args, names=(name,))
+    found = lambda name, rules=None: dtypes(jamp.autocast(fun, jnp.float16, rules=rules), *args, names=(name,))
     assert found("dot_general") == found("exp", {"exp": "compute"}) == {F16}
     assert found("exp") == found("tanh") == found("dot_general", {"dot_general": "float32"}) == {F32}
     assert stored(jnp.exp, rules={"exp": "compute"})[0] == stored(jnp.exp, rules={"exp": "widest"})[0] == {F16}
@@ -440,9 +450,15 @@ def test_an_unknown_rule_or_compute_dtype_is_an_error_that_says_what_there_is(dt
             make(jnp.exp, dtype, rules=rules)
 
 
+def test_the_compute_dtype_has_no_default_and_python_names_the_missing_argument():
+    for make in (jamp.autocast, jamp.autocast_report, jamp.debug.rounding_report):
+        with pytest.raises(TypeError, match=rf"{make.__name__}\(\) missing 1 required .*argument: 'compute_dtype'"):
+            make(jnp.exp)
+
+
 def test_an_output_that_cannot_be_traced_is_named():
     def describe(x):
         return {"x": x, "names": ["a", "b"]}
 
     with pytest.raises(TypeError, match=r"describe returns str 'a' at result\['names'\]\[0\], which cannot be traced"):
-        jamp.autocast(describe)(jnp.ones(2))
+        jamp.autocast(describe, jnp.float16)(jnp.ones(2))

@@ -86,14 +86,14 @@ ENTERED = LOOPS | {
 @pytest.mark.parametrize("name", ENTERED)
 def test_products_inside_control_flow_are_16_bit_and_so_are_those_of_the_gradient(name):
     fun = ENTERED[name]
-    assert products(jamp.autocast(fun), W, X) == {F16}, name
-    loops = [e for kind in ("scan", "while") for e in found(kind, jamp.autocast(fun), W, X)]
+    assert products(jamp.autocast(fun, jnp.float16), W, X) == {F16}, name
+    loops = [e for kind in ("scan", "while") for e in found(kind, jamp.autocast(fun, jnp.float16), W, X)]
     assert loops or name not in LOOPS
     assert F16 not in [v.aval.dtype for e in loops for v in e.outvars[: len(_jaxpr.carry(e))]]
     if name in ("while", "counting", "a loop whose end is batched"):  # without a gradient
-        assert distance(*jax.jit(lambda *args: (jamp.autocast(fun)(*args), fun(*args)))(W, X)) < 5e-3
+        assert distance(*jax.jit(lambda *args: (jamp.autocast(fun, jnp.float16)(*args), fun(*args)))(W, X)) < 5e-3
     else:
-        assert products(jax.grad(lambda *args: total(jamp.autocast(fun)(*args))), W, X) == {F16}
+        assert products(jax.grad(lambda *args: total(jamp.autocast(fun, jnp.float16)(*args))), W, X) == {F16}
         results, grads = under_autocast(fun, W, X)
         assert results < 5e-3
         assert grads < 1e-2
@@ -101,16 +101,16 @@ def test_products_inside_control_flow_are_16_bit_and_so_are_those_of_the_gradien
 
 def test_a_carry_adds_up_in_float32_and_what_a_scan_stacks_is_16_bit():
     fun = lambda x: lax.fori_loop(0, 3000, lambda i, total: total + (x @ x)[0, 0], jnp.float32(0))
-    assert jamp.autocast(fun)(jnp.eye(4)) == 3000.0
+    assert jamp.autocast(fun, jnp.float16)(jnp.eye(4)) == 3000.0
     fun = lambda w, x: lax.scan(lambda c, y: (c, y @ w), 0, x)[1] @ w
-    (scan,) = found("scan", jamp.autocast(fun), W, normal(5, 3, 4))
+    (scan,) = found("scan", jamp.autocast(fun, jnp.float16), W, normal(5, 3, 4))
     assert scan.outvars[-1].aval.dtype == F16
 
 
 def test_a_branch_gives_16_bit_only_if_all_branches_do():
     for other, expected in ((lambda h: h, F16), (jnp.exp, F32)):
         fun = lambda x, p, other=other: lax.cond(p, jnp.transpose, other, x @ x) * 2
-        (cond,) = found("cond", jamp.autocast(fun), SQUARE, True)
+        (cond,) = found("cond", jamp.autocast(fun, jnp.float16), SQUARE, True)
         assert cond.outvars[0].aval.dtype == expected
         assert max(under_autocast(fun, SQUARE, True)) < 5e-3
 
@@ -120,21 +120,21 @@ def test_remat_keeps_its_policy_and_recomputes():
     for policy in (policies.everything_saveable, policies.nothing_saveable, policies.dots_saveable):
         fun = lambda w, x, p=policy: jnp.sum(jax.checkpoint(lambda w, x: jnp.sin(jnp.sin(x @ w) @ w), policy=p)(w, x))
         # The last one is the gradient of a remat, transformed.
-        grads = [jax.grad(fun), jax.grad(jamp.autocast(fun)), jamp.autocast(jax.grad(fun))]
+        grads = [jax.grad(fun), jax.grad(jamp.autocast(fun, jnp.float16)), jamp.autocast(jax.grad(fun), jnp.float16)]
         ops = [[len(found(name, grad, W, X)) for name in ("dot_general", "cos", "remat2")] for grad in grads]
         assert ops[0] == ops[1] == ops[2]
         counts.append(ops[0][0])
     assert counts[1] > counts[2]
-    (remat,) = found("remat2", jamp.autocast(fun), W, X)
+    (remat,) = found("remat2", jamp.autocast(fun, jnp.float16), W, X)
     assert _jaxpr.params(remat)["policy"] is not None
 
 
 def test_a_jit_inside_stays_one_function_and_keeps_its_shardings():
     layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
-    calls = found("jit", jamp.autocast(lambda w, x: layer(w, layer(w, x) * 1.0)), W, SQUARE)
+    calls = found("jit", jamp.autocast(lambda w, x: layer(w, layer(w, x) * 1.0), jnp.float16), W, SQUARE)
     assert len([e for e in calls if e.params["name"] == "<lambda>"]) == 2
     sharding = jax.sharding.NamedSharding(MESH, P("i"))
-    (call,) = found("jit", jamp.autocast(jax.jit(lambda x: x @ x, out_shardings=sharding)), SQUARE)
+    (call,) = found("jit", jamp.autocast(jax.jit(lambda x: x @ x, out_shardings=sharding), jnp.float16), SQUARE)
     assert call.params["out_shardings"] == (sharding,)
 
 
@@ -145,8 +145,10 @@ def test_autocast_inside_a_map_with_an_axis_name():
 
     on_mesh = functools.partial(jax.shard_map, mesh=MESH, in_specs=P("i"), out_specs=P("i"))
     for over, x in ((functools.partial(jax.vmap, axis_name="i"), normal(2, 3, 3)), (on_mesh, SQUARE)):
-        assert products(over(jamp.autocast(body)), x) == {F16}
-        totals = [jax.value_and_grad(lambda x, f=over(f): jnp.sum(f(x))) for f in (jamp.autocast(body), body)]
+        assert products(over(jamp.autocast(body, jnp.float16)), x) == {F16}
+        totals = [
+            jax.value_and_grad(lambda x, f=over(f): jnp.sum(f(x))) for f in (jamp.autocast(body, jnp.float16), body)
+        ]
         assert distance(*jax.jit(lambda x, totals=totals: [f(x) for f in totals])(x)) < 1e-2
 
 
@@ -169,7 +171,11 @@ def tripled(rule):
 def test_a_custom_rule_is_kept_and_its_products_are_16_bit(rule, before):
     fun = lambda xy: jnp.sum(jnp.tanh(tripled(rule)(before(xy[0]), xy[1])))
     pair = 0.4 * SQUARE, W
-    assert products(jax.grad(jamp.autocast(fun)), pair) == products(jamp.autocast(fun), pair) == {F16}
+    assert (
+        products(jax.grad(jamp.autocast(fun, jnp.float16)), pair)
+        == products(jamp.autocast(fun, jnp.float16), pair)
+        == {F16}
+    )
     results, grads = under_autocast(fun, pair)
     assert results < 5e-3
     assert grads < 1e-2
@@ -190,7 +196,7 @@ def test_a_custom_rule_may_ask_for_zeros_return_integers_and_close_over_arrays()
     closes = jax.custom_vjp(lambda x: x @ x * W)
     closes.defvjp(lambda x: (closes(x), x), lambda x, g: ((g * W) @ x.T,))
     for fun in (lambda x: asks(x, W), lambda x: told(x, W), lambda x: counts(x, W)[0], closes):
-        assert products(jax.grad(lambda x, fun=fun: total(jamp.autocast(fun)(x))), SQUARE) == {F16}
+        assert products(jax.grad(lambda x, fun=fun: total(jamp.autocast(fun, jnp.float16)(x))), SQUARE) == {F16}
         assert max(under_autocast(fun, SQUARE)) < 5e-3
 
 
@@ -200,7 +206,7 @@ def test_a_custom_rule_whose_forward_pass_may_be_computed_again_is_entered():
     own.defvjp(lambda x, w: (own(x, w), (x, w)), rule, optimize_remat=True)
     fun = lambda x, w: jnp.sum(own(x @ w, w) ** 2)
     for wrap in (lambda f: f, jax.checkpoint):
-        grad = jax.grad(wrap(jamp.autocast(fun)))
+        grad = jax.grad(wrap(jamp.autocast(fun, jnp.float16)))
         assert products(grad, SQUARE, W) == {F16}
         assert distance(*jax.jit(lambda x, w, g=grad: (g(x, w), jax.grad(fun)(x, w)))(SQUARE, W)) < 1e-2
 
@@ -213,15 +219,15 @@ def test_forces_that_are_the_gradient_of_an_energy_come_from_16_bit_products():
         value, forces = jax.value_and_grad(energy, 1)(w, positions)
         return value**2 + jnp.sum(forces**2)
 
-    inside = lambda w, x: jnp.sum(jax.grad(jamp.autocast(energy), 1)(w, x) ** 2)
-    for fun in (jax.grad(jamp.autocast(loss)), jax.grad(inside)):
+    inside = lambda w, x: jnp.sum(jax.grad(jamp.autocast(energy, jnp.float16), 1)(w, x) ** 2)
+    for fun in (jax.grad(jamp.autocast(loss, jnp.float16)), jax.grad(inside)):
         assert products(fun, W, SQUARE) == {F16}
 
 
 def test_what_a_custom_forward_rule_saves_is_16_bit():
     fun = jax.custom_vjp(lambda x, w: x @ w)
     fun.defvjp(lambda x, w: (y := x @ w, (y, w)), lambda r, g: (g @ r[1].T * r[0].mean(), g * 0 + r[0]))
-    loss = jamp.autocast(lambda x: jnp.sum(fun(x @ x, x) @ x))
+    loss = jamp.autocast(lambda x: jnp.sum(fun(x @ x, x) @ x), jnp.float16)
     residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(loss, x)[1], SQUARE))
     assert [r.dtype for r in residuals].count(F32) <= 1  # x itself
     assert F16 in {r.dtype for r in residuals}
@@ -241,7 +247,7 @@ def test_custom_rules_with_integer_operands_batching_and_second_derivatives():
 
     for fun in (scaled, cut):
         loss = lambda x, fun=fun: jnp.sum(jnp.tanh(fun(jnp.int32(2), x)))
-        both = jax.jit(lambda xs, f=loss: (derivatives(jamp.autocast(f), xs), derivatives(f, xs)))
+        both = jax.jit(lambda xs, f=loss: (derivatives(jamp.autocast(f, jnp.float16), xs), derivatives(f, xs)))
         for mine, plain in zip(*both(normal(2, 3, 3, scale=0.5)), strict=True):
             assert distance(mine, plain) < 3e-2
 
@@ -255,9 +261,9 @@ def test_a_pallas_call_runs_in_the_dtypes_it_was_traced_with():
 
     double = lambda x: pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
     fun = lambda x: double(x @ x)
-    assert dtypes(jamp.autocast(fun), SQUARE, names=("pallas_call",)) == {F32}
-    assert distance(jamp.autocast(fun)(SQUARE), fun(SQUARE)) < 5e-3
-    (row,) = [r for r in jamp.autocast_report(fun)(SQUARE).rows if r.operation == "pallas_call"]
+    assert dtypes(jamp.autocast(fun, jnp.float16), SQUARE, names=("pallas_call",)) == {F32}
+    assert distance(jamp.autocast(fun, jnp.float16)(SQUARE), fun(SQUARE)) < 5e-3
+    (row,) = [r for r in jamp.autocast_report(fun, jnp.float16)(SQUARE).rows if r.operation == "pallas_call"]
     assert (row.category, row.after) == ("no rule", "float32 -> float32")
 
 
@@ -267,18 +273,20 @@ def test_callbacks_see_the_dtypes_of_the_function(capsys):
         jax.debug.print("sum {}", h.sum(), ordered=True)
         return jax.pure_callback(lambda h: h * 2, jax.ShapeDtypeStruct(h.shape, F32), h)
 
-    np.testing.assert_allclose(jax.jit(jamp.autocast(fun))(jnp.eye(3)), 2 * np.eye(3))
+    np.testing.assert_allclose(jax.jit(jamp.autocast(fun, jnp.float16))(jnp.eye(3)), 2 * np.eye(3))
     jax.effects_barrier()
     assert capsys.readouterr().out == "sum 3.0\n"
 
 
 def test_a_construct_without_what_jamp_reads_is_not_entered_and_reported(monkeypatch):
     by_scan = LOOPS["scan"]
-    assert products(jamp.autocast(by_scan, rules={"scan": "float32"}), W, X) == {F32}  # A rule keeps it out, too.
+    assert products(jamp.autocast(by_scan, jnp.float16, rules={"scan": "float32"}), W, X) == {
+        F32
+    }  # A rule keeps it out, too.
     monkeypatch.setitem(_jaxpr._READ, "scan", [{"jaxpr", "a parameter that is gone"}])
     with pytest.warns(UserWarning, match=r"scan at .* gives it parameters that autocast does not know; cast its"):
-        assert products(jamp.autocast(by_scan), W, X) == {F32}
-    (row,) = jamp.autocast_report(by_scan)(W, X).rows
+        assert products(jamp.autocast(by_scan, jnp.float16), W, X) == {F32}
+    (row,) = jamp.autocast_report(by_scan, jnp.float16)(W, X).rows
     assert (row.operation, row.category) == ("scan", "not entered")
 
 
@@ -298,8 +306,8 @@ def test_linear_algebra_and_a_ref_inside_a_function_are_float32():
         ref[...] = jnp.linalg.solve(x @ x + 4 * jnp.eye(4), x)
         return ref[...] + 1
 
-    assert distance(*jax.jit(lambda x: (jamp.autocast(fun)(x), fun(x)))(SQUARE)) < 2e-2
-    assert dtypes(jamp.autocast(fun), SQUARE, names=("triangular_solve", "lu")) == {F32}
+    assert distance(*jax.jit(lambda x: (jamp.autocast(fun, jnp.float16)(x), fun(x)))(SQUARE)) < 2e-2
+    assert dtypes(jamp.autocast(fun, jnp.float16), SQUARE, names=("triangular_solve", "lu")) == {F32}
 
 
 # Regions.
@@ -312,8 +320,11 @@ def test_full_precision_is_a_region_that_autocast_does_not_touch(wrap):
     fun = lambda x: wrap(jamp.full_precision(lambda y: y @ y))(x @ x)
     x = normal(3, 4, 4)
     operands = lambda f: [e.invars[0].aval.dtype for e in found("dot_general", f, x)]
-    assert operands(jamp.autocast(fun)) == [F16, F32]
-    for grad in (jax.grad(lambda x: jamp.autocast(fun)(x).sum()), jamp.autocast(jax.grad(lambda x: fun(x).sum()))):
+    assert operands(jamp.autocast(fun, jnp.float16)) == [F16, F32]
+    for grad in (
+        jax.grad(lambda x: jamp.autocast(fun, jnp.float16)(x).sum()),
+        jamp.autocast(jax.grad(lambda x: fun(x).sum()), jnp.float16),
+    ):
         # A product, and two for its gradient.
         assert (operands(grad).count(F16), operands(grad).count(F32)) == (3, 3)
 
@@ -331,9 +342,9 @@ def test_full_precision_is_a_decorator_of_functions_and_methods_also_around_loop
         def __call__(self, x):
             return lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c @ x), x)
 
-    assert products(jamp.autocast(lambda x: Head()(x)), SQUARE) == {F32}
+    assert products(jamp.autocast(lambda x: Head()(x), jnp.float16), SQUARE) == {F32}
     # Autocast inside autocast keeps the inner dtype.
-    assert products(jamp.autocast(lambda x: jamp.autocast(lambda y: y @ y, BF16)(x)), SQUARE) == {BF16}
+    assert products(jamp.autocast(lambda x: jamp.autocast(lambda y: y @ y, BF16)(x), jnp.float16), SQUARE) == {BF16}
 
 
 def test_a_product_that_a_loop_without_a_carry_reads_has_a_float32_cotangent():

@@ -270,7 +270,7 @@ def test_rules_for_a_name_reach_into_every_construct_below_it():
         assert products.pop("multi_head").startswith("float8")
         assert set(products.values()) == {"float32, float32 -> float32"}
     with pytest.raises(ValueError, match=r"'scan\[head\]' is not the name of an operation"):
-        jamp.autocast(model, rules={"scan[head]": "float32"})
+        jamp.autocast(model, jnp.float16, rules={"scan[head]": "float32"})
 
 
 def test_before_a_loss_in_a_loop_or_written_as_a_product_stands_a_head():

@@ -172,5 +172,5 @@ def test_a_random_composition_is_no_worse_than_a_whole_model_cast(names, seed):
         exact = evaluate(fun, jnp.float64(x), jnp.float64(w))
     naive = evaluate(fun, jnp.float16(x), jnp.float16(w))
     with np.errstate(all="ignore"):
-        worse = np.linalg.norm(evaluate(jamp.autocast(fun), x, w) - exact) - np.linalg.norm(naive - exact)
+        worse = np.linalg.norm(evaluate(jamp.autocast(fun, jnp.float16), x, w) - exact) - np.linalg.norm(naive - exact)
     assert not np.isfinite(naive).all() or worse <= 4 * float(jnp.finfo(F16).eps) * max(np.linalg.norm(exact), 1.0)

@@ -13,7 +13,8 @@ import jamp
 
 
 def rows(fun, *args, **kwargs):
-    return {row.operation: row for row in jamp.autocast_report(fun, **kwargs)(*args).rows}
+    report = jamp.autocast_report(fun, **{"compute_dtype": jnp.float16} | kwargs)
+    return {row.operation: row for row in report(*args).rows}
 
 
 def layer(w, b, x):
@@ -70,11 +71,13 @@ def test_the_body_of_a_scan_counts_for_every_step_and_a_call_for_each_call():
     fun = lambda x: lax.scan(lambda c, _: (call(call(c)), None), x, None, length=5)[0]
     assert rows(fun, SQUARE)["dot_general"].count == 10
     grad = jax.grad(lambda w, b, x: layer(w, b, x).max())
-    assert sum(r.count for r in jamp.autocast_report(grad)(*ARGS).rows if "dot_general" in r.operation) == 2
+    assert (
+        sum(r.count for r in jamp.autocast_report(grad, jnp.float16)(*ARGS).rows if "dot_general" in r.operation) == 2
+    )
 
 
 def test_the_share_in_16_bit_is_that_of_the_flops():
-    share = lambda fun, n: jamp.autocast_report(fun)(jnp.ones((n, n))).share_16_bit
+    share = lambda fun, n: jamp.autocast_report(fun, jnp.float16)(jnp.ones((n, n))).share_16_bit
     assert share(lambda x: jnp.exp(x @ x), 8) == pytest.approx(1024 / (1024 + 64))
     assert share(jnp.exp, 3) == 0.0
     assert math.isnan(share(jnp.transpose, 2))
@@ -84,7 +87,7 @@ def test_an_operation_inside_an_installed_package_has_the_line_that_calls_it():
     def mine(x):
         return jax.nn.logsumexp(jnp.var(x, 0))
 
-    sources = {row.source for row in jamp.autocast_report(mine)(SQUARE).rows}
+    sources = {row.source for row in jamp.autocast_report(mine, jnp.float16)(SQUARE).rows}
     assert sources == {f"test_autocast_report.py:{mine.__code__.co_firstlineno + 1} (mine)"}
 
 
@@ -93,7 +96,7 @@ def test_what_stays_float32_has_a_reason_and_a_hint_if_it_is_big():
         h = jamp.full_precision(jnp.matmul)(x, x)
         return jnp.matmul(h, h, precision="highest") @ x
 
-    report = jamp.autocast_report(fun)(jnp.ones((64, 64)))
+    report = jamp.autocast_report(fun, jnp.float16)(jnp.ones((64, 64)))
     assert len(report.hints) == 2
     assert "dot_general (33.3% of the FLOPs) stays float32: it is inside jamp.full_precision" in report.hints[0]
     assert "its precision (HIGHEST, or an algorithm) was asked for in the code" in report.hints[1]
@@ -108,7 +111,7 @@ def test_what_stays_float32_has_a_reason_and_a_hint_if_it_is_big():
 
 def test_nothing_is_computed_and_the_text_is_a_table_with_aligned_columns():
     texts = []
-    jax.eval_shape(lambda *args: texts.append(str(jamp.autocast_report(layer)(*args))), *ARGS)
+    jax.eval_shape(lambda *args: texts.append(str(jamp.autocast_report(layer, jnp.float16)(*args))), *ARGS)
     title, empty, header, *lines = texts[0].split("Hints")[0].rstrip().splitlines()
     assert title.startswith("autocast to float16: ")
     assert title.endswith("% of the FLOPs in 16 bit")
@@ -117,7 +120,7 @@ def test_nothing_is_computed_and_the_text_is_a_table_with_aligned_columns():
     assert lines.pop() == "... and 1 rows of operations that only move data, in `.rows`"
     starts = [header.index(name) for name in header.split()]
     assert all(line[start - 1] == " " != line[start] for line in lines for start in starts[1:])
-    assert str(jamp.autocast_report(lambda x: x)(1.0)).startswith("autocast to float16: no FLOPs counted")
+    assert str(jamp.autocast_report(lambda x: x, jnp.float16)(1.0)).startswith("autocast to float16: no FLOPs counted")
 
 
 def ten_products(w):
@@ -157,7 +160,7 @@ own_product.defvjp(lambda w: (w @ w, w), lambda w, g: (w @ g,))
     ],
 )
 def test_what_is_not_entered_counts_with_the_flops_of_what_is_inside(fun, rules, share):
-    report = jamp.autocast_report(fun, rules=rules)(SQUARE)
+    report = jamp.autocast_report(fun, jnp.float16, rules=rules)(SQUARE)
     assert report.share_16_bit == pytest.approx(share)
     assert f"({1 - share:.1%} of the FLOPs) stays float32" in report.hints[0]
 
@@ -176,16 +179,16 @@ def layers(params, x, scale):
 def test_layers_on_one_line_are_one_row_with_the_scopes_and_parameters_of_all():
     args = PARAMS, jnp.ones((2, 8)), 2
     for fun in (layers, jax.grad(layers), jax.vmap(layers, (None, 0, None)), jax.checkpoint(layers, static_argnums=2)):
-        row, *others = (r for r in jamp.autocast_report(fun)(*args).rows if r.operation == "dot_general")
+        row, *others = (r for r in jamp.autocast_report(fun, jnp.float16)(*args).rows if r.operation == "dot_general")
         assert (row.scope, row.parameter) == ("h_*/{k,q}", "params['h_*']['{k,q}']")
     assert not others
-    report = jamp.autocast_report(layers)(*args)
+    report = jamp.autocast_report(layers, jnp.float16)(*args)
     inside = next(row for row in report.rows if "optax" in row.source)
     assert f"test_autocast_report.py:{layers.__code__.co_firstlineno + 5} (layers) > optax/losses/" in inside.source
     assert (inside.scope, inside.parameter) == ("", "")
     header, product = str(report).splitlines()[2:4]
     assert product[header.index("where") :].startswith("h_*/{k,q} ")
-    one = jamp.autocast_report(layers)({"h_3": PARAMS["h_3"]}, *args[1:]).rows[0]
+    one = jamp.autocast_report(layers, jnp.float16)({"h_3": PARAMS["h_3"]}, *args[1:]).rows[0]
     assert (one.scope, one.parameter) == ("h_3/{k,q}", "params['h_3']['{k,q}']")
 
 
@@ -194,29 +197,31 @@ def test_a_scanned_or_nameless_layer_is_known_by_its_parameter():
         return lax.scan(lambda x, w: (x @ w.astype(jnp.float32), None), x, model["stack"])[0]
 
     args = {"stack": jnp.ones((3, 8, 8))}, jnp.ones((2, 8))
-    report = jamp.autocast_report(scanned)(*args)
+    report = jamp.autocast_report(scanned, jnp.float16)(*args)
     assert [(row.scope, row.parameter, row.count) for row in report.rows] == [("", "model['stack']", 3)]
     assert "  model['stack']  test_" in str(report)
-    report = jamp.autocast_report(jamp.full_precision(scanned))(*args)
+    report = jamp.autocast_report(jamp.full_precision(scanned), jnp.float16)(*args)
     assert "scan with model['stack'] (100.0% of the FLOPs) stays float32" in report.hints[0]
 
 
 def test_shapes_will_do_for_arguments():
     shapes = jax.eval_shape(lambda: (PARAMS, jnp.ones((2, 8))))
-    assert jamp.autocast_report(layers)(*shapes, 2) == jamp.autocast_report(layers)(PARAMS, jnp.ones((2, 8)), 2)
+    assert jamp.autocast_report(layers, jnp.float16)(*shapes, 2) == jamp.autocast_report(layers, jnp.float16)(
+        PARAMS, jnp.ones((2, 8)), 2
+    )
 
 
 def test_the_report_of_a_gradient_is_of_what_runs_or_says_that_it_differs():
     rules = {"custom_vjp_call": "float32"}
     loss = lambda w: own_product(w).sum()
-    before = jamp.autocast_report(jax.grad(loss), rules=rules)(SQUARE)
+    before = jamp.autocast_report(jax.grad(loss), jnp.float16, rules=rules)(SQUARE)
     assert before.share_16_bit > 0.8  # the rule is gone once it is differentiated
-    assert "autocast_report(jax.grad(jamp.autocast(f))) shows it" in before.hints[-1]
+    assert "autocast_report(jax.grad(jamp.autocast(f, dtype)), dtype) shows it" in before.hints[-1]
     for wrap in (lambda f: f, jax.jit):
-        runs = jamp.autocast_report(wrap(jax.grad(jamp.autocast(loss, rules=rules))))(SQUARE)
+        runs = jamp.autocast_report(wrap(jax.grad(jamp.autocast(loss, jnp.float16, rules=rules))), jnp.float16)(SQUARE)
         assert (runs.share_16_bit, runs.backward) == (0, False)
-    mixed = jamp.autocast(lambda w: loss(w @ w), rules=rules)
-    runs = jamp.autocast_report(lambda w: jax.grad(mixed)(w))(SQUARE)
+    mixed = jamp.autocast(lambda w: loss(w @ w), jnp.float16, rules=rules)
+    runs = jamp.autocast_report(lambda w: jax.grad(mixed)(w), jnp.float16)(SQUARE)
     products = [(row.category, row.after.split()[-1], row.count) for row in runs.rows if "dot_general" in row.operation]
     assert sorted(products) == [("accumulate", "float32", 2), ("compute", "float16", 1), ("float32", "float32", 2)]
     assert {row.after for row in runs.rows} == {row.before for row in runs.rows}
@@ -230,7 +235,11 @@ def test_the_title_counts_what_was_asked_for_and_says_what_was_16_bit_already():
     assert title(lambda x: x @ x, jnp.bfloat16).endswith(": 100.0% of the FLOPs in 16 bit")
     both = lambda x: low(jnp.tanh(x @ x) @ x)
     assert title(both, jamp.Float8(min_size=8)).endswith("in 16 bit or less, of which 33.2% as it was")
-    run = str(jamp.autocast_report(jax.grad(lambda x: jamp.autocast(both)(x).sum()))(jnp.ones((64, 64))))
+    run = str(
+        jamp.autocast_report(jax.grad(lambda x: jamp.autocast(both, jnp.float16)(x).sum()), jnp.float16)(
+            jnp.ones((64, 64))
+        )
+    )
     assert "already" not in run
 
 
@@ -245,7 +254,9 @@ def test_hints_lead_nowhere_that_is_an_error():
     }
     assert "it must stay, because 8-bit products have no second derivative" in hint
     solve = lambda x: jnp.linalg.solve(x @ x + jnp.eye(64), x).sum()
-    reasons = [r.reason for r in jamp.autocast_report(solve)(jnp.ones((64, 64))).rows if "solve" in r.operation]
+    reasons = [
+        r.reason for r in jamp.autocast_report(solve, jnp.float16)(jnp.ones((64, 64))).rows if "solve" in r.operation
+    ]
     assert all("a solver needs the digits of float32" in reason for reason in reasons)
 
 
@@ -254,4 +265,4 @@ ARGS8 = jnp.ones((64, 64)), jnp.ones((64, 64))
 
 def test_a_report_of_nothing_but_unknown_operations_can_be_printed():
     fun = lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((2, 2), jnp.float32), x)
-    assert "no FLOPs counted" in str(jamp.autocast_report(fun)(jnp.ones((2, 2))))
+    assert "no FLOPs counted" in str(jamp.autocast_report(fun, jnp.float16)(jnp.ones((2, 2))))

@@ -1,4 +1,4 @@
-"""`loss_scaled`, `mixed_precision` and `GradScaler` keep the contract. The frameworks' adapters: integrations."""
+"""`loss_scaled`, `master_params` and `GradScaler` keep the contract. The frameworks' adapters: integrations."""
 
 import pytest
 from contract import ADAPTERS, EVERY_CHECK

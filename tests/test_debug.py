@@ -1,5 +1,6 @@
 """jamp.debug: planted infs and NaNs, each found by primitive, line, cause and path; reports on trees; underflow."""
 
+import functools
 import inspect
 import itertools
 import math
@@ -80,6 +81,7 @@ def gradient_of_scan(x):
 scan_backward = lambda x: lax.scan(lambda c, x: (c + 1, jnp.exp(x + c)), x, F32([0, 0, 99, 0, 0]), reverse=True)
 read_after_a_cast = lambda x: ((y := x + 0) @ y.T).sum()
 scaled_loss = lambda x: 2 * x.astype(F32).sum()
+in_float16 = functools.partial(jamp.autocast, compute_dtype=jnp.float16)
 half = "overflow in float16: value would be"
 scaled = lambda fun: jamp.value_and_grad(fun, jamp.StaticLossScale(2.0**16).init())
 plant("gather", "an index is out of bounds", lambda x, i: jnp.take(x, i), F32([1, 1]), np.int32(7), inside="jit(_take)")
@@ -92,8 +94,8 @@ plant("mul", "overflow in float32: value would be 1e40", loop, F32(1e10), inside
 plant("log", "log of a negative number", custom_jvp, F32(-1), inside="custom_jvp(own)")
 plant("div", "division by zero: 1/0", custom_vjp, F32([0, 1]), grad=True)
 plant("mul", f"{half} 1.2e5", gradient_of_scan, F16([200, 200]), grad=True, inside="scan, iteration 0 of 2")
-plant("dot_general", f"{half} 8e4", read_after_a_cast, jnp.full((2, 2), 200.0), wrap=jamp.autocast)
-plant(cast, f"{half} 1e5", read_after_a_cast, jnp.full((2, 2), 1e5), wrap=jamp.autocast)
+plant("dot_general", f"{half} 8e4", read_after_a_cast, jnp.full((2, 2), 200.0), wrap=in_float16)
+plant(cast, f"{half} 1e5", read_after_a_cast, jnp.full((2, 2), 1e5), wrap=in_float16)
 plant(cast, f"{half} 1.3e5", scaled_loss, jnp.ones(2, F16), wrap=scaled)
 
 

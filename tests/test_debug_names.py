@@ -22,7 +22,7 @@ def net(params, x):
 @pytest.mark.parametrize("planted", [6e4, 1e5])  # the product overflows, or the cast
 def test_an_overflow_in_one_of_12_layers_is_named_by_layer_and_parameter(planted):
     params = {name: {"kernel": jnp.full((8, 8), planted if name == "h_7" else 1.0)} for name in LAYERS}
-    search = find_nonfinite(jamp.autocast(net))(params, jnp.ones((2, 8)))
+    search = find_nonfinite(jamp.autocast(net, jnp.float16))(params, jnp.ones((2, 8)))
     assert search.finding.primitive == ("dot_general" if planted == 6e4 else "convert_element_type")
     assert (search.finding.scope, search.finding.parameter) == ("h_7/attn", "params['h_7']['kernel']")
     assert "  layer   h_7/attn with params['h_7']['kernel']" in str(search).splitlines()
@@ -57,6 +57,6 @@ def test_a_custom_rule_that_returns_a_buffer_padded_with_inf_is_not_blamed(grad)
 
 
 def test_a_run_of_cheap_operations_under_autocast_is_not_a_construct_of_the_user():
-    fun = jamp.autocast(lambda w, x: jnp.exp(jnp.square(x @ w)) @ w)
+    fun = jamp.autocast(lambda w, x: jnp.exp(jnp.square(x @ w)) @ w, jnp.float16)
     found = find_nonfinite(fun)(jnp.ones((64, 64)), jnp.ones((64, 64))).finding
     assert (found.primitive, found.path) == ("exp", ())

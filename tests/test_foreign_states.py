@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jaxprs import normal
+from steps import with_masters
 from trees import assert_equal
 
 import jamp
@@ -32,7 +33,7 @@ WRAPPERS = {
 OTHERS = {
     "plain": ADAM.init,
     "a chain's": lambda p: optax.chain(optax.clip(1.0), jamp.quantized_state(ADAM)).init(p),
-    "mixed_precision": jamp.mixed_precision(ADAM).init,
+    "loss_scaled(master_params)": with_masters(ADAM).init,
     "loss_scaled(quantized_state)": jamp.loss_scaled(jamp.quantized_state(ADAM)).init,
     "split masters of quantized_state": split(jamp.quantized_state(ADAM)).init,
     "stochastic_rounding(quantized_state)": jamp.stochastic_rounding(jamp.quantized_state(ADAM)).init,

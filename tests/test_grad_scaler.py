@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import with_masters
 from trees import assert_equal, avals
 
 import jamp
@@ -71,7 +72,7 @@ def test_errors_name_the_cure():
     scaler, adaptive = jamp.GradScaler, jamp.GradScaler(LOSS_SCALES[2])
     step = lambda tx, **given: lambda: small().step(tx, tx.init(ONES), ONES, **given)
     load = lambda given: lambda: small().load_state_dict(given)
-    both, wrapped = {"grads": ONES, "scaled_grads": ONES}, (jamp.loss_scaled(TX), jamp.mixed_precision(TX))
+    both, wrapped = {"grads": ONES, "scaled_grads": ONES}, (jamp.loss_scaled(TX), with_masters(TX))
     for match, call in (
         ("Give init_scale, min_scale to the loss", lambda: scaler(STATIC, init_scale=2.0, min_scale=1.0)),
         ("growth_factor must be a finite Python number above 1", lambda: scaler(growth_factor=1.0)),

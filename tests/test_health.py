@@ -111,7 +111,7 @@ def test_of_an_ensemble_every_member_is_checked_and_the_first_sick_one_is_named(
 
 @pytest.mark.parametrize("tx", [jamp.optimizers.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9))])
 def test_gradients_that_are_all_zero_are_told_by_the_moments(tx):
-    tx, params = jamp.mixed_precision(tx), {"w": GOOD, "b": GOOD}
+    tx, params = jamp.loss_scaled(jamp.master_params(tx)), {"w": GOOD, "b": GOOD}
     for last, told in ((ZERO, True), (GOOD, False)):
         state = train(tx, [{"w": ZERO, "b": g} for g in (ZERO, last)], params=params)
         assert ("the moments of the optimizer are all zero after 2 steps" in problems(state)) == told

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jaxprs import normal
-from steps import together
+from steps import together, with_masters
 
 import jamp
 from jamp._step.split_masters import SplitMasterParamsState
@@ -32,7 +32,7 @@ OPTIMIZERS = {
 WRAPPERS = {
     "float32": lambda tx: tx,
     "loss_scaled": jamp.loss_scaled,
-    "masters": jamp.mixed_precision,
+    "masters": with_masters,
     "split masters": lambda tx: jamp.loss_scaled(jamp.master_params(tx, split=True)),
     "8-bit": lambda tx: jamp.loss_scaled(jamp.quantized_state(tx)),
     "split masters, 8-bit": lambda tx: jamp.master_params(jamp.quantized_state(tx), split=True),

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from steps import GOOD, INF, NAN, PARAMS, check_skips, runner, skipped, stepper, together
+from steps import GOOD, INF, NAN, PARAMS, check_skips, runner, skipped, stepper, together, with_masters
 from trees import assert_close, assert_equal, avals, bits
 
 import jamp
@@ -247,7 +247,7 @@ def test_with_unscale_the_updates_are_those_of_the_manual_path_bit_for_bit():
     }
     scales = jamp.DynamicLossScale(2.0**127, growth_interval=1, max_scale=2.0**127), jamp.NoOpLossScale()
     dynamic = [(jamp.loss_scaled, tx, scales[0]) for tx in inner.values()]
-    for wrap, tx, scale in (*dynamic, (jamp.mixed_precision, SGD, scales[0]), (jamp.loss_scaled, SGD, scales[1])):
+    for wrap, tx, scale in (*dynamic, (with_masters, SGD, scales[0]), (jamp.loss_scaled, SGD, scales[1])):
         manual, auto = wrap(tx, scale), optax.chain(wrap(tx, scale, unscale=True), optax.scale(0.5))
         (params, state), (p, s) = (PARAMS, manual.init(PARAMS)), (PARAMS, auto.init(PARAMS))
         for grads in (GOOD, INF, GOOD, NAN, GOOD):

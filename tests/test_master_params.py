@@ -1,17 +1,17 @@
-"""master_params and mixed_precision: half-precision parameters with float32 masters."""
+"""master_params, alone and under a loss scale: half-precision parameters with float32 masters."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from steps import check_skips, stepper
+from steps import check_skips, stepper, with_masters
 from trees import assert_equal
 
 import jamp
 
 promotes = pytest.mark.promotes("optax.apply_updates, which adds float32 to 16-bit parameters, and optax.MultiSteps")
-WRAPPERS = {"master_params": jamp.master_params, "mixed_precision": jamp.mixed_precision}
+WRAPPERS = {"alone": jamp.master_params, "loss_scaled": with_masters}
 wrappers = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 SGD = optax.sgd(0.1, momentum=0.9)
 
@@ -56,7 +56,7 @@ def test_the_next_step_corrects_a_step_far_larger_than_its_result(wrap):
 def test_a_skip_does_not_bring_a_parameter_back_to_its_master_either():
     w = jnp.array([1.0, -0.0, 0.0, 3e-5])
     params = {"b": jnp.array([-2.0]), "bf16": w.astype(jnp.bfloat16), "f16": w.astype(jnp.float16)}
-    tx, grads = jamp.mixed_precision(SGD), jax.tree.map(jnp.ones_like, params)
+    tx, grads = with_masters(SGD), jax.tree.map(jnp.ones_like, params)
     step = stepper(tx)
     params, state = step(params, tx.init(params), grads)
     for name in ("bf16", "f16"):
@@ -74,17 +74,6 @@ def test_masters_start_as_the_float32_parameters_given_and_inner_sees_float32(wr
     updates, after = tx.update(jax.tree.map(jnp.zeros_like, half), state, half)
     assert_equal([masters_of(x)["w"] for x in (state, after)], [params["w"]] * 2)
     assert {x.dtype.name for x in jax.tree.leaves([updates, masters_of(after), seen])} == {"float32"}
-
-
-def test_grad_dtype_is_what_inner_sees_and_param_dtype_the_values_of_the_parameters():
-    for grad_dtype, param_dtype in ((jnp.float32, None), (jnp.bfloat16, jnp.bfloat16)):
-        seen, ones = [], jnp.ones(2)
-        spy = optax.stateless(lambda g, params, seen=seen: (seen.append(g.dtype), g.astype(jnp.float32))[1])
-        tx = jamp.mixed_precision(optax.chain(spy, optax.sgd(1e-3)), grad_dtype=grad_dtype, param_dtype=param_dtype)
-        params, state = stepper(tx)(ones, tx.init(ones), ones)
-        assert set(seen) == {jnp.dtype(grad_dtype)}
-        assert_equal(masters_of(state), jnp.float32(1) - jnp.float32([1e-3, 1e-3]))
-        assert_equal(params, masters_of(state).astype(param_dtype or jnp.float32).astype(jnp.float32))
 
 
 @promotes
@@ -114,5 +103,3 @@ def test_masters_compose_with_chain_multisteps_and_map_params_and_need_params():
         assert masters_of(named) == {"w": "param", "b": "param"}
         with pytest.raises(ValueError, match=r"tx\.update\(grads, state, params\)"):
             tx.update(grads, tx.init(params))
-    with pytest.raises(TypeError, match="loss_scale must be a loss scale"):
-        jamp.mixed_precision(SGD, 2.0**16)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from steps import with_masters
 
 import jamp
 
@@ -108,7 +109,7 @@ def test_the_yaml_block_is_taken_as_it_stands_and_clipping_sees_the_true_gradien
 @pytest.mark.slow
 def test_full_16_bit_training_keeps_float32_in_the_optimizer_trains_and_recovers(after):
     page, runs = after[1], {}
-    for wrap in (jamp.loss_scaled, jamp.mixed_precision):
+    for wrap in (jamp.loss_scaled, with_masters):
         for start in (2.0**12, 2.0**40):  # 2^40 is far too high
             tx = wrap(optax.adam(1e-2), jamp.AdaptiveLossScale(start))
             train_network, losses = page["make_train_network"](page["loss_fn"], tx), []
@@ -126,5 +127,5 @@ def test_full_16_bit_training_keeps_float32_in_the_optimizer_trains_and_recovers
         assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float16"}
         inner = [x for x in jax.tree.leaves(opt_state.inner_state) if jnp.issubdtype(x.dtype, jnp.floating)]
         # Adam's two moments of two parameters, and the masters
-        assert [x.dtype.name for x in inner] == ["float32"] * (6 if name == "mixed_precision" else 4)
+        assert [x.dtype.name for x in inner] == ["float32"] * (6 if name == "with_masters" else 4)
         assert losses[-1] < 0.01 * losses[0]

@@ -1,5 +1,6 @@
 """Each wrong use is an error that says what to write instead."""
 
+import functools
 import re
 import warnings
 
@@ -10,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from steps import GOOD, PARAMS
+from steps import GOOD, PARAMS, with_masters
 from trees import assert_equal
 
 import jamp
@@ -40,7 +41,7 @@ UNROUNDED = {
 MISUSE = {
     # Wrappers in the wrong place, as far as `init` can see it.
     "twice": (ValueError, r"Two scalers.*Pass the plain optimizer", lambda: state(jamp.loss_scaled(SCALED))),
-    "masters of a wrapper": (ValueError, r"Two scalers.*master_params", lambda: state(jamp.mixed_precision(SCALED))),
+    "masters of a wrapper": (ValueError, r"Two scalers.*master_params", lambda: state(with_masters(SCALED))),
     "masked": (ValueError, r"sees only some.*loss_scaled\(optax\.masked", lambda: state(optax.masked(SCALED, LEFT))),
     "partition": (
         ValueError,
@@ -149,12 +150,15 @@ MISUSE = {
         r"holds a DynamicLossScaleState.*jamp\.convert_loss_scale",
         lambda: jamp.reset(state(SCALED), jamp.StaticLossScale()),
     ),
-    # torch's and Keras' ways of writing.
-    "with": (TypeError, r"not a context.*got float16.*jamp\.autocast\(loss_fn", lambda: jamp.autocast(jnp.float16)),
-    "with NumPy's": (TypeError, "got float16", lambda: jamp.autocast(np.float16)),
-    "with a device": (TypeError, "got a str", lambda: jamp.autocast("cuda")),
-    "parameters": (TypeError, r"got a dict.*jamp\.cast_floating\(params", lambda: jamp.autocast(PARAMS)),
-    "keras": (ValueError, r"'params=float32,compute=float16,output=f", lambda: jamp.get_policy("mixed_float16")),
+    # torch's ways of writing.
+    "with": (
+        TypeError,
+        r"not a context.*got float16.*jamp\.autocast\(loss_fn",
+        lambda: jamp.autocast(jnp.float16, jnp.float16),
+    ),
+    "with NumPy's": (TypeError, "got float16", lambda: jamp.autocast(np.float16, jnp.float16)),
+    "with a device": (TypeError, "got a str", lambda: jamp.autocast("cuda", jnp.float16)),
+    "parameters": (TypeError, r"got a dict.*jamp\.cast_floating\(params", lambda: jamp.autocast(PARAMS, jnp.float16)),
     "a model with functions": (
         TypeError,
         r"Argument 0 has no gradient: it holds .*jamp\.equinox\.filter_value_and_grad",
@@ -356,7 +360,7 @@ FROZEN = {
     "value_and_grad": jax.jit(jamp.value_and_grad(loss_fn, CONSTANT)),
     "grad, called in a step": jax.jit(lambda p, f=jamp.grad(loss_fn, CONSTANT): f(p)),
     "scale_loss": jax.jit(jax.grad(lambda p, s=state(UNSCALING): jamp.scale_loss(loss_fn(p), {"opt": s}))),
-    "of autocast": jax.jit(jamp.autocast(jamp.grad(loss_fn, CONSTANT))),
+    "of autocast": jax.jit(jamp.autocast(jamp.grad(loss_fn, CONSTANT), jnp.float16)),
     "GradScaler.value_and_grad": jax.jit(lambda p, f=jamp.GradScaler().value_and_grad(loss_fn): f(p)),
     "GradScaler.scale": jax.jit(jax.grad(lambda p, scaler=jamp.GradScaler(): scaler.scale(loss_fn(p)))),
     "another loss scale": jax.jit(jamp.grad(loss_fn, jamp.AdaptiveLossScale().init())),
@@ -385,18 +389,13 @@ def test_a_loss_scale_that_is_traced_or_read_at_each_call_or_never_changes_is_si
     jax.vmap(grad)(stacked[0])
     jax.jvp(grad, (PARAMS,), (PARAMS,))
     jax.grad(lambda p: jamp.scale_loss(loss_fn(p), CONSTANT))(PARAMS)
-    jamp.autocast(grad)(PARAMS)  # outside jit it is traced at each call
-    jamp.autocast_report(grad)(PARAMS)
+    jamp.autocast(grad, jnp.float16)(PARAMS)  # outside jit it is traced at each call
+    jamp.autocast_report(grad, jnp.float16)(PARAMS)
     with jax.disable_jit():
         jax.jit(grad)(PARAMS)
     for fixed in (jamp.NoOpLossScale(), jamp.StaticLossScale(8.0), jamp.GradScaler.static().loss_scale):
         jax.jit(jamp.grad(loss_fn, jamp.loss_scaled(SGD, fixed).init(PARAMS))).lower(PARAMS)
     jax.jit(lambda: jamp.scale_loss(jnp.float32(1.0), state(SCALED))).lower()
-
-
-def test_a_policy_that_makes_the_parameters_16_bit_warns():
-    with pytest.warns(UserWarning, match=r"makes the parameters float16 too.*'params=float32,compute=float16"):
-        assert jamp.get_policy("fp16") == jamp.Policy("half", np.float16, "f16")
 
 
 def test_short_names_of_dtypes_are_dtypes_everywhere():
@@ -415,7 +414,7 @@ def test_products_that_are_not_entered_warn_once_with_their_share():
         o[...] = (x[...] @ y[...]).astype(jnp.float32)
 
     product = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8, 8), jnp.float32), interpret=True)
-    fun = jamp.autocast(lambda x: product(x, x) @ x)
+    fun = jamp.autocast(lambda x: product(x, x) @ x, jnp.float16)
     match = r"^autocast leaves 50.0% of the FLOPs in float32: pallas_call at test_misuse.py:.*pass it functions that"
     with pytest.warns(UserWarning, match=match) as caught:
         jax.jit(fun)(jnp.ones((8, 8)))
@@ -423,7 +422,7 @@ def test_products_that_are_not_entered_warn_once_with_their_share():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         low = jnp.ones((8, 8), jnp.bfloat16)
-        jamp.autocast(lambda x, y: jnp.float32(product(x, x).sum()) + (y @ y).sum())(low, jnp.ones((8, 8)))
+        jamp.autocast(lambda x, y: jnp.float32(product(x, x).sum()) + (y @ y).sum(), jnp.float16)(low, jnp.ones((8, 8)))
 
 
 def test_what_is_logged_outlives_a_donated_state_and_transfers_nothing():
@@ -540,7 +539,10 @@ class Setting:
         raise AssertionError(value)
 
 
-@pytest.mark.parametrize("wrap", [jamp.autocast, jamp.scaled, jamp.debug.find_nonfinite, lambda f: f])
+@pytest.mark.parametrize(
+    "wrap",
+    [functools.partial(jamp.autocast, compute_dtype=jnp.float16), jamp.scaled, jamp.debug.find_nonfinite, lambda f: f],
+)
 def test_arguments_that_jax_grad_takes_are_taken(wrap):
     names, times = np.array(["a", "b"]), np.array(["2026-01-01"], "M8[D]")
     records = np.zeros(2, [("x", np.float32)])

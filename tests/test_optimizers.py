@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from loss_scales import recorded
+from steps import with_masters
 
 import jamp
 from jamp.optimizers import adam, adamw, get_learning_rate, rmsprop, set_learning_rate, sgd
@@ -33,7 +34,7 @@ def test_every_recorded_run_agrees_to_2e_6_at_every_step_two_also_with_masters()
     runs = [*RECORDED["runs"], RECORDED["runs"][0], RECORDED["runs"][9]]
     assert [run["optimizer"] for run in runs[-2:]] == ["SGD", "AdamW"]
     txs = [BY_NAME[run["optimizer"]](**{NAMES.get(k, k): x for k, x in run["hparams"].items()}) for run in runs]
-    txs[-2:] = map(jamp.mixed_precision, txs[-2:])
+    txs[-2:] = map(with_masters, txs[-2:])
     found = jax.jit(lambda params, grads: [trajectory(tx, params, grads) for tx in txs])(PARAMS, GRADS)
     for run, got in zip(runs, found, strict=True):
         for k, p in got.items():

@@ -30,7 +30,7 @@ def stepped(tx):
     def step(w, x):
         state = tx.init(w)
         loss_fn = lambda w, x: dense(w.astype(jnp.float32), x)
-        loss, grads = jamp.value_and_grad(jamp.autocast(loss_fn), state)(w, x)
+        loss, grads = jamp.value_and_grad(jamp.autocast(loss_fn, jnp.float16), state)(w, x)
         return optax.apply_updates(w, tx.update(grads, state, w)[0]), loss
 
     return step
@@ -38,16 +38,18 @@ def stepped(tx):
 
 PROGRAMS = {
     "autocast": (jax.grad(jamp.autocast(dense, jnp.bfloat16)), W, X),
-    "recompute=False": (jax.grad(jamp.autocast(dense, recompute=False)), W, X),
-    "convolutions": (jax.grad(jamp.autocast(convolved)), FILTERS, IMAGES),
+    "recompute=False": (jax.grad(jamp.autocast(dense, jnp.float16, recompute=False)), W, X),
+    "convolutions": (jax.grad(jamp.autocast(convolved, jnp.float16)), FILTERS, IMAGES),
     "in a loop": (
-        jax.grad(lambda w, x: lax.scan(lambda c, _: (c * jamp.autocast(dense)(w, x), None), 1.0, None, 2)[0]),
+        jax.grad(
+            lambda w, x: lax.scan(lambda c, _: (c * jamp.autocast(dense, jnp.float16)(w, x), None), 1.0, None, 2)[0]
+        ),
         W,
         X,
     ),
     "Float8": (jax.grad(jamp.autocast(dense, jamp.Float8(min_size=8))), W, X),
-    "full_precision": (jamp.autocast(jamp.full_precision(dense)), W, X),
-    "precompute": (lambda w, x: jamp.precompute(jamp.autocast(dense), w, x)(x), W, X),
+    "full_precision": (jamp.autocast(jamp.full_precision(dense), jnp.float16), W, X),
+    "precompute": (lambda w, x: jamp.precompute(jamp.autocast(dense, jnp.float16), w, x)(x), W, X),
     "loss_scaled": (stepped(jamp.loss_scaled(optax.adam(0.1))), W, X),
     "master_params": (stepped(jamp.loss_scaled(jamp.master_params(optax.adam(0.1)))), W, X),
     "stochastic_rounding": (

@@ -220,7 +220,7 @@ def test_a_loss_with_other_results_and_arguments_that_are_no_arrays():
 def test_errors_say_what_to_do():
     fun = lambda w, x: jnp.log(x @ w - 1e9).mean()
     with pytest.raises(ValueError, match="find_nonfinite"):
-        jamp.debug.rounding_report(fun)(WEIGHTS[0], X)
+        jamp.debug.rounding_report(fun, jnp.float16)(WEIGHTS[0], X)
     with pytest.raises(ValueError, match="16 bit, got Float8"):
         jamp.debug.rounding_report(fun, jamp.Float8())
     with pytest.raises(ValueError, match="compute_dtype must be float16 or bfloat16, got int8"):

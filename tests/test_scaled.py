@@ -226,11 +226,11 @@ def test_only_what_is_differentiated_is_and_16_bit_gradients_keep_their_dtype():
 @pytest.mark.parametrize("order", ["scaled(autocast)", "autocast(scaled)", "autocast(grad(scaled))"])
 def test_with_autocast_in_either_order_products_are_16_bit_and_digits_stay(order):
     tiny = lambda w, x: 1e-6 * loss_fn(w, x)
-    auto = jamp.autocast(tiny)
+    auto = jamp.autocast(tiny, jnp.float16)
     fun = {
         "scaled(autocast)": jax.grad(jamp.scaled(auto)),
-        "autocast(scaled)": jax.grad(jamp.autocast(jamp.scaled(tiny))),
-        "autocast(grad(scaled))": jamp.autocast(jax.grad(jamp.scaled(tiny))),
+        "autocast(scaled)": jax.grad(jamp.autocast(jamp.scaled(tiny), jnp.float16)),
+        "autocast(grad(scaled))": jamp.autocast(jax.grad(jamp.scaled(tiny)), jnp.float16),
     }[order]
     args = normal(64, 64) / 8, normal(64, 64, seed=1)
     dots = [eqn for eqn in equations(jax.make_jaxpr(fun)(*args)) if eqn.primitive.name == "dot_general"]
@@ -315,7 +315,7 @@ def test_a_container_that_the_function_changes_is_changed():
         state["inner"]["seen"][0] = state["inner"]["seen"][0] + jnp.sum(w)
         return jnp.sum(w**2)
 
-    for transform in (jamp.scaled, jamp.autocast):
+    for transform in (jamp.scaled, functools.partial(jamp.autocast, compute_dtype=jnp.float16)):
         state = {"inner": {"seen": [jnp.float32(1.0), 3]}}
         transform(fun)(state, W)
         assert_equal(state["inner"]["seen"][0], 1.0 + jnp.sum(W))
@@ -337,5 +337,5 @@ class Rebuilt:
 
 
 def test_an_argument_that_is_rebuilt_is_not_taken_for_a_changed_one():
-    for transform in (jamp.scaled, jamp.autocast):
+    for transform in (jamp.scaled, functools.partial(jamp.autocast, compute_dtype=jnp.float16)):
         assert_equal(transform(lambda a: jnp.sum(a.x))(Rebuilt(W)), jnp.sum(W))

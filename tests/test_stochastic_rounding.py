@@ -11,6 +11,7 @@ import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from jaxprs import normal
+from steps import with_masters
 from trees import assert_equal, avals, bits
 
 import jamp
@@ -257,7 +258,7 @@ def test_misuse_is_told():
             wrapper.init(p)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(p, tx.init({"w": jnp.ones(3)}))
-    for inner in (jamp.loss_scaled(optax.sgd(0.1)), jamp.mixed_precision(optax.sgd(0.1))):
+    for inner in (jamp.loss_scaled(optax.sgd(0.1)), with_masters(optax.sgd(0.1))):
         with pytest.raises(ValueError, match=r"jamp\.loss_scaled\(jamp\.stochastic_rounding\(tx\)\)"):
             jamp.stochastic_rounding(inner).init({"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="would round twice"):
@@ -268,7 +269,7 @@ def test_misuse_is_told():
     with pytest.raises(ValueError, match=r"the plain optimizer in place of jamp\.master_params"):
         jamp.stochastic_rounding(jamp.master_params(optax.sgd(0.1))).init({"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="stochastic_rounding is for parameters without float32 masters"):
-        jamp.mixed_precision(tx).init({"w": jnp.ones(3, BF16)})
+        with_masters(tx).init({"w": jnp.ones(3, BF16)})
     for dtype in ("float16", jnp.int32):
         with pytest.raises(ValueError, match="state_dtype"):
             jamp.stochastic_rounding(optax.sgd(0.1), state_dtype=dtype)

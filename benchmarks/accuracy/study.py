@@ -38,9 +38,9 @@ class Setup:
     starts: tuple[str, ...] = ("default",)  # of the loss scale, from STARTS
 
     def make_loss(self, task: Task) -> Loss:
-        policies = (jamp.Policy(jnp.float32, dtype, dtype) for dtype in (self.body, self.head))
-        loss = task.make_loss(*policies, jamp.full_precision(cross_entropy) if self.full_loss else cross_entropy)
-        return jamp.autocast(loss, rules=dict(self.rules)) if self.autocast else loss
+        of_logits = jamp.full_precision(cross_entropy) if self.full_loss else cross_entropy
+        loss = task.make_loss(self.body, self.head, of_logits)
+        return jamp.autocast(loss, jnp.float16, rules=dict(self.rules)) if self.autocast else loss
 
 
 FLOAT32 = Setup("float32", **FULL, loss_scale=NONE)

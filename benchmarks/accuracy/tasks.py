@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 import jamp
 from benchmarks.models import attend_written_out, conv, rms_norm, train_step, wide
@@ -27,7 +28,7 @@ class Task:
 
     name: str
     init: Callable[[jax.Array], Any]  # of a key
-    make_loss: Callable[[jamp.Policy, jamp.Policy, Loss], Loss]
+    make_loss: Callable[[DTypeLike, DTypeLike, Loss], Loss]
     data: Any
     get_batch: Callable[[Any, jax.Array], Any]  # of the data and a key
     judged: Any  # the batch on which the table's loss is measured; None: on the one held out
@@ -90,17 +91,17 @@ def init_lm(key: jax.Array, layers: int = 2, width: int = 64, vocabulary: int = 
     return embeddings | {"blocks": blocks, "norm": jnp.ones(width)}
 
 
-def lm_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
+def lm_loss(body: DTypeLike, head: DTypeLike, cross_entropy: Loss) -> Loss:
     def loss_fn(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        low = body.cast_to_compute(params)
+        low = jamp.cast_floating(params, body)
         x = low["embed"][inputs] + low["position"]
         for block in low["blocks"]:
             qkv = (rms_norm(x, block["norm1"]) @ block["qkv"]).reshape(*x.shape[:2], HEADS, -1)
             attended = attend_written_out(*jnp.split(qkv, 3, axis=-1), causal=True)
             x = x + attended.reshape(x.shape) @ block["out"]
             x = x + jax.nn.gelu(rms_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
-        x, last = head.cast_to_compute((x, {"norm": params["norm"], "embed": params["embed"]}))
+        x, last = jamp.cast_floating((x, {"norm": params["norm"], "embed": params["embed"]}), head)
         return cross_entropy(rms_norm(x, last["norm"]) @ last["embed"].T, labels)
 
     return loss_fn
@@ -150,7 +151,7 @@ def convolutional(quick: bool) -> Task:
         keys = jax.random.split(key, len(shapes))
         return [{"w": he(k, shape), "b": jnp.zeros(shape[-1])} for k, shape in zip(keys, shapes, strict=True)]
 
-    def make_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
+    def make_loss(body: DTypeLike, head: DTypeLike, cross_entropy: Loss) -> Loss:
         def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
             x = batch[0].reshape(-1, 8, 8, 1)
             for layer in params[:-1]:
@@ -169,12 +170,12 @@ def init_digits(key: jax.Array, sizes: tuple[int, ...] = (64, 128, 128, 128, 10)
     return [{"w": he(k, (n, m)), "b": jnp.zeros(m)} for k, n, m in layers]
 
 
-def mlp_loss(body: jamp.Policy, head: jamp.Policy, cross_entropy: Loss) -> Loss:
+def mlp_loss(body: DTypeLike, head: DTypeLike, cross_entropy: Loss) -> Loss:
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        x, hidden = body.cast_to_compute((batch[0], params[:-1]))
+        x, hidden = jamp.cast_floating((batch[0], params[:-1]), body)
         for layer in hidden:
             x = jax.nn.relu(x @ layer["w"] + layer["b"])
-        x, last = head.cast_to_compute((x, params[-1]))
+        x, last = jamp.cast_floating((x, params[-1]), head)
         return cross_entropy(x @ last["w"] + last["b"], batch[1])
 
     return loss_fn

@@ -42,7 +42,7 @@ LOSS_SCALE = jamp.DynamicLossScale(growth_interval=200, max_scale=math.inf)
 # By name: the function around the loss, and the loss scale.
 FORMATS: dict[str, tuple[Callable[[Any], Any], jamp.LossScale]] = {
     "float32": (lambda loss: loss, jamp.NoOpLossScale()),
-    "float16": (jamp.autocast, LOSS_SCALE),
+    "float16": (lambda loss: jamp.autocast(loss, jnp.float16), LOSS_SCALE),
     "bfloat16": (lambda loss: jamp.autocast(loss, jnp.bfloat16), jamp.NoOpLossScale()),
     "float8": (lambda loss: jamp.autocast(loss, jamp.Float8()), jamp.NoOpLossScale()),
 }

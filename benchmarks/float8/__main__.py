@@ -8,7 +8,7 @@
 accuracy: the tasks of `benchmarks.accuracy`, five seeds, and the loss on data that are never trained on.
 h200: the gradients of `benchmarks.float8.models`, and those of other float8 libraries, compiled ahead of time.
 tpu: the same gradients in int8, compiled for a TPU v5e.
-micro-batches: the kernels of gradient accumulation with and without `jamp.precompute`, in the loop and before it.
+micro-batches: bytes and kernels of gradient accumulation with and without `jamp.precompute`, in the loop and before it.
 They need `pip install "jax[cuda13]"`, for the TPU `pip install libtpu`.
 """
 

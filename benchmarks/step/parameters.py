@@ -4,8 +4,8 @@
     python -m benchmarks.step.parameters rounding [--on tpu | h200] [--quick] [--json FILE]
 
 `--on` compiles for a TPU v5e (needs libtpu) or an H200 (needs jax[cuda13]) in place of running.
-masters: `jamp.mixed_precision` beside the same masters written by hand with optax. By hand nothing is checked. A check
-has to read the gradients once more, so that read is a case of its own.
+masters: `loss_scaled(master_params(tx))` beside the same masters by hand with optax. By hand nothing is checked.
+A check has to read the gradients once more, so that read is a case of its own.
 rounding: gradients have the dtype of the parameters.
 """
 
@@ -64,8 +64,8 @@ WAYS: dict[str, dict[str, tuple[Any, Callable[[Tx], Tx]]]] = {
         "by hand": (HALF, by_hand),
         "by hand, again": (HALF, by_hand),
         "by hand, gradients read twice": (HALF, lambda tx: with_second_read(by_hand(tx))),
-        "jamp.mixed_precision": (HALF, jamp.mixed_precision),
-        "jamp.mixed_precision, disabled": (HALF, lambda tx: jamp.mixed_precision(tx, jamp.NoOpLossScale())),
+        "jamp": (HALF, lambda tx: jamp.loss_scaled(jamp.master_params(tx))),
+        "jamp, disabled": (HALF, lambda tx: jamp.loss_scaled(jamp.master_params(tx), jamp.NoOpLossScale())),
     },
     "rounding": {
         "float32": (FULL, lambda tx: tx),

@@ -27,7 +27,7 @@ NAMES = "GPT-2 124 M, batch 8 x 1024, scanned", "Llama, 3 layers", "GPT, 3 layer
 def variants(loss: Any) -> dict[str, Any]:
     """By name, the optimizer and the gradient, given the loss and the optimizer's state."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    low, static = jamp.autocast(loss), jamp.loss_scaled(inner, jamp.StaticLossScale(1.0))
+    low, static = jamp.autocast(loss, "float16"), jamp.loss_scaled(inner, jamp.StaticLossScale(1.0))
     of_scaled = lambda retries: lambda state: jax.value_and_grad(jamp.scaled(low, retries=retries))
     return {
         "loss_scaled": (jamp.loss_scaled(inner), lambda state: jamp.value_and_grad(low, state)),

@@ -15,7 +15,6 @@ from benchmarks.record import Rows
 from benchmarks.step import peers
 from benchmarks.timing import Case, across, compare
 
-HALF = jamp.Policy(jnp.float32, jnp.float16, jnp.float16)
 BATCHES = {"mlp": (8, 64, 512), "resnet": (2, 8, 32), "transformer": (1, 4, 16)}
 
 
@@ -56,7 +55,7 @@ def mlp(batch: int, quick: bool) -> Model:
 
 
 def mlp_loss(params: Any, *batch: jax.Array) -> jax.Array:
-    return tasks.mlp_loss(HALF, HALF, tasks.cross_entropy)(params, batch)[0]
+    return tasks.mlp_loss(jnp.float16, jnp.float16, tasks.cross_entropy)(params, batch)[0]
 
 
 def resnet(batch: int, quick: bool) -> Model:
@@ -102,7 +101,7 @@ def images(batch: int, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 def transformer(batch: int, quick: bool) -> Model:
     """Sequences of 64 tokens, a vocabulary of 1024."""
     params = tasks.init_lm(jax.random.key(0), *((1, 32) if quick else (4, 256)), 1024)
-    loss = lambda params, tokens: tasks.lm_loss(HALF, HALF, tasks.cross_entropy)(params, tokens)[0]
+    loss = lambda params, tokens: tasks.lm_loss(jnp.float16, jnp.float16, tasks.cross_entropy)(params, tokens)[0]
     return loss, params, (jax.random.randint(jax.random.key(1), (batch, tasks.CONTEXT + 1), 0, 1024),)
 
 

@@ -44,7 +44,7 @@ ALL = (*peers.JAX, SKIPPED)
 SAME = ("jamp.linen", "jamp.nnx", "jmp recipe", "mpx recipe")  # compile to nearly what another does: timed for AdamW
 MOST = tuple(name for name in ALL if name not in SAME)
 FEW = ("optax", peers.AGAIN, "jamp", "lax.cond by hand")
-HALF = ("optax", peers.AGAIN, "jamp", "jamp.mixed_precision, half parameters")
+HALF = ("optax", peers.AGAIN, "jamp", "jamp with masters, half parameters")
 TABLES = [
     Table("adamw", 40, 1024, ALL),
     *(Table(name, 40, 1024, MOST) for name in (*SCALED[1:], "adafactor")),
@@ -145,7 +145,7 @@ def half_cases(table: Table) -> list[Case]:
     grads, tx = like(half, 1e-3), OPTIMIZERS[table.optimizer]()
     plain = peers.plain(tx, params)
     base = plain._replace(step=lambda carry, grads: plain.step(carry, jamp.cast_floating(grads, jnp.float32)))
-    recipes = base, base, peers.loss_scaled(tx, params), peers.plain(jamp.mixed_precision(tx), half)
+    recipes = base, base, peers.loss_scaled(tx, params), peers.plain(jamp.loss_scaled(jamp.master_params(tx)), half)
     return [Case(name, recipe.step, recipe.carry, (grads,)) for name, recipe in zip(HALF, recipes, strict=True)]
 
 

@@ -5,6 +5,8 @@
 examples/from_pytorch.py is the same training loop, translated line by line and shorter.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +15,7 @@ import jamp
 OPTIMIZER = jamp.optimizers.sgd(1e-3)
 
 
-@jamp.autocast  # with autocast(device_type="cuda", dtype=torch.float16):
+@partial(jamp.autocast, compute_dtype=jnp.float16)  # with autocast(device_type="cuda", dtype=torch.float16):
 def loss_fn(params, x, y):
     return jnp.mean((x @ params["weight"] + params["bias"] - y) ** 2)
 

@@ -68,7 +68,7 @@ def main():
     assert scaler.stats.overflow_steps == 1
 
     # ConvertParametersDtype, with float32 masters in the optimizer state
-    tx = jamp.mixed_precision(jamp.optimizers.adam(1e-3), LOSS_SCALE)
+    tx = jamp.loss_scaled(jamp.master_params(jamp.optimizers.adam(1e-3)), LOSS_SCALE)
     assert jamp.check_castable(PARAMS, jnp.bfloat16) == [], "All parameters are compatible."
     half, opt_state = train(tx, jamp.cast_floating(PARAMS, jnp.bfloat16), tx.init(PARAMS))
     print(f"Parameters: {half['w'].dtype}, masters: {optax.tree.get(opt_state, 'master_params')['w'].dtype}")

@@ -179,7 +179,7 @@ def cause(eqn: JaxprEqn) -> str:
     """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
     name = _jaxpr.name(eqn)
     if name == "custom_linear_solve":
-        return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec)"
+        return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec, dtype)"
     if name not in _jaxpr.CONSTRUCTS:
         if name in _jaxpr.primitive_names() and not _jaxpr.has_body(eqn):
             return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"

@@ -111,7 +111,7 @@ class _Pass:
             return (
                 f"it is part of a gradient that the function takes itself, and stays in {carrier}. If the loss depends "
                 "on that gradient (forces), it must stay, because 8-bit products have no second derivative. If not, "
-                "write jax.grad(autocast(f))"
+                "write jax.grad(jamp.autocast(f, format))"
             )
         if any(isinstance(n, int) and n < least for n in sizes):  # A symbolic size is not compared.
             return f"one of its sizes {sizes} is below min_size={least}"

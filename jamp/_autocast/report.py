@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr, _table
@@ -136,19 +135,19 @@ class AutocastReport:
 
 
 def autocast_report(
-    fun: Callable[..., Any], compute_dtype: DTypeLike | Format = jnp.float16, *, rules: Mapping[str, str] | None = None
+    fun: Callable[..., Any], compute_dtype: DTypeLike | Format, *, rules: Mapping[str, str] | None = None
 ) -> Callable[..., AutocastReport]:
     """Report what `autocast` does to a function, without running it.
 
     Its arguments and errors are those of `autocast`. Arrays may be given as `jax.ShapeDtypeStruct`. For a gradient pass
-    `jax.grad(jamp.autocast(loss))`: a function that has autocast inside is reported as it runs.
+    `jax.grad(jamp.autocast(loss, dtype))`: a function that has autocast inside is reported as it runs.
 
     Returns:
       A function of the arguments of `fun` that returns an `AutocastReport`. It traces `fun` and computes nothing.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
-      >>> report = jamp.autocast_report(lambda x: jnp.exp(x @ x))(jnp.ones((8, 8)))
+      >>> report = jamp.autocast_report(lambda x: jnp.exp(x @ x), jnp.float16)(jnp.ones((8, 8)))
       >>> [(row.operation, row.category, row.after) for row in report.rows]
       [('dot_general', 'compute', 'float16, float16 -> float16'), ('exp', 'float32', 'float32 -> float32')]
       >>> round(report.share_16_bit, 2)
@@ -227,7 +226,7 @@ def _summed(row: AutocastRow, merged: list[Decision]) -> AutocastRow:
 _AS_RUN = {key: rule._replace(category=WIDEST if rule.category == WIDEST else FLOAT32) for key, rule in RULES.items()}
 _BACKWARD = (
     "this is autocast(jax.grad(f)). jax.grad(autocast(f)) may have other dtypes in custom rules and in loops, and "
-    "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f))) shows it"
+    "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f, dtype)), dtype) shows it"
 )
 
 

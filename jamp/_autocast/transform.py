@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 def autocast(
     fun: Callable[P, R],
-    compute_dtype: DTypeLike | Format = jnp.float16,
+    compute_dtype: DTypeLike | Format,
     *,
     rules: Mapping[str, str] | None = None,
     recompute: bool = True,
@@ -68,7 +68,7 @@ def autocast(
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
-      >>> loss = jamp.autocast(lambda w, x: jnp.mean((x @ w) ** 2))
+      >>> loss = jamp.autocast(lambda w, x: jnp.mean((x @ w) ** 2), jnp.bfloat16)
       >>> jax.grad(loss)(jnp.ones((2, 2)), jnp.ones((3, 2))).dtype
       dtype('float32')
 
@@ -103,7 +103,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     Examples:
       >>> import jax.numpy as jnp, jamp
       >>> logits = jamp.full_precision(jnp.matmul)
-      >>> float(jamp.autocast(lambda x: logits(x, x))(jnp.float32([[300.0]]))[0, 0])
+      >>> float(jamp.autocast(lambda x: logits(x, x), jnp.float16)(jnp.float32([[300.0]]))[0, 0])
       90000.0
     """
 

@@ -1,4 +1,4 @@
-"""`master_params` and `mixed_precision`: 16-bit parameters with float32 masters in the optimizer state."""
+"""`master_params`: 16-bit parameters with float32 masters in the optimizer state."""
 
 from typing import Any
 
@@ -9,9 +9,6 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_floating
-from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale
-from jamp._step.loss_scaled import loss_scaled
 from jamp._step.split_masters import (
     MasterParamsState as MasterParamsState,
     check_given,
@@ -34,6 +31,8 @@ def master_params(
     A step of 1e-4 on a bfloat16 parameter of 1.0 is always lost in rounding. Here `inner` steps the masters, and
     `optax.apply_updates(params, updates)` gives `masters.astype(params.dtype)`. If an update is more than twice as
     large as the new parameter, the addition may round differently, and the next step corrects it.
+
+    With a loss scale it is the optimizer inside: `jamp.loss_scaled(jamp.master_params(inner))`.
 
     The masters start as the parameters that `init` is given. If you have float32 parameters, pass those and cast them
     with `jamp.cast_floating` afterwards. To load other parameters later, call `init` again.
@@ -78,60 +77,14 @@ def master_params(
       Training, arXiv:2010.06192; Gonzalez Ortiz et al., FlashOptim, arXiv:2602.23349.
     """
     if not split:
-        return _with_masters(inner, dtype, param_dtype=None, grad_dtype=dtype)
+        return _with_masters(inner, dtype)
     if check_floating("dtype", dtype) != jnp.float32:
         raise ValueError(f"Split masters are float32, got dtype={dtype!r}. Leave dtype out, or use split=False.")
     return with_split_masters(inner)
 
 
-def mixed_precision(
-    inner: optax.GradientTransformation,
-    loss_scale: LossScale = DynamicLossScale(),
-    *,
-    param_dtype: DTypeLike | None = None,
-    grad_dtype: DTypeLike = jnp.float32,
-    unscale: bool = False,
-    axis_name: Any = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Train 16-bit parameters: `loss_scaled` and `master_params` in one. For float32 parameters use `loss_scaled`.
-
-    Mixed precision in the usual sense, float32 parameters and a model in 16 bit, is `jamp.loss_scaled` around the
-    optimizer and `jamp.autocast` around the loss function. This is for parameters that are stored in 16 bit.
-    On an overflow the masters stay unchanged, bit for bit, and the parameters as with `loss_scaled`.
-
-    Args:
-      inner: The optimizer, which sees float32 parameters: the masters.
-      loss_scale: As for `loss_scaled`. With `jamp.NoOpLossScale()` only the masters remain.
-      param_dtype: The dtype to which the values of the parameters are rounded, by default that of the arrays.
-      grad_dtype: The dtype of the gradients that `inner` sees.
-      unscale: As for `loss_scaled`.
-      axis_name: As for `loss_scaled`.
-
-    Returns:
-      An Optax transformation. Its state is a `LossScaledState` around a `MasterParamsState`.
-
-    Raises:
-      ValueError: If a dtype is not floating. From `update`, without `params`.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax, jamp
-      >>> tx, params = jamp.mixed_precision(optax.adamw(1e-3)), jnp.ones(2)
-      >>> state, params = tx.init(params), params.astype(jnp.bfloat16)
-      >>> grads = jamp.grad(lambda w: jnp.sum(w.astype(jnp.float32) ** 2), state)(params)
-      >>> updates, state = tx.update(grads, state, params)
-      >>> optax.apply_updates(params, updates).dtype, state.inner_state.master_params.dtype
-      (dtype(bfloat16), dtype('float32'))
-    """
-    masters = _with_masters(inner, jnp.float32, param_dtype, grad_dtype)
-    return loss_scaled(masters, loss_scale, unscale=unscale, axis_name=axis_name)
-
-
-def _with_masters(
-    inner: optax.GradientTransformation, dtype: DTypeLike, param_dtype: DTypeLike | None, grad_dtype: DTypeLike
-) -> optax.GradientTransformationExtraArgs:
-    inner = optax.with_extra_args_support(inner)
-    dtype, grad_dtype = check_floating("dtype", dtype), check_floating("grad_dtype", grad_dtype)
-    param_dtype = None if param_dtype is None else check_floating("param_dtype", param_dtype)
+def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformationExtraArgs:
+    inner, dtype = optax.with_extra_args_support(inner), check_floating("dtype", dtype)
 
     def master(p: Any) -> Any:
         # Also copies float32 parameters, because a donated parameter and its master must not share a buffer.
@@ -147,15 +100,12 @@ def _with_masters(
         check_kind(state, MasterParamsState, _CURE)
         check_given(params)
         _check_masters(state.master_params, params, dtype)
-        grads = jax.tree.map(lambda g: cast_leaf(g, grad_dtype), grads)
+        grads = jax.tree.map(lambda g: cast_leaf(g, dtype), grads)
         steps, inner_state = inner.update(grads, state.inner_state, state.master_params, **extra_args)
         masters = optax.apply_updates(state.master_params, steps)
 
         def to_master(step: Any, master: Any, p: Any) -> Any:
-            if not is_floating(p):
-                return step
-            target = master if param_dtype is None else cast_leaf(cast_leaf(master, param_dtype), master.dtype)
-            return target - p.astype(master.dtype)
+            return master - p.astype(master.dtype) if is_floating(p) else step
 
         return jax.tree.map(to_master, steps, masters, params), MasterParamsState(masters, inner_state)
 

@@ -25,10 +25,10 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
     scale: by default with 2**7, and then with 2**-9. The backward pass must be linear, as that of a derivative is. A
     `custom_vjp` that clips its cotangents clips the scaled ones.
 
-    Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn))`. Gradients that no try repairs stay inf or NaN. Skip
-    such steps with `jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))`. With another loss scale, `update` raises an error
-    if it gets the gradients as they are, but does not recognize the results of a `jit` of the gradient, or of
-    arithmetic with it.
+    Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn, jnp.float16))`. Gradients that no try repairs stay inf or
+    NaN. Skip such steps with `jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))`. With another loss scale, `update`
+    raises an error if it gets the gradients as they are, but does not recognize the results of a `jit` of the
+    gradient, or of arithmetic with it.
 
     Where you compute the gradients yourself, `value_and_grad` and a dynamic loss scale are better: they remember the
     scale and need no second try.

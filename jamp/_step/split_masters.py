@@ -230,7 +230,8 @@ def check_inner(inner_state: Any) -> Any:
     if rounds_params(inner_state):
         raise ValueError(
             "stochastic_rounding is for parameters without float32 masters. Use it alone, in "
-            "jamp.loss_scaled(jamp.stochastic_rounding(tx)), or masters alone, in jamp.mixed_precision(tx)."
+            "jamp.loss_scaled(jamp.stochastic_rounding(tx)), or masters alone, in "
+            "jamp.loss_scaled(jamp.master_params(tx))."
         )
     return inner_state
 

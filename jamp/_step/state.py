@@ -95,8 +95,7 @@ def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> Any
     if contains(inner_state):
         raise ValueError(
             "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
-            "optimizer, and the loss scale as loss_scale=; in place of jamp.mixed_precision(tx), pass "
-            "jamp.master_params(tx)."
+            "optimizer, or jamp.master_params of it, and the loss scale as loss_scale=."
         )
     return (ScaledGradsState if unscale else LossScaledState)(*ScalerState.init(loss_scale), inner_state)
 

@@ -185,7 +185,7 @@ def _check_params(params: Any) -> None:
             raise ValueError(
                 f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. Stochastic rounding is for bfloat16, "
                 "which has the range of float32: smaller types would make small parameters 0. Use bfloat16 parameters, "
-                "or float32 masters: jamp.mixed_precision(tx)."
+                "or float32 masters: jamp.loss_scaled(jamp.master_params(tx))."
             )
 
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -23,7 +22,7 @@ _CHECKED = 2  # rows
 
 
 def rounding_report(
-    fun: Callable[..., Any], compute_dtype: DTypeLike = jnp.float16, *, rules: Mapping[str, str] | None = None
+    fun: Callable[..., Any], compute_dtype: DTypeLike, *, rules: Mapping[str, str] | None = None
 ) -> Callable[..., RoundingReport]:
     """Find the operations whose rounding under `autocast` does the most damage to a function and its gradients.
 

@@ -111,7 +111,7 @@ class RoundingReport:
           ...     with jax.named_scope("head"):
           ...         return jnp.mean(jax.nn.softmax((h + 50) @ w) ** 2)
           >>> w, x = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
-          >>> jamp.debug.rounding_report(fun)(w, x).rules(error=1e-3)
+          >>> jamp.debug.rounding_report(fun, jnp.float16)(w, x).rules(error=1e-3)
           {'dot_general[head]': 'float32'}
         """
         return smallest_rules(self._errors_of, error)

@@ -13,6 +13,7 @@ import pytest
 from distributed.hlo import SCALAR, collectives, loops
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from steps import with_masters
 from trees import assert_equal
 
 import jamp
@@ -49,7 +50,7 @@ def everywhere(x):
     return jax.tree.map(lambda x: jnp.stack([x] * N), x)
 
 
-CASES = [*((way, jamp.loss_scaled) for way in WAYS), ("shard_map", jamp.mixed_precision)]
+CASES = [*((way, jamp.loss_scaled) for way in WAYS), ("shard_map", with_masters)]
 
 
 @pytest.mark.parametrize(("way", "wrapper"), CASES)
@@ -90,7 +91,7 @@ USES = [
     lambda g, name: jamp.all_finite(g, axis_name=name),
     lambda g, name: jamp.unscale_and_check(g, jamp.StaticLossScale().init(), axis_name=name),
     lambda g, name: (tx := jamp.loss_scaled(SGD, axis_name=name)).update(g, tx.init(g)),
-    lambda g, name: (tx := jamp.mixed_precision(SGD, axis_name=name)).update(g, tx.init(g), g),
+    lambda g, name: (tx := with_masters(SGD, axis_name=name)).update(g, tx.init(g), g),
 ]
 
 
@@ -173,7 +174,7 @@ def test_autocast_keeps_shardings_and_collectives(way):
         return Counter({(kind, shape[3:]): n for (kind, shape), n in found.items()}), compiled.output_shardings
 
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-    assert compile(jamp.autocast(loss)) == compile(loss) != (Counter(), ())
+    assert compile(jamp.autocast(loss, jnp.float16)) == compile(loss) != (Counter(), ())
 
 
 @pytest.mark.promotes("optax")

@@ -164,7 +164,7 @@ STEPS = {
     "unscale_and_check": manual,
     "scaled": trains(
         lambda axes: jamp.loss_scaled(SGD, jamp.StaticLossScale(1.0), axis_name=axes),
-        lambda fun, _: jax.grad(jamp.scaled(jamp.autocast(fun))),
+        lambda fun, _: jax.grad(jamp.scaled(jamp.autocast(fun, jnp.float16))),
     ),
     "GradScaler": with_grad_scaler,
     "quantized_state": trains(lambda axes: named(jamp.quantized_state(SGD), axes)),

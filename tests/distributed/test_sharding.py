@@ -13,6 +13,7 @@ import pytest
 from distributed.hlo import SCALAR, collectives, loops
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 from jaxprs import normal
+from steps import with_masters
 from trees import assert_close, assert_equal
 
 import jamp
@@ -30,7 +31,7 @@ LAYOUTS = {
 KINDS, name = [AxisType.Auto, AxisType.Explicit], lambda x: getattr(x, "name", None)
 everywhere = pytest.mark.parametrize(("kind", "layout"), list(itertools.product(KINDS, LAYOUTS)), ids=name)
 SGD = optax.sgd(0.02, momentum=0.9)
-TX = jamp.mixed_precision(SGD, jamp.DynamicLossScale(growth_interval=2))
+TX = with_masters(SGD, jamp.DynamicLossScale(growth_interval=2))
 
 
 def loss_fn(params, batch, layout=None):
@@ -168,7 +169,7 @@ def test_an_inf_in_one_shard_of_one_parameter_skips_the_step_everywhere(kind, la
 @pytest.mark.promotes("optax.adam")
 @pytest.mark.parametrize("kind", KINDS, ids=name)
 @pytest.mark.parametrize(
-    "tx", [jamp.loss_scaled(optax.adafactor(1e-3)), jamp.mixed_precision(optax.adam(1e-3))], ids=["adafactor", "adam"]
+    "tx", [jamp.loss_scaled(optax.adafactor(1e-3)), with_masters(optax.adam(1e-3))], ids=["adafactor", "adam"]
 )
 def test_a_state_made_without_the_parameters_sharding_follows_them(kind, tx):
     mesh, params = jax.make_mesh((8,), ("data",), axis_types=(kind,)), np.ones((16, 3), np.float32)

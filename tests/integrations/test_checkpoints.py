@@ -57,7 +57,7 @@ def nnx_state(loss_scale):
 
 # What makes a run, which is all that is saved, and its step. Parameters in bfloat16 are what numpy does not know.
 INTEGRATIONS = {name: adapter.make for name, adapter in (contract.ADAPTERS | frameworks.ADAPTERS).items()}
-INTEGRATIONS |= {"mixed_precision": functools.partial(INTEGRATIONS["mixed_precision"], dtype=jnp.bfloat16)}
+INTEGRATIONS |= {"master_params": functools.partial(INTEGRATIONS["master_params"], dtype=jnp.bfloat16)}
 INTEGRATIONS |= {"nnx": nnx_state}
 ROUNDED = lambda tx, *args, **kwargs: jamp.loss_scaled(
     jamp.stochastic_rounding(tx, state_dtype="bf16"), *args, **kwargs
@@ -113,7 +113,7 @@ ERRORS = {  # of a truncated and of a foreign checkpoint
     "npz": (r"not a zip file", r"loss_scale|step.* is not a file in the archive"),
     "safetensors": (r"header", r"loss_scale|step"),
 }
-FLAX_KNOWS = ("loss_scaled", "mixed_precision", "linen")  # for others it needs named arrays, as npz does
+FLAX_KNOWS = ("loss_scaled", "master_params", "linen")  # for others it needs named arrays, as npz does
 CASES = list(itertools.product(INTEGRATIONS, SCALES))
 
 

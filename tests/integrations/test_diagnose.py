@@ -1,5 +1,6 @@
 """jamp.debug on models of every framework, and `python -m jamp.doctor`. The page: test_docs.py."""
 
+import functools
 import re
 
 import equinox as eqx
@@ -41,7 +42,9 @@ def equinox():
 
 
 @pytest.mark.parametrize("make", [linen, nnx_model, equinox])
-@pytest.mark.parametrize("wrap", [lambda f: f, jamp.autocast], ids=["plain", "autocast"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, functools.partial(jamp.autocast, compute_dtype=jnp.float16)], ids=["plain", "autocast"]
+)
 def test_a_model_of_any_framework_is_searched_and_left_as_it_is(make, wrap):
     loss, model = make()
     before = jax.tree.leaves(model)
@@ -66,7 +69,7 @@ def test_the_doctor_recommends_16_bit_only_where_it_is_native_and_faster(monkeyp
     for native, times, expected in (
         ((True, True, True), (8, 8, 1), bfloat16 + ", or float16"),
         ((False, True, True), (8, 8, 1), bfloat16 + "."),
-        ((True, False, True), (8, 8, 1), "float16. jamp.autocast(loss_fn), and jamp.loss_scaled(tx)"),
+        ((True, False, True), (8, 8, 1), "float16. jamp.autocast(loss_fn, jnp.float16), and jamp.loss_scaled(tx)"),
         ((True, True, True), (1, 1.1, 1), "float32"),
         ((False, False, True), (8, 8, 1), "float32"),
     ):

@@ -1,5 +1,6 @@
 """jamp.equinox: models with static and other leaves that are not parameters. The rest: test_contract.py."""
 
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -10,17 +11,17 @@ import optax
 import pytest
 from jaxprs import products
 from norms import distance
+from steps import with_masters
 from trees import avals
 
 import jamp
 import jamp.equinox
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
-POLICY = jamp.get_policy("params=float32,compute=float16,output=float32")
 WRAPS = {
     "plain": lambda fun: fun,
-    "autocast": jamp.autocast,
-    "policy": lambda fun: lambda model, x: fun(POLICY.cast_to_compute(model), x),
+    "autocast": functools.partial(jamp.autocast, compute_dtype=jnp.float16),
+    "cast": lambda fun: lambda model, x: fun(jamp.cast_floating(model, jnp.float16), x),
     "masters of float16": lambda fun: fun,
 }
 
@@ -53,7 +54,7 @@ def make(dtype=None, wrap=jamp.loss_scaled):
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_model_with_static_and_other_leaves_trains_and_a_skip_does_not_move_it(wrap):
-    model, tx, opt_state = make(*(jnp.float16, jamp.mixed_precision) if "masters" in wrap else ())
+    model, tx, opt_state = make(*(jnp.float16, with_masters) if "masters" in wrap else ())
     types, losses = avals(eqx.filter(model, eqx.is_array)), []
 
     def step(model, opt_state, x):
@@ -97,7 +98,7 @@ def test_autocast_and_full_precision_on_a_module():
     functions = [jax.value_and_grad(loss(WRAPS[name])) for name in ("autocast", "plain")]
     assert products(functions[0], params) == {jnp.dtype(jnp.float16)}
     assert distance(*jax.jit(lambda p: [f(p) for f in functions])(params)) < 5e-3
-    assert products(jamp.autocast(lambda x: Head()(x)), X[0]) == {jnp.dtype(jnp.float32)}
+    assert products(jamp.autocast(lambda x: Head()(x), jnp.float16), X[0]) == {jnp.dtype(jnp.float32)}
 
 
 def test_scaled_differentiates_a_model_with_leaves_that_are_no_arrays():

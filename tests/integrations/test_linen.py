@@ -17,6 +17,7 @@ from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
 from jaxprs import normal, products
 from norms import distance
+from steps import with_masters
 from trees import bits
 
 import jamp
@@ -24,7 +25,6 @@ import jamp.debug
 from jamp.linen import TrainState
 
 X = np.asarray(normal(4, 4, 4, 2))
-POLICY = jamp.get_policy("params=float32,compute=float16,output=float32")
 SGD = optax.sgd(optax.linear_schedule(1e-1, 1e-2, 10), momentum=0.9)
 
 
@@ -109,11 +109,17 @@ def test_a_skip_costs_no_memory_traffic_on_the_parameters_and_their_ema():
     assert temporary < 20_000
 
 
-def test_autocast_and_policy_combine_with_a_train_state_its_statistics_and_dropout():
+def test_autocast_and_casts_combine_with_a_train_state_its_statistics_and_dropout():
     state = created(Net(None), tx=optax.trace(0.9))  # which keeps the gradients
-    wraps = jamp.autocast, lambda f: lambda p, *a: f(POLICY.cast_to_compute(p), *a), lambda f: f
+    wraps = (
+        functools.partial(jamp.autocast, compute_dtype=jnp.float16),
+        lambda f: lambda p, *a: f(jamp.cast_floating(p, jnp.float16), *a),
+        lambda f: f,
+    )
     steps = [lambda state, wrap=wrap: train_step(state, X, wrap) for wrap in wraps]
-    gradients = lambda state: state.value_and_grad(jamp.autocast(loss_fn), has_aux=True)(state.params, state, X)
+    gradients = lambda state: state.value_and_grad(jamp.autocast(loss_fn, jnp.float16), has_aux=True)(
+        state.params, state, X
+    )
     assert products(gradients, state) == {jnp.dtype(jnp.float16)}
     assert "f16[" in str(jax.make_jaxpr(steps[1])(state))
     results = jax.jit(lambda state: [step(state) for step in steps])(state)
@@ -135,7 +141,7 @@ def test_mistakes_with_collections_and_optimizers_are_named():
         _ = state.missing
     with pytest.raises(ValueError, match="attribute 'metrics' of its own"):
         TrainState.create(apply_fn=None, params=params, tx=SGD, metrics=0)
-    for scaled in (jamp.loss_scaled(SGD), jamp.mixed_precision(SGD), optax.chain(jamp.loss_scaled(SGD))):
+    for scaled in (jamp.loss_scaled(SGD), with_masters(SGD), optax.chain(jamp.loss_scaled(SGD))):
         with pytest.raises(ValueError, match=r"Two scalers: .* the plain optimizer"):
             TrainState.create(apply_fn=None, params=params, tx=scaled)
 
@@ -211,7 +217,7 @@ def test_in_a_linen_model_the_layer_is_the_name_of_the_module():
     x = jnp.ones((2, 8))
     variables = Net().init(jax.random.key(0), x)
     variables["params"]["h_3"]["kernel"] *= 1e5
-    found = jamp.debug.find_nonfinite(jamp.autocast(Net().apply), grad=True)(variables, x).finding
+    found = jamp.debug.find_nonfinite(jamp.autocast(Net().apply, jnp.float16), grad=True)(variables, x).finding
     assert (found.scope, found.parameter) == ("Net/h_3", "variables['params']['h_3']['kernel']")
     assert "(__call__) > flax/linen/linear.py:" in found.source
 

@@ -31,7 +31,7 @@ def factory(way):
         networks = ppo_networks.make_ppo_networks(*args, **kwargs, policy_hidden_layer_sizes=(256, 256))
         for network in (networks.policy_network, networks.value_network):
             if way == "float16":
-                network.apply = jamp.scaled(jamp.autocast(network.apply))
+                network.apply = jamp.scaled(jamp.autocast(network.apply, jnp.float16))
             elif way == "bfloat16":
                 network.apply = jamp.autocast(network.apply, jnp.bfloat16)
             elif way == "8 bit":

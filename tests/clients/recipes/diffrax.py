@@ -48,7 +48,7 @@ class Run:
         tx, dtype = optax.adabelief(3e-3), jnp.float32
         field = neural_field
         if way == "float16":
-            field = jamp.autocast(field)
+            field = jamp.autocast(field, jnp.float16)
             tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
         elif way == "bfloat16":
             field = jamp.autocast(field, jnp.bfloat16)

@@ -32,7 +32,7 @@ def make_flow(dtype=jnp.float32):
 def of_way(way):
     loss_fn, tx = MaximumLikelihoodLoss(), optax.adam(2e-4)
     if way == "float16":
-        loss_fn = jamp.scaled(jamp.autocast(loss_fn))
+        loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
         tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
     elif way == "bfloat16":
         loss_fn = jamp.autocast(loss_fn, jnp.bfloat16)

@@ -41,7 +41,7 @@ def of_way(way, loss_fn=plain_loss):
     """The loss function, the optimizer and the dtype of the parameters."""
     tx, dtype = optax.adamw(1e-3), jnp.float32
     if way == "float16":
-        loss_fn = jamp.scaled(jamp.autocast(loss_fn))
+        loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
         tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
     elif way == "bfloat16":
         loss_fn = jamp.autocast(loss_fn, jnp.bfloat16)

@@ -66,7 +66,7 @@ def make_trainer(way, steps, workdir, recorder=None, metrics=(), **config):
     tx, dtype, wrap = optax.adamw(1e-3), jnp.float32, lambda loss_fn: loss_fn
     if way == "float16":
         tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
-        wrap = lambda loss_fn: jamp.scaled(jamp.autocast(loss_fn))
+        wrap = lambda loss_fn: jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
     elif way == "bfloat16":
         wrap = lambda loss_fn: jamp.autocast(loss_fn, jnp.bfloat16)
     elif way == "8 bit":

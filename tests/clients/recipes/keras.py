@@ -43,7 +43,7 @@ def compiled(way, model=None):
         model = make_model()
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     if way == "float16":
-        model.compute_loss_and_updates = jamp.autocast(model.compute_loss_and_updates)
+        model.compute_loss_and_updates = jamp.autocast(model.compute_loss_and_updates, "float16")
     elif way == "bfloat16":
         model.compute_loss_and_updates = jamp.autocast(model.compute_loss_and_updates, jnp.bfloat16)
     elif way == "8 bit":
@@ -117,7 +117,7 @@ def checkpoint():
 
 def metrics():
     loop = Loop(jamp.loss_scaled(optax.adamw(1e-3), jamp.StaticLossScale(1.0)), jnp.float32)
-    loop.loss_fn = jamp.scaled(jamp.autocast(loop.loss_fn))
+    loop.loss_fn = jamp.scaled(jamp.autocast(loop.loss_fn, jnp.float16))
     callbacks = keras.callbacks.CallbackList(add_history=True, model=loop.model)
     callbacks.on_train_begin()
     for i in range(3):

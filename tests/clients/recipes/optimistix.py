@@ -41,7 +41,7 @@ def of_way(way, fn=loss_fn):
     """The function, the optimizer and the dtype of the parameters."""
     tx, dtype = optax.adamw(1e-3), jnp.float32
     if way == "float16":
-        fn = jamp.scaled(jamp.autocast(fn))
+        fn = jamp.scaled(jamp.autocast(fn, jnp.float16))
         tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
     elif way == "bfloat16":
         fn = jamp.autocast(fn, jnp.bfloat16)

@@ -50,7 +50,7 @@ def of_way(way):
     """The loss function, the optimizer and the dtype of the parameters."""
     loss_fn, tx, dtype = make_loss(quantized("int8")), optax.adamw(1e-3), jnp.float32
     if way == "float16":
-        loss_fn = jamp.scaled(jamp.autocast(loss_fn))
+        loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
         tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
     elif way == "8 bit":
         loss_fn = jamp.autocast(make_loss(Network()), jamp.Int8())

@@ -62,7 +62,7 @@ class Run:
             return (loss * weight[:, None]).mean()
 
         if self.way == "float16":
-            grad_fn = state.value_and_grad(jamp.autocast(compute_loss))
+            grad_fn = state.value_and_grad(jamp.autocast(compute_loss, jnp.float16))
         elif self.way == "bfloat16":
             grad_fn = jax.value_and_grad(jamp.autocast(compute_loss, jnp.bfloat16))
         elif self.way == "8 bit":

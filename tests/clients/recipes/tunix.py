@@ -56,7 +56,7 @@ def make_trainer(way, **config):
     config = peft_trainer.TrainingConfig(eval_every_n_steps=1000, pbar_description=None, **config)
     trainer = peft_trainer.PeftTrainer(make_model(dtype), tx, config).with_gen_model_input_fn(make_inputs)
     if way == "float16":
-        trainer.with_loss_fn(jamp.scaled(jamp.autocast(trainer.loss_fn)))
+        trainer.with_loss_fn(jamp.scaled(jamp.autocast(trainer.loss_fn, jnp.float16)))
     elif way == "bfloat16":
         trainer.with_loss_fn(jamp.autocast(trainer.loss_fn, jnp.bfloat16))
     elif way == "8 bit":

@@ -1,6 +1,7 @@
 """Tunix GRPO: a small Qwen3 learns to answer with the digit of the prompt, from the rewards of its own samples."""
 
 import tempfile
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ class Tokenizer:
 
 
 class Float16(qwen3.Qwen3):
-    __call__ = jamp.autocast(qwen3.Qwen3.__call__)
+    __call__ = jamp.autocast(qwen3.Qwen3.__call__, jnp.float16)
 
 
 class BFloat16(qwen3.Qwen3):
@@ -200,7 +201,7 @@ def mismatch(way, seed):
 
     `way` is one of the ways above, or "float16 loss" or "bfloat16 loss": a loss in 16 bit, and a sampler in float32.
     """
-    of_loss = {"float16 loss": jamp.autocast, "bfloat16 loss": lambda f: jamp.autocast(f, jnp.bfloat16)}
+    of_loss = {f"{dtype} loss": partial(jamp.autocast, compute_dtype=dtype) for dtype in ("float16", "bfloat16")}
     learner = make_learner("float32" if way in of_loss else way, seed)
     for updates, more in ((0, 0), (25, 25), (50, 25), (100, 50)):
         if more:
