@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +165,7 @@ def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 def convert(source: Var, target: Var, like: JaxprEqn | None) -> JaxprEqn:
     """The equation that casts a variable to the dtype of another. It has the line, scopes and mesh of `like`."""
-    eqn = _conversion(target.aval.dtype).replace(invars=[source], outvars=[target])
+    eqn = _conversion(avals([target])[0].dtype).replace(invars=[source], outvars=[target])
     return eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn
 
 

@@ -242,6 +242,14 @@ def function_name(eqn: JaxprEqn) -> str | None:
     return eqn.params.get("name")
 
 
+def context(eqn: JaxprEqn) -> Any:
+    """The context in which an equation was traced: the mesh, the options of `compute_on`, metadata for XLA.
+
+    An equation is evaluated in it. One that takes its place is traced in it, too, because types name the mesh.
+    """
+    return eqn.ctx.manager
+
+
 def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:
     """The precision of a product, or that of each operand."""
     precision = eqn.params["precision"]
@@ -259,9 +267,9 @@ def summed_terms(eqn: JaxprEqn) -> int:
     return math.prod(shape[i] for i in axes)
 
 
-def contracted(params: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
+def contracted(params: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes of each operand over which a matrix product sums."""
-    axes: tuple[Sequence[int], Sequence[int]] = _dimensions(params)[0]
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = _dimensions(params)[0]
     return axes
 
 

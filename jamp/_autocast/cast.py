@@ -62,9 +62,7 @@ class _Pass:
         self.constants = _dataflow.Forward(facts.fills, facts.join_constants, facts.as_constant)
         self._done: dict[Any, tuple[ClosedJaxpr, Rewritten]] = {}
 
-    def run(
-        self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, outputs: Sequence[Output]
-    ) -> Rewritten:
+    def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, outputs: Sequence[Output]) -> Rewritten:
         key = id(closed.jaxpr), tuple(inputs), place, tuple(outputs)
         if key not in self._done:  # With the jaxpr, so that no other one gets its id.
             self._done[key] = closed, _Body(self, closed, inputs, place, outputs).rewritten()
@@ -190,7 +188,9 @@ class _Body:
         place = self._place._replace(scope=scope, backward=self._place.backward or is_transposed(eqn))
         place = place._replace(manual=True, inside=eqn) if name == "shard_map" else place
 
-        def rewrite(closed: ClosedJaxpr, inputs: Sequence[Input], *, backward: bool, stored: Sequence[bool]) -> Rewritten:
+        def rewrite(
+            closed: ClosedJaxpr, inputs: Sequence[Input], *, backward: bool, stored: Sequence[bool]
+        ) -> Rewritten:
             outputs = [Output(stored=x) for x in stored]
             return self._pass.run(closed, inputs, place._replace(backward=backward or place.backward), outputs)
 

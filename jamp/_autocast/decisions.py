@@ -1,10 +1,10 @@
-"""The decisions about the equations of a function, read from its jaxpr: with the source, the number of runs, the FLOPs."""
+"""The decisions about the equations of a function, read from its jaxpr, with source, number of runs and FLOPs."""
 
 import dataclasses
 import difflib
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,17 +12,15 @@ from jamp import _dataflow, _jaxpr
 from jamp._autocast import product as _product
 from jamp._autocast.constructs import is_entered
 from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT_ENTERED, QUANTIZE, REGION
+from jamp._autocast.passes import Passes
 from jamp._autocast.product import Product, as_traced, products
-from jamp._autocast.rules import COMPUTE, GRADIENT, RULES, YOURS
+from jamp._autocast.rules import GRADIENT, RULES, YOURS
 from jamp._autocast.target import Target
 from jamp._cast import is_float32, is_floating
 from jamp._dataflow import Flags
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
 from jamp._primitives import CUBIC, IDENTITIES, MOVING, PRODUCTS, REARRANGES
-from jamp._source_line import in_scope, is_transposed, scope, scope_path, user_line
-
-if TYPE_CHECKING:
-    from jamp._autocast.transform import Passes
+from jamp._source_line import in_scope, scope, scope_path, user_line
 
 _WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
 
@@ -191,7 +189,7 @@ def cause(eqn: JaxprEqn) -> str:
     return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"
 
 
-def warnings_of(passes: "Passes") -> list[str]:
+def warnings_of(passes: Passes) -> list[str]:
     """Warnings for the user: about large parts that are not entered, or that no product is changed."""
     target, unused = passes.target, _unused_rules(passes)
     is_used = any(_is_asked_for(product, passes) for product in products(passes.decided.jaxpr))
@@ -210,7 +208,7 @@ def warnings_of(passes: "Passes") -> list[str]:
     return messages
 
 
-def _is_asked_for(product: Product, passes: "Passes") -> bool:
+def _is_asked_for(product: Product, passes: Passes) -> bool:
     """Whether a product is in the format that was asked for."""
     return product.format == passes.format if passes.format else product.format is not None
 
@@ -231,7 +229,7 @@ def _holds_left_out(jaxpr: Jaxpr, target: Target, manual: bool) -> bool:
     return False
 
 
-def _unused_rules(passes: "Passes") -> list[str]:
+def _unused_rules(passes: Passes) -> list[str]:
     """Warnings about rules of the user that decided about no operation."""
     rules = {key for key, rule in passes.target.rules.items() if rule.reason == YOURS}
     unused = sorted(rules - passes.target.used)
@@ -263,7 +261,7 @@ def _paths(jaxpr: Jaxpr, around: str) -> Iterator[tuple[JaxprEqn, str]]:
             yield from _paths(inner, path)
 
 
-def _unchanged(every: list[Decision], passes: "Passes") -> list[str]:
+def _unchanged(every: list[Decision], passes: Passes) -> list[str]:
     """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
     changeable = [x for x in every if _jaxpr.name(x.eqn) in PRODUCTS]
     candidates = [x for x in changeable if x.product and x.product.reason]

@@ -3,9 +3,9 @@
     product(x, w)   becomes   low = cast(w)
                               attach(dot_general(detached(x), detached(low)), x, low, x, w)
 
-`attach` returns its first operand, and has the derivative of the product. So the value is computed by a primitive of JAX
-in plain sight, and the user's checkpoint policies recognize it, inside the function and around it, whether they look at
-a program before or after it is differentiated.
+`attach` returns its first operand, and has the derivative of the product. So the value is computed by a primitive of
+JAX in plain sight, and the user's checkpoint policies recognize it, inside the function and around it, whether they
+look at a program before or after it is differentiated.
 
 The tangent of a product is a primitive that is linear in the tangents of its operands. It asks the format.
 """
@@ -22,9 +22,9 @@ from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.arithmetic import Arithmetic, Rounded, moved, others_of
-from jamp._autocast.formats import Float8, Int8
+from jamp._autocast.formats import Format
 from jamp._autocast.product import Product, of
-from jamp._autocast.quantized import Batched, Quantized
+from jamp._autocast.quantized import Quantized
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import PRODUCTS
 from jamp._shard_map import trace
@@ -71,7 +71,13 @@ class _Pass:
         avals = _jaxpr.avals(eqn.invars)
         key = product, *avals, eqn.ctx, inside
         if key not in self._products:
-            self._products[key] = trace(inside, multiplied(product), avals)
+            multiply = multiplied(product)
+
+            def in_context(*operands: Array) -> Array:
+                with _jaxpr.context(eqn):
+                    return multiply(*operands)
+
+            self._products[key] = trace(inside, in_context, avals)
         return self._products[key]
 
 
@@ -82,7 +88,6 @@ def multiplied(product: Product) -> Callable[..., Array]:
     arithmetic = _arithmetic(product)
     if isinstance(arithmetic, Rounded) and product.dtype == arithmetic.dtype and not any(product.weights):
         return functools.partial(_by_jax, product, arithmetic)
-
 
     def multiply(*operands: Array) -> Array:
         read = arithmetic.read(product, operands)
@@ -98,9 +103,8 @@ def _by_jax(product: Product, arithmetic: Arithmetic, *operands: Array) -> Array
 
 
 def _arithmetic(product: Product) -> Arithmetic:
-    if isinstance(product.format, (Float8, Int8)):
-        return Quantized(product.format)
-    return product.format if isinstance(product.format, Batched) else Rounded(product.format)
+    assert product.format is not None
+    return Quantized(product.format) if isinstance(product.format, Format) else Rounded(product.format)
 
 
 # `lax.stop_gradient`, but a function that is linear as it stands, such as the rule of a custom_jvp, can be transposed.
@@ -123,14 +127,19 @@ def _parts(product: Product, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequ
 
 
 def _pushed(
-    product: Product, vmaps: Sequence[Any], moving: tuple[int, ...], out: Any, inputs: Sequence[Any], given: Sequence[Any]
+    product: Product,
+    vmaps: Sequence[Any],
+    moving: tuple[int, ...],
+    out: Any,
+    inputs: Sequence[Any],
+    given: Sequence[Any],
 ) -> Any:
     """The tangent of a product, whose value has the type `out`, from those `given` of its moving operands."""
     of_one = out.update(shape=out.shape[len(vmaps) :])
 
     def push(*xs: Any) -> Any:
         types = tuple(map(jax.typeof, xs[len(xs) - len(moving) :]))
-        return _tangent.bind(*xs, product=product, moving=moving, types=types, aval=of_one)
+        return _tangent.bind(*xs, product=product, moving=moving, types=types, aval=of_one, vmaps=())
 
     for axes in reversed(vmaps):
         read, operands = _parts(product, axes)
@@ -165,7 +174,11 @@ def _attach_batch(
     inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
 ) -> tuple[Any, int]:
     size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
-    out = jnp.broadcast_to(inputs[0], (size, *inputs[0].shape)) if axes[0] is None else jnp.moveaxis(inputs[0], axes[0], 0)
+    out = (
+        jnp.broadcast_to(inputs[0], (size, *inputs[0].shape))
+        if axes[0] is None
+        else jnp.moveaxis(inputs[0], axes[0], 0)
+    )
     return _attach.bind(out, *inputs[1:], product=product, vmaps=(tuple(axes[1:]), *vmaps)), 0
 
 
@@ -177,11 +190,12 @@ batching.primitive_batchers[_attach] = _attach_batch
 mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
 
 # The tangent of a product: the values that were kept and the tangents of the moving operands, in which it is linear, to
-# the tangent of the result.
+# the tangent of the result. `types` are those of the moving operands. `vmaps` around it are those of `_attach`, and only
+# around 8-bit products: the product of a 16-bit batch is another product.
 _tangent = _jaxpr.core().Primitive("product_tangent")
 
 
-def _forward(*inputs: Array, product: Product, moving: tuple[int, ...], types: Any, aval: Any) -> Array:
+def _forward(*inputs: Array, product: Product, moving: tuple[int, ...], **_: Any) -> Array:
     n = len(inputs) - len(moving)
     return _arithmetic(product).tangent(product, moving, inputs[:n], inputs[n:])
 
@@ -201,12 +215,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 def _transpose(g: Any, *inputs: Any, **params: Any) -> list[Any]:
     linear = [i for i, x in enumerate(inputs) if ad.is_undefined_primal(x)]
-    n, moving, cotangents = len(inputs) - len(params["moving"]), params["moving"], list[Any]([None] * len(inputs))
+    n, cotangents = len(inputs) - len(params["moving"]), list[Any]([None] * len(inputs))
     if isinstance(g, ad.Zero):
         return cotangents
     if linear[0] >= n:
-        product, types = params["product"], params["types"]
-        every = _arithmetic(product).cotangents(product, moving, types, inputs[:n], g)
+        every = _pulled_back(g, inputs[:n], **params)
         found = [every[i - n] for i in linear]
     else:  # A second derivative: it is linear in a value that was kept, too.
         fun = lambda *xs: _forward(*_evaluate.replaced(inputs, linear, xs), **params)
@@ -214,32 +227,42 @@ def _transpose(g: Any, *inputs: Any, **params: Any) -> list[Any]:
     return _evaluate.replaced(cotangents, linear, found)
 
 
-def _batch(
-    inputs: Sequence[Any], dims: Sequence[Any], *, product: Product, moving: tuple[int, ...], types: Any, aval: Any
-) -> tuple[Any, int]:
+def _pulled_back(
+    g: Any, kept: Sequence[Any], *, product: Product, moving: tuple[int, ...], types: Any, aval: Any, vmaps: Any
+) -> list[Any]:
+    """The cotangents of the moving operands."""
+    if not vmaps:
+        return _arithmetic(product).cotangents(product, moving, types, kept, g)
+    (axes, *inner), n = vmaps, len(kept)
+    one = functools.partial(_pulled_back, product=product, moving=moving, types=types, aval=aval, vmaps=inner)
+    found = jax.vmap(lambda g, *xs: one(g, xs), (0, *axes[:n]))(g, *kept)
+    # An operand that all examples share gets the sum.
+    return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, axes[n:], strict=True)]
+
+
+def _batch(inputs: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    product, moving, aval = params["product"], params["moving"], params["aval"]
     n, arithmetic = len(inputs) - len(moving), _arithmetic(product)
     if isinstance(arithmetic, Rounded):
-        values = dict(zip(others_of(product, moving), zip(inputs[:n], dims[:n], strict=True), strict=True))
-        terms = [
-            _batch_one(product, arithmetic, i, {**values, i: x}, aval)
-            for i, x in zip(moving, zip(inputs[n:], dims[n:], strict=True), strict=True)
-        ]
+        values = dict(zip(others_of(product, moving), zip(inputs[:n], axes[:n], strict=True), strict=True))
+        tangents = zip(moving, zip(inputs[n:], axes[n:], strict=True), strict=True)
+        terms = [_batch_one(product, arithmetic, i, {**values, i: x}) for i, x in tangents]
         return functools.reduce(ad.add_tangents, terms), 0
-    size = next(x.shape[d] for x, d in zip(inputs, dims, strict=True) if d is not None)
-    product = dataclasses.replace(product, format=Batched(arithmetic, tuple(dims), types))
-    types = tuple(map(jax.typeof, inputs[n:]))
-    aval = aval.update(shape=(size, *aval.shape))
-    return _tangent.bind(*inputs, product=product, moving=moving, types=types, aval=aval), 0
+    size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
+    changes = {"aval": aval.update(shape=(size, *aval.shape)), "vmaps": (tuple(axes), *params["vmaps"])}
+    return _tangent.bind(*inputs, **{**params, **changes}), 0
 
 
-def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int, tuple[Any, Any]], aval: Any) -> Any:
+def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int, tuple[Any, Any]]) -> Any:
     """The tangent of a batch, linear in the i-th operand: another product, with moves around it.
 
     So the gradient of a weight that a batch shares is one product that sums over the batch.
     """
     xs, axes = zip(*(operands[j] for j in sorted(operands)), strict=True)
     multiply = lambda *ys: arithmetic.value(product, ys)
-    closed = jax.make_jaxpr(jax.vmap(multiply, axes))(*(arithmetic.rounded(x) if j == i else x for j, x in enumerate(xs)))
+    closed = jax.make_jaxpr(jax.vmap(multiply, axes))(
+        *(arithmetic.rounded(x) if j == i else x for j, x in enumerate(xs))
+    )
 
     def run(eqn: JaxprEqn, given: list[Any]) -> list[Any]:
         args, flags = [x for x, _ in given], [flag for _, flag in given]
@@ -249,7 +272,8 @@ def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int
         new = dataclasses.replace(product, primitive=eqn.primitive, params=tuple(_jaxpr.params(eqn).items()))
         kept, result = [*args[:j], *args[j + 1 :]], eqn.outvars[0].aval
         types = (jax.typeof(args[j]),)
-        return [(_tangent.bind(*kept, args[j], product=new, moving=(j,), types=types, aval=result), False)]
+        tangent = _tangent.bind(*kept, args[j], product=new, moving=(j,), types=types, aval=result, vmaps=())
+        return [(tangent, False)]
 
     # Every value goes with a flag: whether it is a move of the tangent.
     values = [(x, j == i) for j, x in enumerate(xs)]

@@ -26,7 +26,7 @@ class Product:
       primitive, params: The traced primitive (`dot_general`, for example), and its parameters.
       before: The dtypes of its operands and of its result as traced.
       key, category: The key of its rule, and the category.
-      format: The arithmetic: a 16-bit dtype, a `Float8` or `Int8`, or None for the traced one.
+      format: What it is computed in: a 16-bit dtype, a `Float8` or `Int8`, or None for the traced dtypes.
       weights: Which operands are read in float32 and cast by the product, so that their gradients are float32.
       dtype: The dtype of the result.
       reason: Why it is not in the format that was asked for.
@@ -82,9 +82,7 @@ def as_traced(eqn: JaxprEqn) -> JaxprEqn:
         return eqn
     types = zip(_jaxpr.avals([*eqn.invars[: product.arity], *eqn.outvars]), product.before, strict=True)
     *operands, result = [_jaxpr.core().Var(aval.update(dtype=dtype)) for aval, dtype in types]
-    return eqn.replace(
-        primitive=product.primitive, params=dict(product.params), invars=operands, outvars=[result]
-    )
+    return eqn.replace(primitive=product.primitive, params=dict(product.params), invars=operands, outvars=[result])
 
 
 def products(jaxpr: Jaxpr) -> Iterator[Product]:

@@ -20,7 +20,7 @@ from jamp._autocast.facts import QUANTIZE
 from jamp._autocast.formats import Format
 from jamp._autocast.matrix_product import as_matrix_product
 from jamp._autocast.product import Product, as_traced
-from jamp._autocast.quantized import Axes, packed, summed
+from jamp._autocast.quantized import packed, summed
 from jamp._autocast.rules import COMPUTE, RULES, YOURS, Rule
 from jamp._cast import is_floating
 from jamp._dataflow import Flags
@@ -133,7 +133,7 @@ class _Pass:
         matrix = as_matrix_product(as_traced(eqn))
         assert matrix is not None  # `_why_not` has its reason.
         params, eqns = _jaxpr.params(matrix.eqn), list[JaxprEqn]()
-        operands, packs = list(eqn.invars), list[Any]()
+        operands, packs = list[Any](eqn.invars), list[Any]()
         axes = summed(_jaxpr.name(matrix.eqn), params, self._config)
         for i, move in enumerate(matrix.moves[:2]):
             v = operands[i]
@@ -150,13 +150,18 @@ class _Pass:
             params=tuple(params.items()),
             format=self._config,
             weights=(),
-            dtype=eqn.outvars[0].aval.dtype,
+            dtype=_jaxpr.avals(eqn.outvars)[0].dtype,
         )
-        aval = _product.result_type(new, [*_jaxpr.avals(operands), *_jaxpr.avals(packs)])
-        back = trace(inside, _named(matrix.moves[2] or _stay), [aval])
-        result = _jaxpr.core().Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
-        eqns.append(_product.equation(new, [*operands, *packs], result, eqn))
-        eqns.extend(_evaluate.inline(back, [result], eqn.outvars))
+        inputs, move_back = [*operands, *packs], matrix.moves[2]
+        if move_back is None:
+            eqns.append(_product.equation(new, inputs, eqn.outvars[0], eqn))
+        else:
+            with _jaxpr.context(eqn):
+                aval = _product.result_type(new, _jaxpr.avals(inputs))
+            back = trace(inside, _named(move_back), [aval])
+            result = _jaxpr.core().Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
+            eqns.append(_product.equation(new, inputs, result, eqn))
+            eqns.extend(_evaluate.inline(back, [result], eqn.outvars))
         return [_evaluate.located(item, eqn) for item in eqns]
 
     def _run(
@@ -170,10 +175,6 @@ class _Pass:
         new, results = _evaluate.inlined(self._traced[key], operands)
         eqns.extend(new)
         return results
-
-
-def _stay(x: Any) -> Any:
-    return x
 
 
 def _named(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,8 @@ def packed(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
 def summed(name: str, params: Mapping[str, Any], config: Format) -> tuple[Axes, Axes]:
     """The axes of each operand that share a scale: those that the product sums, or None for all of them."""
     is_by_row = config.granularity == "row" and name == "dot_general"  # A group of rows is no axis.
-    return _jaxpr.contracted(params) if is_by_row else (None, None)
+    x, y = _jaxpr.contracted(params) if is_by_row else (None, None)
+    return x, y
 
 
 class Quantized(NamedTuple):
@@ -87,8 +88,8 @@ class Quantized(NamedTuple):
 
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
         sizes, pairs = operands[2 : product.arity], operands[product.arity :]
-        pairs = [self._unpacked(pairs[:2]), self._unpacked(pairs[2:])]
-        return self._dot(multiply, product.primitive, dict(product.params), pairs, sizes, product.dtype)
+        unpacked = [self._unpacked(pairs[:2]), self._unpacked(pairs[2:])]
+        return self._dot(multiply, product.primitive, dict(product.params), unpacked, sizes, product.dtype)
 
     def kept(self, product: Product, operands: Sequence[Array], moving: Sequence[int]) -> list[Array]:
         """The pairs of the operands that tangents are multiplied with, or with scales by row these operands.
@@ -133,7 +134,9 @@ class Quantized(NamedTuple):
         def run(eqn: JaxprEqn, operands: list[Any]) -> Array:
             params, (x, y, *rest) = _jaxpr.params(eqn), operands
             axes = summed(_jaxpr.name(eqn), params, self.config)
-            pairs = [x, y] if axes[0] is None else [quantize(*x, axes[0]), quantize(*y, axes[1])]
+            pairs = [x, y]
+            if axes[0] is not None:  # Of each: the array, and the 8-bit dtype.
+                pairs = [quantize(array, dtype, along) for (array, dtype), along in zip(pairs, axes, strict=True)]
             return self._dot(multiply_back, eqn.primitive, params, pairs, rest, aval.dtype)
 
         return cotangent(product, i, low(aval), types, [of_g, other, *sizes], run)
@@ -178,31 +181,6 @@ class Quantized(NamedTuple):
         else:
             scale = lax.dot_general(x[1], y[1], **_jaxpr.dot_options(params), precision="highest")
         return (sums * scale).astype(dtype)
-
-
-class Batched(NamedTuple):
-    """The arithmetic of a batch of quantized products, which only has cotangents. `lower` makes it.
-
-    Attributes:
-      one: The arithmetic of one example.
-      dims: The axes of the batch in the values that are kept, and in the tangents.
-      types: The types of the moving operands, of one example.
-    """
-
-    one: Any
-    dims: tuple[int | None, ...]
-    types: tuple[Any, ...]
-
-    def cotangents(
-        self, product: Product, moving: Sequence[int], types: Sequence[Any], kept: Sequence[Array], g: Array
-    ) -> list[Array]:
-        n, pull_back = len(kept), lambda g, *kept: self.one.cotangents(product, moving, self.types, kept, g)
-        found = jax.vmap(pull_back, (0, *self.dims[:n]))(g, *kept)
-        # An operand that all examples share gets the sum.
-        return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, self.dims[n:], strict=True)]
-
-    def tangent(self, *_: Any) -> Array:
-        _no_derivative()
 
 
 def _others(moving: Sequence[int]) -> list[int]:

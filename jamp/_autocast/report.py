@@ -13,11 +13,12 @@ from jamp._arguments import paths
 from jamp._autocast.decisions import Decision, all_equations, cause, decisions, flops
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.formats import Format
+from jamp._autocast.passes import passes
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, FLOAT32, RULES, WIDEST
 from jamp._autocast.target import Target
-from jamp._autocast.transform import passes
 from jamp._primitives import CHEAP, PRODUCTS
 from jamp._source_line import in_scope, is_transposed, pattern
+
 
 @dataclasses.dataclass(frozen=True)
 class AutocastRow:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jamp import _evaluate, _jaxpr
+from jamp import _jaxpr
 from jamp._autocast.rules import ACCUMULATE, GRADIENT, RULES, Rule
 from jamp._jaxpr import JaxprEqn, Var
 from jamp._primitives import PRODUCTS

@@ -11,6 +11,7 @@ from jax import lax
 
 from jamp import _evaluate, _jaxpr
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._primitives import IDENTITIES
 
 
 class Level(enum.IntEnum):
@@ -82,6 +83,8 @@ def inlined(closed: ClosedJaxpr, levels: Sequence[Level]) -> ClosedJaxpr:
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if body := _evaluate.body_of_call(eqn):
             return inside(body, operands)
+        if _jaxpr.name(eqn) in IDENTITIES:
+            return operands[:1]
         args, flags = [x for x, _ in operands], [flag for _, flag in operands]
         found = [all(flags) and not eqn.effects] * len(eqn.outvars)
         if _jaxpr.name(eqn) == "optimization_barrier":  # of a checkpoint: known operands go around it
