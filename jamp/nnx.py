@@ -12,7 +12,7 @@ from jamp._scale.static import LossScale
 from jamp._step.find import find_state_to_unscale, scale_of, step_applied
 from jamp._step.finite import all_finite
 from jamp._step.loss_scaled import loss_scaled
-from jamp._step.scaling import unscale, with_scaled_loss
+from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import new_or_old
 
 try:

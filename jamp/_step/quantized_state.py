@@ -13,7 +13,7 @@ from jamp._cast import is_float32
 from jamp._step.block_codes import BlockCodes, check_codes, decode, encode
 from jamp._step.moments import map_moments
 from jamp._step.rounding import next_count, random_words
-from jamp._step.state import check_kind, contains
+from jamp._step.state import check_holds_no_scaler, check_kind, contains
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 
@@ -89,11 +89,11 @@ def quantized_state(
 
     def init(params: optax.Params) -> QuantizedState:
         state = inner.init(params)
-        if contains(state):
-            raise ValueError(
-                "The optimizer inside quantized_state is loss-scaled, and its skipped steps would be stored anew. Wrap "
-                "the whole: jamp.loss_scaled(jamp.quantized_state(tx))."
-            )
+        check_holds_no_scaler(
+            state,
+            "The optimizer inside quantized_state is loss-scaled, and its skipped steps would be stored anew. Wrap "
+            "the whole: jamp.loss_scaled(jamp.quantized_state(tx)).",
+        )
         if contains(state, lambda x: isinstance(x, QuantizedState)):
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jamp._cast import to_float32
 from jamp._shard_map import varying_over
 from jamp._step.finite import leaves_finite
-from jamp._step.scaling import multiply
+from jamp._step.scale_unscale import multiply
 
 RETRY = "jamp.retry"  # the name scope of retries, for profiles
 _EXPONENT = 8  # The first retry divides by 2**8, to lose few digits, the next by 2**16, then by 2**24.

@@ -85,6 +85,16 @@ def skips(x: Any) -> bool:
     return is_scaler_state(x) and not is_noop(x.loss_scale_state)
 
 
+def is_adaptive(loss_scale_state: Any) -> bool:
+    """Whether a loss scale can change. The state of one that never does holds nothing else."""
+    return len(jax.tree.leaves(loss_scale_state)) > 1
+
+
+def adapts(x: Any) -> bool:
+    """Whether a node of a pytree is a scaler state whose loss scale can change."""
+    return is_scaler_state(x) and is_adaptive(x.loss_scale_state)
+
+
 def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bool:
     """Whether any node of a tree matches, by default whether it holds a scaler state."""
     return any(map(is_match, jax.tree.leaves(tree, is_leaf=is_match)))
@@ -92,13 +102,19 @@ def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bo
 
 def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> AnyLossScaledState:
     """Wrap an optimizer's state into that of `loss_scaled`. Raise ValueError if it already holds a scaler state."""
-    if contains(inner_state):
-        raise ValueError(
-            "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
-            "optimizer, and the loss scale as loss_scale=; in place of jamp.mixed_precision(tx), pass "
-            "jamp.master_params(tx)."
-        )
+    check_holds_no_scaler(
+        inner_state,
+        "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
+        "optimizer, and the loss scale as loss_scale=; in place of jamp.mixed_precision(tx), pass "
+        "jamp.master_params(tx).",
+    )
     return (ScaledGradsState if unscale else LossScaledState)(*ScalerState.init(loss_scale), inner_state)
+
+
+def check_holds_no_scaler(opt_state: Any, message: str) -> None:
+    """Raise ValueError with this message if the state of an optimizer holds a scaler state."""
+    if contains(opt_state):
+        raise ValueError(message)
 
 
 def check_whole(params: Any) -> None:

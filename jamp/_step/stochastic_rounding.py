@@ -19,7 +19,7 @@ from jamp._step.moments import NOT_MOMENTS
 from jamp._step.params import rounds_params
 from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
 from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
-from jamp._step.state import check_kind, contains
+from jamp._step.state import check_holds_no_scaler, check_kind, contains
 
 # Their updates depend on the distance to the first parameters, to which each rounding adds.
 _DISTANCES = ("DoGState", "DoWGState", "MechanicState")
@@ -207,11 +207,11 @@ def _check_inner(inner_state: Any, params: Any) -> None:
             "The optimizer inside stochastic_rounding (dog, dowg or mechanize) measures the distance of the parameters "
             "to the first ones, and each rounding adds to it. Use float32 masters: jamp.master_params(tx, split=True)."
         )
-    if contains(inner_state):
-        raise ValueError(
-            "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "
-            "whole: jamp.loss_scaled(jamp.stochastic_rounding(tx))."
-        )
+    check_holds_no_scaler(
+        inner_state,
+        "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "
+        "whole: jamp.loss_scaled(jamp.stochastic_rounding(tx)).",
+    )
     if contains(inner_state, lambda x: isinstance(x, MasterParamsState | SplitMasterParamsState)):
         raise ValueError(
             "stochastic_rounding is for parameters without float32 masters, and the optimizer inside it has some. Pass "
