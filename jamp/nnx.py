@@ -1,8 +1,9 @@
 """Flax NNX: an optimizer and a `value_and_grad` that leave a model unchanged on an overflow."""
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -11,6 +12,7 @@ from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
 from jamp._step.find import find_state_to_unscale, scale_of, step_applied
 from jamp._step.finite import all_finite
+from jamp._step.leaves import split_gradients
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import new_or_old
@@ -75,8 +77,11 @@ class Optimizer(nnx.Optimizer[Any]):
         """Step the model and the optimizer in place, or skip the step if the true gradients are not finite.
 
         Other keywords, such as `value=loss`, are passed to the optimizer's `update`. `grads_finite` (bool[]) replaces
-        the check. The method returns the updates that it added to the parameters.
+        the check. Gradients that come unchanged from `value_and_grad` are not checked again. The method returns the
+        updates that it added to the parameters.
         """
+        if kwargs.get("grads_finite") is None:
+            kwargs["grads_finite"] = _known_check(grads, self.axis_name)
         before = nnx.as_pure((nnx.state(model, self.wrt), self.step))
         updates = super().update(model, grads, **kwargs)
         after = nnx.as_pure((nnx.state(model, self.wrt), self.step))
@@ -92,8 +97,7 @@ def value_and_grad(
     """`nnx.value_and_grad` with loss scaling inside. On an overflow it also restores the state that `fun` changed.
 
     The state is BatchNorm statistics, RNG counts and anything else that `fun` changes in its arguments. A variable that
-    `fun` creates, or whose structure it changes (such as those of `sow`), is not restored. XLA merges the check with
-    that of `Optimizer.update` if they are compiled together.
+    `fun` creates, or whose structure it changes (such as those of `sow`), is not restored.
 
     Args:
       fun: A function of NNX objects and arrays that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -122,20 +126,49 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
         holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
-        found = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
-        scale, scaled = scale_of(found), with_scaled_loss(fun, found, has_aux)
+        loss_scale_state = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
+        scale, scaled = scale_of(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
         differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
         before = _values((args, kwargs))
         differentiate = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
         grads = unscale(scaled_grads, scale)
         if scale is not None:
-            # The check reads the same arrays as that of `Optimizer.update`, so that XLA can merge the two.
-            grads_finite = all_finite(nnx.as_pure(grads), axis_name=getattr(optimizer, "axis_name", None))
+            axis_name = getattr(optimizer, "axis_name", None)
+            grads_finite = all_finite(nnx.as_pure(grads), axis_name=axis_name)
+            _note_check(grads, axis_name, grads_finite)
             _restore_unless(grads_finite, (args, kwargs), before)
         return ((loss, aux) if has_aux else loss), grads
 
     return with_true_gradients
+
+
+class _Check(NamedTuple):
+    """The check of the gradients that a call of `value_and_grad` returned."""
+
+    grads_finite: jax.Array
+    gradients: int  # how many
+    axis_name: Any
+
+
+_CHECKS: dict[int, _Check] = {}  # by the `id` of each gradient that is in use
+
+
+def _note_check(grads: Any, axis_name: Any, grads_finite: jax.Array) -> None:
+    gradients = split_gradients(nnx.as_pure(grads))[0]
+    check = _Check(grads_finite, len(gradients), axis_name)
+    for x in gradients:
+        _CHECKS[id(x)] = check
+        weakref.finalize(x, _CHECKS.pop, id(x), None).atexit = False
+
+
+def _known_check(grads: Any, axis_name: Any) -> jax.Array | None:
+    """bool[], whether gradients are finite, if they are all those of one call of `value_and_grad`, unchanged."""
+    gradients = split_gradients(nnx.as_pure(grads))[0]
+    checks = [_CHECKS.get(id(x)) for x in gradients]
+    if not checks or checks[0] is None or (checks[0].gradients, checks[0].axis_name) != (len(checks), axis_name):
+        return None
+    return checks[0].grads_finite if all(x is checks[0] for x in checks) else None
 
 
 def _values(nodes: Any) -> dict[Any, Any]:
