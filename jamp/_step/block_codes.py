@@ -110,15 +110,15 @@ def check_codes(name: str, stored: BlockCodes, block_size: int | None) -> None:
             "scales. A cast of a whole state changes what it stands for: restore it with the dtypes of tx.init(params)."
         )
     (*rows, n), (*same_rows, count) = codes.shape or [0], scales.shape or [0]
-    found = _block_size(n, count) if count else 0
-    if rows != same_rows or not found or count != -(-n // found):
+    own_size = _block_size(n, count) if count else 0
+    if rows != same_rows or not own_size or count != -(-n // own_size):
         raise ValueError(
             f"{name} has codes of shape {codes.shape} and scales of shape {scales.shape}, which no state has. Restore "
             "both from one checkpoint."
         )
     if block_size is not None and count != -(-n // block_size):
         raise ValueError(
-            f"{name} has blocks of {found} elements: {count} scales for {n}. This transformation has "
+            f"{name} has blocks of {own_size} elements: {count} scales for {n}. This transformation has "
             f"block_size={block_size}. Pass the state's block size, or convert the state: "
             f"jamp.interop.quantize_state(jamp.interop.dequantize_state(state), {block_size})."
         )

@@ -45,8 +45,8 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
     if not groups:
         return jnp.bool_(True)
     # The maxima are combined before XLA reduces over devices, so that it communicates one scalar per device.
-    found = map(_any_nonfinite, groups)
-    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), found))
+    counts = map(_any_nonfinite, groups)
+    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), counts))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
 
 
@@ -90,8 +90,8 @@ def _any_nonfinite(group: list[Array]) -> Array:
     are combined before they are reduced take one kernel instead of many. XLA:CPU writes the operand of a reduction to
     memory. Here that is one array for a whole group. With a sum of `x - x` it would be every unscaled gradient.
     """
-    found = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
-    return jnp.max(found.astype(jnp.float32))
+    is_nonfinite = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
+    return jnp.max(is_nonfinite.astype(jnp.float32))
 
 
 def _materialize(count: Array) -> Array:

@@ -63,8 +63,8 @@ def true_gradients(
     def attempt(tries: Array, run: PullBack) -> _Attempt:
         exponent = jnp.clip(first - _EXPONENT * (tries * (tries + 1) // 2), -126, 126)
         scale, inverse = _power(exponent), _power(-exponent)
-        found = run([_times(x, scale) for x in cotangents])
-        true = [_times(x, inverse) if flag else x for x, flag in zip(found, are_gradients, strict=True)]
+        scaled = run([_times(x, scale) for x in cotangents])
+        true = [_times(x, inverse) if flag else x for x, flag in zip(scaled, are_gradients, strict=True)]
         checked = [x for x, flag in zip(true, are_gradients, strict=True) if flag]
         return _Attempt(tries + 1, leaves_finite(checked, ("",) * len(checked), axes or None), true)
 

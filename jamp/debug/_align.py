@@ -47,9 +47,9 @@ def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
         for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops if loop not in merged[side]):
             tried = list(entries)
             tried[side] = _entries(operations, merged[side] | {loop})
-            score, found = _pairs(tried[0][0], tried[1][0])
+            score, tried_pairs = _pairs(tried[0][0], tried[1][0])
             if score > best:
-                best, pairs, entries = score, found, tried
+                best, pairs, entries = score, tried_pairs, tried
                 merged[side].add(loop)
     return Alignment(entries[0][0], entries[1][0], pairs, entries[0][1], entries[1][1])
 
@@ -59,9 +59,9 @@ def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[En
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(operations):
         # A function may be called several times in an iteration.
-        seen[x.site, x.loops] += 1
+        seen[x.equation, x.loops] += 1
         kept = tuple(pair for pair in x.loops if pair[0] not in merged)
-        groups.setdefault((x.site, kept, seen[x.site, x.loops]), []).append(i)
+        groups.setdefault((x.equation, kept, seen[x.equation, x.loops]), []).append(i)
     number = {i: j for j, group in enumerate(groups.values()) for i in group}
     entries = []
     for j, group in enumerate(groups.values()):
@@ -106,11 +106,11 @@ def _weights(ours: Sequence[Entry], theirs: Sequence[Entry]) -> np.ndarray[Any, 
     apart = np.abs(np.subtract.outer(left, right))
     same_size, same_primitive = equal(lambda x: x.numbers.size), equal(lambda x: x.operation.primitive)
     hints = [
-        (2.0, equal(lambda x: (x.operation.place.line, x.operation.place.backward))),
-        (2.0, equal(lambda x: (x.operation.place.scope, x.operation.place.backward))),
+        (2.0, equal(lambda x: (x.operation.location.line, x.operation.location.backward))),
+        (2.0, equal(lambda x: (x.operation.location.scope, x.operation.location.backward))),
         (1.0, equal(lambda x: x.operation.shape[-1:])),
         (3.0, apart < 0.02),
     ]
     weights = same_primitive * (1 + sum(weight * hint for weight, hint in hints)) + ~same_primitive * (apart < 1e-5)
-    found: np.ndarray[Any, Any] = (weights * same_size).astype(np.float32)
-    return found
+    result: np.ndarray[Any, Any] = (weights * same_size).astype(np.float32)
+    return result

@@ -11,7 +11,7 @@ from jax import lax
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxpr import JaxprEqn
-from jamp.debug._finding import number, to_host
+from jamp.debug._nonfinite_search import number, to_host
 
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
@@ -55,8 +55,8 @@ def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":
         y = _jaxpr.exponent(eqn)
-    found = (text for names, condition, text in _DOMAINS if name in names and condition(x, y))
-    return next((text.format(x=number(x), y=number(y), name=name) for text in found), None)
+    texts = (text for names, condition, text in _DOMAINS if name in names and condition(x, y))
+    return next((text.format(x=number(x), y=number(y), name=name) for text in texts), None)
 
 
 # Primitives, a condition on their operands x and y, and the message. The first condition that holds is reported.

@@ -136,9 +136,9 @@ def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[f
         near = [z for z, _ in reads if z <= JUMP * max(apart, unit)]
         rows.append(
             ComparedRow(
-                *(a.primitive, a.place.line, a.place.scope, str(a.dtype)),
-                *(b.primitive, b.place.line, b.place.scope, str(b.dtype)),
-                *(a.place.backward, apart, seen * max(near, default=0.0), seen * unit),
+                *(a.primitive, a.location.line, a.location.scope, str(a.dtype)),
+                *(b.primitive, b.location.line, b.location.scope, str(b.dtype)),
+                *(a.location.backward, apart, seen * max(near, default=0.0), seen * unit),
             )
         )
     for k in range(done, len(aligned.theirs)):
@@ -183,8 +183,8 @@ def _only(aligned: Alignment, rows: Sequence[ComparedRow], first: int | None) ->
     stops = [len(side) for side in sides] if first is None else aligned.pairs[first]
     matched = [{pair[side] for pair in aligned.pairs} for side in (0, 1)]
     return tuple(
-        tuple(_name(side[k].operation) for k in range(start + 1, stop) if k not in found)
-        for side, start, stop, found in zip(sides, starts, stops, matched, strict=True)
+        tuple(_name(side[k].operation) for k in range(start + 1, stop) if k not in aligned_here)
+        for side, start, stop, aligned_here in zip(sides, starts, stops, matched, strict=True)
     )
 
 
@@ -197,7 +197,9 @@ def _unit(x: Any) -> float:
 
 
 def _name(x: Operation) -> str:
-    return f"{x.primitive} at {x.place.line or 'an unknown line'}" + f" in {x.place.scope}" * bool(x.place.scope)
+    return f"{x.primitive} at {x.location.line or 'an unknown line'}" + f" in {x.location.scope}" * bool(
+        x.location.scope
+    )
 
 
 def _apart(x: Any, y: Any) -> float:

@@ -16,7 +16,7 @@ from jamp._arguments import Call, paths
 from jamp._autocast.transform import autocast
 from jamp._cast import check_floating, is_floating
 from jamp.debug._program import ON, Program
-from jamp.debug._rounded import Damage, Data
+from jamp.debug._run_steps import Damage, Data
 
 _LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # for float16: the first with which the gradients are finite
 
@@ -75,7 +75,7 @@ class Errors:
     @functools.cached_property
     def total(self) -> tuple[float, float]:
         """The errors of value and gradients with all roundings. In float16 it lowers a loss scale that overflows."""
-        everything = dict.fromkeys(range(len(self.program.places)), ON)
+        everything = dict.fromkeys(range(len(self.program.sites)), ON)
         for scale in [x for x in _LOSS_SCALES if x <= self._scale]:
             self._scale = jnp.float32(scale)
             errors = self.of(everything)
@@ -90,7 +90,7 @@ class Errors:
         return _distance(pairs[: self._n]), _distance(pairs[self._n :])
 
     def damages(self) -> list[dict[int, Damage]]:
-        """The predicted damage of each place to the value, and to the gradients. Inside scans it has their axes.
+        """The predicted damage of each site to the value, and to the gradients. Inside scans it has their axes.
 
         Raises:
           ValueError: If the function or its gradients are not finite in float32.
@@ -105,9 +105,9 @@ class Errors:
         value, gradients = exact[: self._n], exact[self._n :]
         probes = [*_probe(value, 0), *[None] * len(gradients)], [*[None] * len(value), *_probe(gradients, 1)]
         env = env or self.program.run([self._scale, *self._leaves], {}, keep=True)[1]
-        found = self.program.damages(env, probes[: 1 + self.has_gradients])
+        damages = self.program.damages(env, probes[: 1 + self.has_gradients])
         add = lambda first, *rest: functools.reduce(np.add, rest, first)
-        return [{place: jax.tree.map(add, *damages) for place, damages in mine.items()} for mine in found]
+        return [{site: jax.tree.map(add, *parts) for site, parts in by_site.items()} for by_site in damages]
 
 
 def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:

@@ -14,7 +14,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._cast import cast_leaf, is_floating
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import MOVING, PRODUCTS
-from jamp.debug._walk import Place, Walker
+from jamp.debug._walk import Location, Walker
 
 _SKETCHES = 24
 
@@ -45,17 +45,17 @@ class Operation(NamedTuple):
     """An operation that ran.
 
     Attributes:
-      site: The number of its equation.
-      primitive, place: The name of its primitive, and its place in the source.
+      equation: The number of its equation.
+      primitive, location: The name of its primitive, and where it is in the source.
       shape, dtype: Those of its first floating result.
       loops: The loops around it and the iteration of each: the number of the loop's equation, and of the iteration.
       reads: The operations that computed what it reads.
       numbers: Of its first floating result.
     """
 
-    site: int
+    equation: int
     primitive: str
-    place: Place
+    location: Location
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     loops: tuple[tuple[int, int], ...]
@@ -76,14 +76,14 @@ class Observer(Walker[Value]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: list[Operation] = []
+        self._operations: list[Operation] = []
 
     def operations(self) -> list[Operation]:
         """All of them, in order, with numbers on the host."""
-        numbers = jax.device_get([x.numbers for x in self._found])
-        return [x._replace(numbers=y) for x, y in zip(self._found, numbers, strict=True)]
+        numbers = jax.device_get([x.numbers for x in self._operations])
+        return [x._replace(numbers=y) for x, y in zip(self._operations, numbers, strict=True)]
 
-    def operation(self, eqn: JaxprEqn, values: list[Value], here: Place) -> list[Value]:
+    def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
         results = _evaluate.bind(eqn, [x.array for x in values], _jaxpr.avals(eqn.outvars))
         made_by = frozenset[int]().union(*(x.made_by for x in values))
         first = next((x for x in results if is_floating(x)), None)
@@ -92,8 +92,8 @@ class Observer(Walker[Value]):
             flat, rows, square, bad = _numbers(first)
             numbers = Numbers(flat, rows, square, _terms(eqn, [x.array for x in values], square), bad, first.size)
             loops = tuple(self.loops)
-            self._found.append(Operation(id(eqn), name, here, first.shape, first.dtype, loops, made_by, numbers))
-            made_by = frozenset({len(self._found) - 1})
+            self._operations.append(Operation(id(eqn), name, here, first.shape, first.dtype, loops, made_by, numbers))
+            made_by = frozenset({len(self._operations) - 1})
         return [Value(x, made_by) for x in results]
 
     def constant(self, array: Any) -> Value:

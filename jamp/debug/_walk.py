@@ -17,7 +17,7 @@ V = TypeVar("V")  # an array, and what is known about it
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """Where an operation stands: the user's line, the name scopes, and whether it is part of a backward pass."""
 
     line: str = ""
@@ -38,7 +38,7 @@ class Walker(abc.ABC, Generic[V]):
         self.loops: list[tuple[int, int]] = []
 
     @abc.abstractmethod
-    def operation(self, eqn: JaxprEqn, values: list[V], here: Place) -> list[V]:
+    def operation(self, eqn: JaxprEqn, values: list[V], here: Location) -> list[V]:
         """The results of an operation that is not entered."""
 
     @abc.abstractmethod
@@ -57,22 +57,22 @@ class Walker(abc.ABC, Generic[V]):
     def stack(self, values: list[V], aval: Any) -> V:
         """The values of all iterations of a scan, perhaps none, as one of the type `aval`."""
 
-    def run(self, closed: ClosedJaxpr, args: Sequence[V], caller: Place | None = None) -> list[V]:
+    def run(self, closed: ClosedJaxpr, args: Sequence[V], caller: Location | None = None) -> list[V]:
         """Return the results of a jaxpr. Operations without a source line get that of the caller."""
-        run = functools.partial(self._results, caller or Place())
+        run = functools.partial(self._results, caller or Location())
         literal = lambda v: self.constant(_jaxpr.value(v))
         return _evaluate.interpret(closed.jaxpr, [*map(self.constant, closed.consts), *args], run, literal)
 
-    def _results(self, caller: Place, eqn: JaxprEqn, values: list[V]) -> list[V]:
+    def _results(self, caller: Location, eqn: JaxprEqn, values: list[V]) -> list[V]:
         backward = caller.backward or is_transposed(eqn)
-        here = Place(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
+        here = Location(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
         bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _ENTER else None
         if bodies is None:
             return self.operation(eqn, values, here)
         return _ENTER[_jaxpr.name(eqn)](self, eqn, bodies, values, functools.partial(self._inside, here, id(eqn)))
 
     def _inside(
-        self, here: Place, loop: int, step: str, body: ClosedJaxpr, args: Sequence[V], iteration: int | None = None
+        self, here: Location, loop: int, step: str, body: ClosedJaxpr, args: Sequence[V], iteration: int | None = None
     ) -> list[V]:
         self.path.append(step)
         self.loops += [] if iteration is None else [(loop, iteration)]

@@ -24,7 +24,7 @@ _AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_b
 
 
 class Switches(NamedTuple):
-    """Whether the operations at a place round their operands and their results, bool[] each."""
+    """Whether the operations at a site round their operands and their results, bool[] each."""
 
     operands: Any
     result: Any
@@ -48,11 +48,11 @@ class Damage(NamedTuple):
     size: Any
 
 
-Data = Mapping[int, Any]  # by the index of the place: `Switches` to round, or a `Damage` of zeros to tap
+Data = Mapping[int, Any]  # by the index of the site: `Switches` to round, or a `Damage` of zeros to tap
 
 
 def damage(y: Array, with_operands: Array, cotangent: Array, dtype: DTypeLike) -> Damage:
-    """The damage of rounding operands, which gives `with_operands` in place of `y`, and of rounding that to `dtype`."""
+    """The damage of rounding operands, which gives `with_operands` instead of `y`, and of rounding that to `dtype`."""
     low = rounded(with_operands, dtype)
     errors = [with_operands - y, low - with_operands]
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
@@ -131,10 +131,10 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
     for step in steps:
         xs = [_read(env, v) for v in step.eqn.invars]
         if step.bodies:
-            mine = {i: data[i] for i in step.places if i in data}
+            mine = {i: data[i] for i in step.sites if i in data}
             results = _LOOPS[_jaxpr.name(step.eqn)](step, mine, xs)
         else:
-            results = _operate(step, None if step.place is None else data.get(step.place), xs)
+            results = _operate(step, None if step.site is None else data.get(step.site), xs)
         env.update(zip(step.eqn.outvars, results, strict=True))
 
 
