@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -143,20 +143,14 @@ def value_and_grad(
     return with_true_gradients
 
 
-class _Check(NamedTuple):
-    """The check of the gradients that a call of `value_and_grad` returned."""
-
-    grads_finite: jax.Array
-    gradients: int  # how many
-    axis_name: Any
-
-
-_CHECKS: dict[int, _Check] = {}  # by the `id` of each gradient that is in use
+# Of each gradient of `value_and_grad` that is in use, by its `id`: whether all gradients of that call are finite
+# (bool[]), their number, and the axis name of the check.
+_CHECKS: dict[int, tuple[jax.Array, int, Any]] = {}
 
 
 def _note_check(grads: Any, axis_name: Any, grads_finite: jax.Array) -> None:
     gradients = split_gradients(nnx.as_pure(grads))[0]
-    check = _Check(grads_finite, len(gradients), axis_name)
+    check = grads_finite, len(gradients), axis_name
     for x in gradients:
         _CHECKS[id(x)] = check
         weakref.finalize(x, _CHECKS.pop, id(x), None).atexit = False
@@ -166,9 +160,9 @@ def _known_check(grads: Any, axis_name: Any) -> jax.Array | None:
     """bool[], whether gradients are finite, if they are all those of one call of `value_and_grad`, unchanged."""
     gradients = split_gradients(nnx.as_pure(grads))[0]
     checks = [_CHECKS.get(id(x)) for x in gradients]
-    if not checks or checks[0] is None or (checks[0].gradients, checks[0].axis_name) != (len(checks), axis_name):
+    if not checks or checks[0] is None or checks[0][1:] != (len(checks), axis_name):
         return None
-    return checks[0].grads_finite if all(x is checks[0] for x in checks) else None
+    return checks[0][0] if all(x is checks[0] for x in checks) else None
 
 
 def _values(nodes: Any) -> dict[Any, Any]:

@@ -64,18 +64,18 @@ def encode(x: Array, block_size: int, never_negative: bool, word: Array, scales:
     factor = jnp.where(scale > 1, np.float32(2.0**-30), np.float32(2.0**30))
     shares = size * factor * (1 / jnp.maximum(scale * factor, _TINY))
     most = np.float32(_MOST[never_negative])
-    place = most * (jnp.sqrt(jnp.sqrt(shares)) if never_negative else jnp.sqrt(shares))
-    low = jnp.floor(place)
-    below, above = _share(low, never_negative), _share(low + 1, never_negative)
+    position = most * (jnp.sqrt(jnp.sqrt(shares)) if never_negative else jnp.sqrt(shares))
+    lower = jnp.floor(position)
+    below, above = _share(lower, never_negative), _share(lower + 1, never_negative)
     order = lax.rem(lax.iota(jnp.uint32, x.shape[-1]), np.uint32(block_size)) * np.uint32(0x9E3779B9)
     order = order.reshape([1] * (x.ndim - 1) + [-1])
     bits = [lax.bitcast_convert_type(y, jnp.uint32) for y in (x, scale)]
     mixed = (bits[0] ^ (bits[1] * np.uint32(0x85EBCA6B)) ^ word) + order
     random = (hash_bits(mixed) >> 8).astype(jnp.float32) * np.float32(2.0**-24)
-    code = low + (shares - below > random * (above - below)).astype(jnp.float32)
+    code = lower + (shares - below > random * (above - below)).astype(jnp.float32)
     # Errors of the roots must not change a code, or a step without a change would change the state.
-    nearest = jnp.round(place)
-    code = jnp.minimum(jnp.where(jnp.abs(place - nearest) < 2.0**-11, nearest, code), most)
+    nearest = jnp.round(position)
+    code = jnp.minimum(jnp.where(jnp.abs(position - nearest) < 2.0**-11, nearest, code), most)
     signed = jnp.where(x > 0, jnp.maximum(code, 1), 0) if never_negative else jnp.where(x < 0, -code, code)
     return BlockCodes(signed.astype(jnp.uint8 if never_negative else jnp.int8), scales)
 

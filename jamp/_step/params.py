@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array, lax
 
 from jamp._cast import is_floating, to_float32
 from jamp._step.misuse import users_stacklevel
@@ -46,6 +47,15 @@ def warn_if_rounded(opt_state: Any, params: Any) -> None:
         )
 
 
+def update_between(old: Array, new: Array) -> Array:
+    """The update, f32, that `optax.apply_updates` adds to turn one float32 array into another.
+
+    Where they are the same it is -0.0, which leaves every number unchanged, also inf and NaN.
+    """
+    is_same = lax.bitcast_convert_type(new, jnp.uint32) == lax.bitcast_convert_type(old, jnp.uint32)
+    return jnp.where(is_same, jnp.float32(-0.0), new - old)
+
+
 def params_for(opt_state: Any, params: Any) -> Any:
     """The parameters for the `update` of an optimizer of this state."""
     return params if rounds_params(opt_state) else to_float32(params)
@@ -53,6 +63,6 @@ def params_for(opt_state: Any, params: Any) -> Any:
 
 def params_for_init(init: Callable[[Any], Any], params: Any) -> Any:
     """The parameters for the `init` of an optimizer. If some are 16 bit, tracing `init` tells whether to cast them."""
-    wide = to_float32(params)
-    is_wide = all(x is y for x, y in zip(jax.tree.leaves(wide), jax.tree.leaves(params), strict=True))
-    return params if is_wide else params_for(jax.eval_shape(init, wide), params)
+    in_float32 = to_float32(params)
+    is_same = all(x is y for x, y in zip(jax.tree.leaves(in_float32), jax.tree.leaves(params), strict=True))
+    return params if is_same else params_for(jax.eval_shape(init, in_float32), params)

@@ -101,5 +101,5 @@ def _power(exponent: Array) -> Array:
 
 def _times(x: Array, factor: Array) -> Array:
     """The product, computed in at least float32, at the dtype of `x`."""
-    wide: Any = to_float32(x)
-    return multiply(wide, factor).astype(x.dtype)
+    in_float32: Any = to_float32(x)
+    return multiply(in_float32, factor).astype(x.dtype)

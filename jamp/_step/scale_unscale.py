@@ -158,8 +158,8 @@ def _unscale(grads: list[Any], scale: Array) -> list[Array]:
     scale = lax.optimization_barrier(scale)
     quarter = jnp.where(scale > 2.0**126, jnp.float32(0.25), jnp.float32(1.0))
     reciprocal = 1.0 / (scale * quarter)
-    wide = [jnp.asarray(cast_leaf(g, jnp.float32)) for g in grads]
-    return [multiply(multiply(g, reciprocal), quarter) for g in wide]
+    in_float32 = [jnp.asarray(cast_leaf(g, jnp.float32)) for g in grads]
+    return [multiply(multiply(g, reciprocal), quarter) for g in in_float32]
 
 
 def multiply(x: Array, scale: Array) -> Array:

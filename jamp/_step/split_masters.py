@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import is_floating, to_float32
-from jamp._step.params import rounds_params
+from jamp._step.params import rounds_params, update_between
 from jamp._step.state import check_kind
 
 _INF = np.uint32(0x7F800000)
@@ -71,12 +71,7 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
         new, low_bits = _split(optax.apply_updates(masters, steps), params)
 
         def to_param(step: Any, p: Any, new: Any) -> Any:
-            if not is_split(p):
-                return step
-            old = p.astype(jnp.float32)
-            is_same = lax.bitcast_convert_type(old, jnp.uint32) == lax.bitcast_convert_type(new, jnp.uint32)
-            # -0.0 leaves every number unchanged, also inf and NaN.
-            return jnp.where(is_same, jnp.float32(-0.0), new - old)
+            return update_between(p.astype(jnp.float32), new) if is_split(p) else step
 
         return jax.tree.map(to_param, steps, params, new), SplitMasterParamsState(low_bits, inner_state)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._step.misuse import users_stacklevel
 from jamp._step.moments import NOT_MOMENTS
-from jamp._step.params import rounds_params
+from jamp._step.params import rounds_params, update_between
 from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
 from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
 from jamp._step.state import check_holds_no_scaler, check_kind, contains
@@ -140,20 +140,18 @@ def stochastic_rounding(
         _check_params(params)
         if state_dtype is None:
             _warn_if_nothing_is_rounded(params)
-        wide, count = to_float32(params), next_count(state.rounding_count)
-        updates, inner_state = inner.update(to_float32(grads), to_float32(state.inner_state), wide, **extra_args)
+        in_float32, count = to_float32(params), next_count(state.rounding_count)
+        updates, inner_state = inner.update(to_float32(grads), to_float32(state.inner_state), in_float32, **extra_args)
         words = random_words(seed, count)
 
         def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
             if jnp.result_type(p) != jnp.bfloat16:
                 return step
             new = round_stochastically((old + step).astype(jnp.float32), keystr(path), words, spec)
-            is_same = lax.bitcast_convert_type(new, jnp.uint32) == lax.bitcast_convert_type(old, jnp.uint32)
-            # -0.0 leaves every number unchanged, also inf and NaN.
-            return straight_through(step, jnp.where(is_same, jnp.float32(-0.0), new - old))
+            return straight_through(step, update_between(old, new))
 
         specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
-        updates = tree_map_with_path(rounded, params, wide, updates, specs)
+        updates = tree_map_with_path(rounded, params, in_float32, updates, specs)
         return updates, StochasticRoundingState(count, store(inner_state, words, params, specs))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -53,8 +53,7 @@ Data = Mapping[int, Any]  # by the index of the site: `Switches` to round, or a 
 
 def damage(y: Array, with_operands: Array, cotangent: Array, dtype: DTypeLike) -> Damage:
     """The damage of rounding operands, which gives `with_operands` instead of `y`, and of rounding that to `dtype`."""
-    low = rounded(with_operands, dtype)
-    errors = [with_operands - y, low - with_operands]
+    errors = [with_operands - y, rounded(with_operands, dtype) - with_operands]
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
@@ -90,18 +89,18 @@ _tap.defvjp(
 )
 
 
-def wide() -> np.dtype[Any]:
+def reference_dtype() -> np.dtype[Any]:
     """The dtype of the reference: float64 if x64 is on, else float32."""
     return np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
 
 
 def _widens(aval: Any) -> bool:
-    return is_floating(aval) and aval.dtype.itemsize < wide().itemsize
+    return is_floating(aval) and aval.dtype.itemsize < reference_dtype().itemsize
 
 
 def widen(x: Any) -> Any:
     """A narrower floating value in the dtype of the reference."""
-    return jnp.asarray(x, wide()) if _widens(x) else x
+    return jnp.asarray(x, reference_dtype()) if _widens(x) else x
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
@@ -143,18 +142,18 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     if _jaxpr.name(eqn) in _AS_TRACED or _jaxpr.has_body(eqn):
         given = [x.astype(aval.dtype) if _widens(aval) else x for x, aval in zip(xs, before, strict=True)]
         return list(map(widen, _evaluate.bind(eqn, given, after)))
-    types = [aval.update(dtype=wide()) if _widens(aval) else aval for aval in after]
-    widened = _evaluate.widened(eqn, {aval.dtype for aval in (*before, *after) if _widens(aval)}, wide())
+    types = [aval.update(dtype=reference_dtype()) if _widens(aval) else aval for aval in after]
+    widened = _evaluate.widened(eqn, {aval.dtype for aval in (*before, *after) if _widens(aval)}, reference_dtype())
     compute = lambda values: _evaluate.bind(widened, values, types)
     if data is None:
         return compute(xs)
     reads = zip(xs, before, step.rounds, strict=True)
-    low = [rounded(x, aval.dtype) if rounds else x for x, aval, rounds in reads]
+    rounded_xs = [rounded(x, aval.dtype) if rounds else x for x, aval, rounds in reads]
     if isinstance(data, Damage):
         results = compute(xs)
-        others = compute(list(map(lax.stop_gradient, low))) if any(step.rounds) else results
+        others = compute(list(map(lax.stop_gradient, rounded_xs))) if any(step.rounds) else results
         return [_tap(y, data, z, aval.dtype) for y, z, aval in zip(results, others, after, strict=True)]
-    results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, low, strict=True)])
+    results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
     on = data.operands if _jaxpr.name(eqn) == CAST else data.result
     return [jnp.where(on, rounded(y, aval.dtype), y) for y, aval in zip(results, after, strict=True)]
 
