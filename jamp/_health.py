@@ -151,8 +151,8 @@ def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, u
 def _poisoned(tree: Any) -> Iterator[str]:
     flat, _ = tree_flatten_with_path(tree, is_leaf=is_scaler_state)
     wrapper = next(path for path, x in flat if is_scaler_state(x))
-    beside = [(path, x) for path, x in flat if is_inexact(x)]
-    if not beside or all_finite([x for _, x in beside]):
+    outside = [(path, x) for path, x in flat if is_inexact(x)]
+    if not outside or all_finite([x for _, x in outside]):
         return
 
     def is_poisoned(path: tuple[Any, ...], x: Any) -> bool:
@@ -160,7 +160,7 @@ def _poisoned(tree: Any) -> Iterator[str]:
         in_chain = wrapper and isinstance(wrapper[-1], SequenceKey) and path[: len(wrapper) - 1] == wrapper[:-1]
         return not all_finite(x) if in_chain and np.ndim(x) else bool(jnp.any(jnp.isnan(x)))
 
-    bad = [keystr(path) for path, x in beside if is_poisoned(path, x)]
+    bad = [keystr(path) for path, x in outside if is_poisoned(path, x)]
     if bad:
         more = f" and {len(bad) - 1} more hold" if len(bad) > 1 else " holds"
         yield (
@@ -205,7 +205,7 @@ def _recent(history: History | None) -> Iterator[str]:
 
 
 def _scaled_norms(history: History) -> Iterator[str]:
-    """Tell a `grad_norm` that jumps by the factor of the loss scale whenever that grows.
+    """Report a `grad_norm` that jumps by the factor of the loss scale whenever that grows.
 
     The number of steps decides when the scale grows, so a true norm has no reason to jump there. Growths near which the
     norm drifts do not count. Three must remain, and half of all.

@@ -58,7 +58,7 @@ def encode(x: Array, block_size: int, never_negative: bool, word: Array, scales:
       scales: The largest magnitude in each block, if it is known, and inf where the block holds inf or NaN.
     """
     scales = _largest(x, block_size) if scales is None else scales
-    # Everything else in the shape of `x`, so that a compiler can fuse it with the step.
+    # Everything else has the shape of `x`, so that XLA can fuse it with the step.
     scale, size = _spread(scales, x.shape[-1], min(block_size, x.shape[-1])), jnp.abs(x)
     # The inverse of a scale is finite and not subnormal, which a device may flush.
     factor = jnp.where(scale > 1, np.float32(2.0**-30), np.float32(2.0**30))
@@ -101,7 +101,7 @@ def _share(code: Array, never_negative: bool) -> Array:
 
 
 def check_codes(name: str, stored: BlockCodes, block_size: int | None) -> None:
-    """Raise TypeError or ValueError if arrays are not codes and scales, of blocks of this size if it is not None."""
+    """Raise TypeError or ValueError if arrays are not codes and scales, or their blocks have another size than this."""
     codes, scales = stored
     types = jnp.result_type(codes).name, jnp.result_type(scales).name
     if types[0] not in ("int8", "uint8") or types[1] != "float32":
@@ -153,8 +153,8 @@ def _spread(scales: Array, n: int, size: int) -> Array:
 def _rows(x: Array, size: int) -> tuple[int, ...]:
     """All axes but the last, with the one before it split in groups of 8 where that cuts no shard.
 
-    A TPU keeps an array in tiles of 8 by 128. Split like this, blocks of 128 need no other order
-    in memory. Without it, XLA:TPU copies the whole array, in float32 and more than once.
+    A TPU stores an array in tiles of 8 by 128. With this split, blocks of 128 keep the layout. Without it, XLA:TPU
+    copies the whole array, in float32 and more than once.
     """
     if x.ndim < 2 or size % 128 or x.shape[-2] % (8 * most_shards(x, -2)):
         return x.shape[:-1]

@@ -13,7 +13,7 @@ from jamp._shard_map import by_kind, hashable, varying_over
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
 
-# Arrays that are combined before they are reduced. With more, XLA does not compute a clip's norm in the same kernel.
+# The most arrays that are combined before they are reduced. With more, XLA needs a second kernel for a clip's norm.
 _MOST = 8
 
 
@@ -52,7 +52,7 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
 
 def _sum_over(count: Array, axis_name: Any) -> Array:
     try:
-        lax.axis_size(axis_name)  # psum itself fails without a message in a shard_map that checks vma
+        lax.axis_size(axis_name)  # In a shard_map with check_vma, psum raises an error without a message.
     except NameError as error:
         raise NameError(
             f"axis_name={axis_name!r} names an axis that is not mapped here ({error}). Name axes of the enclosing "

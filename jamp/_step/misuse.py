@@ -19,9 +19,11 @@ from jamp._scale.static import LossScale
 from jamp._staging import is_differentiated, is_kept, is_recorded
 from jamp._step.state import is_adaptive
 
-_SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # the function of jamp's that is traced
-_TRUE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # gradients of `scaled` that are in use
-_SCALES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that scaled a loss, to be unscaled
+_SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # jamp's function that is being traced
+_TRUE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # gradients that `scaled` returned
+_SCALES: weakref.WeakValueDictionary[int, Any] = (
+    weakref.WeakValueDictionary()
+)  # scales of losses whose gradients are not unscaled yet
 _READ: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # scales that a user asked for
 _LIBRARIES = "jamp", "jax", "optax", "flax", "equinox"
 
@@ -49,15 +51,15 @@ def check_scaled_once(name: str) -> None:
 
 
 def note_true_gradients(gradients: Iterable[Any]) -> None:
-    """Remember the gradients of `scaled` for as long as they exist."""
+    """Remember gradients that `scaled` returned, as long as they exist."""
     _TRUE.update((id(x), x) for x in gradients)
 
 
 def note_scaled_loss(loss_scale_state: Any) -> None:
     """Remember that a loss was scaled by the loss scale of a state, until gradients are unscaled.
 
-    A scale is recognized by identity, in the same trace. So this is about a jitted step in which the scaled loss is
-    differentiated. One that is logged, or whose gradients leave a `jit`, is not remembered: that would be guessing.
+    A scale is recognized by identity, in the same trace. So only a scaled loss that is differentiated inside a jitted
+    step is remembered, and not one that is logged, or whose gradients leave a `jit`.
     """
     if is_recorded() and is_differentiated():
         scales = jax.tree.leaves(loss_scale_state.loss_scale)
@@ -65,12 +67,15 @@ def note_scaled_loss(loss_scale_state: Any) -> None:
 
 
 def note_unscaled() -> None:
-    """Say that some gradients are divided by a loss scale, which in a function of its own is another array."""
+    """Forget all scaled losses, because some gradients were unscaled.
+
+    Inside a `jit` of its own, the scale is another array, so it cannot be found by identity.
+    """
     _SCALES.clear()
 
 
 def note_scale_read(loss_scale_state: Any) -> None:
-    """Say that a user asked for the loss scale of a state, perhaps to divide by it."""
+    """Remember that a user asked for the loss scale of a state, perhaps to divide by it."""
     _READ.update((id(x), x) for x in jax.tree.leaves(loss_scale_state.loss_scale) if isinstance(x, jax.Array))
     note_unscaled()
 
@@ -91,9 +96,9 @@ def warn_if_scaled(loss_scale_state: Any) -> None:
 
 
 def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
-    """Raise ValueError if gradients of `scaled` come to an optimizer with a loss scale of its own.
+    """Raise ValueError if an optimizer with a loss scale of its own gets gradients of `scaled`.
 
-    Gradients are recognized by identity: averaged or clipped ones, and those that a `jit` returns, are not.
+    Gradients are recognized by identity. Averaged or clipped ones, and those that a `jit` returns, are not recognized.
     """
     own = getattr(loss_scale, "scale", None) if getattr(loss_scale, "is_constant", False) else None
     if own != 1 and any(_TRUE.get(id(x)) is x for x in jax.tree.leaves(gradients)):

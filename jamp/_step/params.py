@@ -1,4 +1,4 @@
-"""The parameters as an optimizer takes them: float32, or at their own dtypes if it rounds them itself."""
+"""The parameters that an optimizer gets, in float32 or at their own dtypes, and the updates that it returns."""
 
 import warnings
 from collections.abc import Callable

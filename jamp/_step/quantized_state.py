@@ -157,7 +157,7 @@ def dequantize_state(state: QuantizedState) -> Any:
 def _encoded(
     state: Any, count: Array, block_size: int, keep: Choice | None, never_negative: Choice | None
 ) -> QuantizedState:
-    """A state of the inner optimizer as it is stored after so many steps."""
+    """A state of the inner optimizer with its moments in codes, after `count` steps."""
     word, _ = random_words(0, count)
 
     def stored(path: Any, x: Any, is_square: bool | None) -> Any:
@@ -183,7 +183,7 @@ def _encoded(
 
 
 def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> QuantizedState:
-    """A state of the inner optimizer, stored like another one and with its scales."""
+    """A state of the inner optimizer in codes, with the scales of `scaled`, which holds the same state."""
 
     word, _ = random_words(0, scaled.rounding_count)
 
@@ -199,7 +199,7 @@ def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> Quan
 
 
 def _decoded(state: QuantizedState, block_size: int | None) -> Any:
-    """The state of the inner optimizer, from one whose blocks have this size, or any."""
+    """The state of the inner optimizer. `block_size` is checked unless it is None."""
 
     def whole(path: Any, codes: Any, scales: Any) -> Any:
         if not _is_array(scales):
@@ -225,5 +225,5 @@ def _is_codes(x: Any) -> bool:
 
 
 def _is_array(scales: Any) -> bool:
-    """Whether there are scales. An array that stays whole has none."""
+    """Whether there are scales. An array that is not stored in codes has none."""
     return bool(jax.tree.leaves(scales))

@@ -1,4 +1,4 @@
-"""A backward pass on scaled cotangents, tried again with smaller ones until its gradients are finite."""
+"""A backward pass on scaled cotangents, repeated with a smaller scale until its gradients are finite."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -51,7 +51,7 @@ class _Derivative(NamedTuple):
         return operands[:n], operands[n : n + m], operands[n + m :]
 
     def pull_back(self, inputs: Sequence[Any], used: Sequence[int], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """The gradients of the differentiated inputs, of some floating results, with a forward pass of its own."""
+        """Compute the forward pass again, and the gradients of the differentiated inputs from some cotangents."""
 
         def fun(*xs: Any) -> list[Any]:
             results = _evaluate.call(self.function, _evaluate.replaced(inputs, self.differentiated, xs))

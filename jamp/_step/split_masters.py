@@ -180,15 +180,15 @@ def split_master(master: Array) -> tuple[Array, Array]:
 def upper_half(master: Array, low_bits: Array) -> Array:
     """The bfloat16, in f32, that together with these low bits is the master.
 
-    It is computed from the low bits, for two reasons. XLA:TPU makes both in one kernel only if one needs the other. And
-    XLA may compute the master twice, once for the bits and once for the parameter, and round it differently. Then this
-    is some units in the last place off, and becomes the right one when it is rounded to bfloat16.
+    It is computed from the low bits, for two reasons. XLA:TPU computes both in one kernel only if one needs the other.
+    And XLA may compute the master twice, once for the bits and once for the parameter, and round it differently. The
+    result is then some units in the last place off, and rounding it to bfloat16 makes it right.
     """
     bits, low = lax.bitcast_convert_type(master, jnp.uint32), low_bits.astype(jnp.uint32)
     # A carry moves to the exponent where it should. Rounded up, some NaNs would become -0.
     carry = jnp.where(_is_nan(bits), bits & np.uint32(0x400000) ^ np.uint32(0x400000), (low & np.uint32(0x8000)) << 1)
     size = bits & np.uint32(0x7FFFFFFF)
-    # Where the other master was not 0 or not inf, this is 0 or inf.
+    # XLA may have rounded the master of the bits to a number that is not 0 or inf. This one then stays 0 or inf.
     high = jnp.where(size < low, bits - size, jnp.where(size == _INF, bits, bits - low + carry))
     return lax.bitcast_convert_type(high, jnp.float32)
 

@@ -128,7 +128,7 @@ def check_whole(params: Any) -> None:
 
 
 def check_kind(state: Any, kind: Any, cure: str) -> None:
-    """Raise TypeError if a state is not of this kind: a NamedTuple, or a union whose first one names it."""
+    """Raise TypeError if a state is not of this type: a NamedTuple, or a union. The error names its first."""
     if not isinstance(state, kind):
         expected = typing.get_args(kind)[0] if typing.get_args(kind) else kind
         raise TypeError(
@@ -139,7 +139,7 @@ def check_kind(state: Any, kind: Any, cure: str) -> None:
 
 
 def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any) -> None:
-    """Raise TypeError if a state is not of this kind, or not of an optimizer with a loss scale of this structure."""
+    """Raise TypeError if a state is not that of this `loss_scaled`. `structure` is that of its loss scale's state."""
     check_kind(
         state, AnyLossScaledState,
         "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
@@ -165,7 +165,7 @@ def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any
 
 
 def _with_types(new: Any, old: Any) -> Any:
-    """The state of a user's loss scale with the dtypes of `old` and no weak types, so that `jit` compiles once."""
+    """A loss scale's new state with the dtypes of `old` and no weak types, so that `jit` compiles once."""
 
     def cast(x: Any, y: Any) -> Array:
         is_truncated = is_inexact(x) and not is_inexact(y)  # such as an average that `init` started with the int 0

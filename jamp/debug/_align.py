@@ -1,4 +1,4 @@
-"""Find which operations of two programs compute the same, although each has some that the other one has not."""
+"""Align the operations of two programs, each of which may have operations that the other one lacks."""
 
 import dataclasses
 from collections import Counter
@@ -14,16 +14,16 @@ _MOST = 4_000_000  # pairs
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An operation in all iterations of the loops that are merged."""
+    """An operation, in all iterations of the merged loops together."""
 
     operation: Operation  # in the first iteration
     numbers: Numbers
     reads: frozenset[int]  # entries
-    parts: int  # the iterations
+    parts: int  # how many iterations
 
 
 class Alignment(NamedTuple):
-    """The entries of two programs, which of them compute the same, in order, and the entry of each operation."""
+    """The entries of two programs, the pairs of those that compute the same, and the entry of each operation."""
 
     ours: list[Entry]
     theirs: list[Entry]
@@ -38,7 +38,7 @@ def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
     In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
     (micro-batches, or tokens that are decoded one by one). Each loop is merged if more operations are aligned then.
     """
-    # A long loop would need too much memory.
+    # The entries of a long loop would need too much memory.
     long = len(ours) * len(theirs) > _MOST
     merged = [{loop for x in side for loop, _ in x.loops} if long else set[int]() for side in (ours, theirs)]
     entries = [_entries(x, loops) for x, loops in zip((ours, theirs), merged, strict=True)]
@@ -73,7 +73,7 @@ def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[En
 
 
 def _pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[float, list[tuple[int, int]]]:
-    """The pairs in order with the largest sum of weights, and this sum."""
+    """The sum of the weights, and the pairs, in order, that make it largest."""
     if not ours or not theirs:
         return 0.0, []
     weights = _weights(ours, theirs)
@@ -94,7 +94,7 @@ def _pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[float, list[
 
 
 def _weights(ours: Sequence[Entry], theirs: Sequence[Entry]) -> np.ndarray[Any, Any]:
-    """How likely two entries are the same, f32[ours, theirs]. 0 if they cannot be."""
+    """How likely it is that two entries compute the same, f32[ours, theirs]. 0 if they cannot."""
 
     def equal(key: Callable[[Entry], Any]) -> np.ndarray[Any, Any]:
         codes: dict[Any, int] = {}

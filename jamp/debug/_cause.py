@@ -93,12 +93,12 @@ _WHOLE = {
 def _overflow(
     eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], position: int, index: tuple[Any, ...]
 ) -> str | None:
-    """Describe an overflow by the number that a wider dtype gives in its place, or return None."""
+    """Describe an overflow by the result that a wider dtype gives, or return None."""
     dtype = jnp.result_type(outputs[position])
     end = float(jnp.finfo(dtype).max)
-    # bfloat16 has the range of float32.
+    # bfloat16 has the range of float32, so it takes float64.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    if jnp.finfo(dtype).bits == 64 or _jaxpr.has_body(eqn):  # a body runs only at its own dtypes
+    if jnp.finfo(dtype).bits == 64 or _jaxpr.has_body(eqn):  # A body runs only at its own dtypes.
         return None
     try:
         with jax.enable_x64(True):

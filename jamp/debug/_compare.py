@@ -93,23 +93,23 @@ def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     closed = jax.make_jaxpr(flat)(*call.leaves)
     operations, results = observe(closed, call.leaves)
     compiled = jax.jit(flat)(*call.leaves)
-    tree = call.result_structure  # The new values of an NNX module stay out of it.
+    tree = call.result_structure  # without the new values of an NNX module
     pairs = [(x, y.array) for x, y in zip(compiled, results, strict=True) if is_floating(x)]
     return _Run(operations, results[: tree.num_leaves], tree, max((_apart(*pair) for pair in pairs), default=0.0))
 
 
 def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[float, float]]]]:
-    """The rows, and of each entry of both sides the difference and the unit of rounding."""
+    """The rows, and for each entry of both sides its difference, and the unit roundoff with its amplification."""
     known: list[dict[int, tuple[float, float]]] = [{}, {}]
     sides = aligned.ours, aligned.theirs
 
     def carried(side: int, entry: Entry) -> list[tuple[float, float]]:
-        """The differences and units of the operands of an entry, weighted as in its result."""
+        """The differences and unit roundoffs of the operands of an entry, times their weights in its result."""
         weights = [(k, _weight(entry, sides[side][k])) for k in entry.reads if k in known[side]]
         return [(known[side][k][0] * weight, known[side][k][1] * weight) for k, weight in weights]
 
     def add_alone(side: int, k: int) -> None:
-        """Add an operation that only one function has: it differs as much as its operands."""
+        """Add an operation that only one function has. Its difference is that of its operands."""
         entry = sides[side][k]
         reads = carried(side, entry)
         unit = max([gain(entry.numbers) * _unit(entry.operation), *(unit for _, unit in reads)])
@@ -189,7 +189,7 @@ def _only(aligned: Alignment, rows: Sequence[ComparedRow], first: int | None) ->
 
 
 def _unit(x: Any) -> float:
-    """Half the distance of 1 to the next number. Float32 has more, because sums may be in another order."""
+    """The unit roundoff of a dtype. For float32 it is larger, because sums may be in another order."""
     if not is_floating(x):
         return 0.0
     eps = float(jnp.finfo(x.dtype).eps)
@@ -203,7 +203,7 @@ def _name(x: Operation) -> str:
 
 
 def _apart(x: Any, y: Any) -> float:
-    """The relative difference of two arrays. inf if they differ in shape, or in where inf and NaN are."""
+    """The relative difference of two arrays. inf if their shapes differ, or inf and NaN are at other elements."""
     if np.shape(x) != np.shape(y):
         return math.inf
     if not is_inexact(x):

@@ -90,7 +90,7 @@ class Errors:
         return _distance(pairs[: self._n]), _distance(pairs[self._n :])
 
     def damages(self) -> list[dict[int, Damage]]:
-        """The predicted damage of each site to the value, and to the gradients. Inside scans it has their axes.
+        """The predicted damage of each site to the value, and to the gradients. Inside scans it has an axis for each.
 
         Raises:
           ValueError: If the function or its gradients are not finite in float32.
@@ -111,7 +111,7 @@ class Errors:
 
 
 def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
-    """The norm of the differences of pairs of arrays, divided by the norm of the second ones."""
+    """The norm of the differences of pairs of arrays, relative to the norm of the second ones."""
     wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs if is_floating(y)]
     size = sum(float(np.sum(y**2)) for _, y in wide)
     error = math.sqrt(sum(float(np.sum((x - y) ** 2)) for x, y in wide))
@@ -121,7 +121,7 @@ def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
 
 
 def _probe(values: Sequence[Any], seed: int) -> list[Any]:
-    """Random signs, divided by the norm of all values. Their product with an error deviates by the relative error."""
+    """Random signs, divided by the norm of all values. The inner product with an error has its relative size."""
     size = math.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in values if is_floating(x))) or math.inf
     keys = jax.random.split(jax.random.key(seed), max(1, len(values)))
     sign = lambda key, x: jax.random.rademacher(key, x.shape, x.dtype) / size

@@ -1,4 +1,4 @@
-"""Run a function operation by operation, and keep numbers about each result instead of the result."""
+"""Run a function operation by operation, and keep statistics of each result instead of the result."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ _SKETCHES = 24
 
 
 class Numbers(NamedTuple):
-    """Numbers about an array. Those of several arrays add up to those of all.
+    """Statistics of an array. Those of several arrays add up to those of all.
 
     Attributes:
       flat: Sums of all elements with random signs, f32[24]. The mean square of the difference of two of them is an
@@ -65,14 +65,14 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array, and the indices of the operations that computed it. Moves of data are not among them."""
+    """An array, and the indices of the operations that computed it. Data movement does not count."""
 
     array: Any
     made_by: frozenset[int] = frozenset()
 
 
 class Observer(Walker[Value]):
-    """An evaluation that keeps `Operation`s: arithmetic with a floating result, without moves of data."""
+    """An evaluation that keeps an `Operation` for all arithmetic with a floating result, but not for data movement."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,13 +163,13 @@ def gain(x: Numbers) -> float:
 
 
 def rows_gain(x: Numbers) -> float:
-    """The same for the sums over rows. Arrays whose rows are split are compared by these."""
+    """The same for the sums over rows, by which arrays are compared whose rows are split."""
     rows = _root_mean_square(x.rows)
     return max(1.0, math.sqrt(x.square) / rows) if rows else math.inf
 
 
 def difference(x: Numbers, y: Numbers, same_rows: bool, is_split: bool) -> float:
-    """The relative difference of two arrays, estimated from less if the rows are split or not the same."""
+    """The estimated relative difference of two arrays. It uses fewer statistics if their rows are split or differ."""
     if x.bad != y.bad:
         return math.inf
     norm, other = math.sqrt(x.square), math.sqrt(y.square)

@@ -29,7 +29,7 @@ class _Rule(NamedTuple):
 
 
 def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
-    """The fewest rules, by the damage that each prevents for its FLOPs. At last they are run with autocast."""
+    """The fewest rules, chosen by the damage that each prevents for its FLOPs. The result is checked with autocast."""
     errors = errors_of({})
     kind = int(errors.has_gradients)
     if not bound > 0 or math.isnan(errors.total[kind]):
@@ -44,7 +44,7 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
     def is_enough(rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> bool:
         return error([*rules, *others]) <= bound
 
-    for target in (bound, 0.7 * bound, 0.5 * bound):  # With autocast, the last digits differ from those of the search.
+    for target in (bound, 0.7 * bound, 0.5 * bound):  # Autocast rounds a little differently from the search.
         if not is_enough(float32, [], target):
             break
         needed = _fewest(float32, functools.partial(is_enough, others=accumulate, bound=target))

@@ -1,4 +1,4 @@
-"""A jaxpr as steps: every operation that rounds to 16 bit has a site, which is a line of source and a layer."""
+"""A jaxpr as steps. Every operation that rounds to 16 bit has a site: a line of source and a layer."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class Step:
 
     eqn: JaxprEqn
     site: int | None = None
-    rounds: tuple[bool, ...] = ()  # for each operand, whether it is a narrow one of a product
+    rounds: tuple[bool, ...] = ()  # for each operand, whether it is a 16-bit operand of a product
     bodies: tuple["Body", ...] = ()
 
     @functools.cached_property
@@ -146,8 +146,8 @@ def _rounds(eqn: JaxprEqn) -> bool:
 
 
 def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
-    """The steps, where casts that only products read, perhaps moved, do not round: products round their operands."""
-    kept = {v for v in outputs if not _jaxpr.is_literal(v)}  # what anything but a product reads
+    """The steps, without the rounding of casts that only products read. Products round their operands themselves."""
+    kept = {v for v in outputs if not _jaxpr.is_literal(v)}  # what any step but a product or data movement reads
     backwards = []
     for step in reversed(steps):
         name, outs = _jaxpr.name(step.eqn), step.eqn.outvars

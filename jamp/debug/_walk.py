@@ -13,12 +13,12 @@ from jamp._autocast.context import SEGMENT
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._source_line import in_scope, is_transposed, scope, user_line
 
-V = TypeVar("V")  # an array, and what is known about it
+V = TypeVar("V")  # an array with what a subclass tracks about it
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where an operation stands: the user's line, the name scopes, and whether it is part of a backward pass."""
+    """Where an operation is: the user's line, the name scopes, and whether it is part of a backward pass."""
 
     line: str = ""
     scope: str = ""
@@ -39,7 +39,7 @@ class Walker(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def operation(self, eqn: JaxprEqn, values: list[V], here: Location) -> list[V]:
-        """The results of an operation that is not entered."""
+        """Evaluate an operation that has no body to enter."""
 
     @abc.abstractmethod
     def constant(self, array: Any) -> V:
