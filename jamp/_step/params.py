@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.tree_util import keystr
 
 from jamp._cast import is_floating, to_float32
 from jamp._step.misuse import users_stacklevel
@@ -33,6 +34,13 @@ def check_rounds_last(opt_state: Any) -> None:
             "schedule_free around stochastic_rounding averages the rounded parameters, and the averages are rounded to "
             "nearest. Put the rounding last: jamp.stochastic_rounding(optax.contrib.schedule_free(tx, learning_rate))."
         )
+
+
+def check_bfloat16(params: Any, advice: str) -> None:
+    """Raise ValueError with this advice if a parameter is of another floating dtype of fewer than 32 bits."""
+    for path, p in jax.tree.leaves_with_path(params):
+        if is_floating(p) and p.dtype.itemsize < 4 and p.dtype != jnp.bfloat16:
+            raise ValueError(f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. {advice}")
 
 
 def warn_if_rounded(opt_state: Any, params: Any) -> None:

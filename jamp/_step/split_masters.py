@@ -9,11 +9,15 @@ import optax
 from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
-from jamp._cast import is_floating, to_float32
-from jamp._step.params import rounds_params, update_between
+from jamp._cast import to_float32
+from jamp._step.params import check_bfloat16, rounds_params, update_between
 from jamp._step.state import check_kind
 
 _INF = np.uint32(0x7F800000)
+_ADVICE = (
+    "Split masters are for bfloat16, which is the upper half of a float32. Use bfloat16 parameters, or whole masters: "
+    "jamp.master_params(tx)."
+)
 _CURE = (
     "If it is the state of jamp.master_params(tx) without split=True, with whole masters: params, state = "
     "jamp.interop.split_masters(state, params)."
@@ -56,7 +60,7 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SplitMasterParamsState:
-        _check_splittable(params)
+        check_bfloat16(params, _ADVICE)
         low_bits = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.uint16) if is_split(p) else optax.MaskedNode(), params)
         return SplitMasterParamsState(low_bits, check_inner(inner.init(to_float32(params))))
 
@@ -65,7 +69,7 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
     ) -> tuple[optax.Updates, SplitMasterParamsState]:
         check_kind(state, SplitMasterParamsState, _CURE)
         check_given(params)
-        _check_splittable(params)
+        check_bfloat16(params, _ADVICE)
         masters = _join(params, state.low_bits)
         steps, inner_state = inner.update(to_float32(grads), state.inner_state, masters, **extra_args)
         new, low_bits = _split(optax.apply_updates(masters, steps), params)
@@ -228,12 +232,3 @@ def check_inner(inner_state: Any) -> Any:
             "jamp.loss_scaled(jamp.stochastic_rounding(tx)), or masters alone, in jamp.mixed_precision(tx)."
         )
     return inner_state
-
-
-def _check_splittable(params: Any) -> None:
-    for path, p in jax.tree.leaves_with_path(params):
-        if is_floating(p) and p.dtype.itemsize < 4 and not is_split(p):
-            raise ValueError(
-                f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. Split masters are for bfloat16, which is "
-                "the upper half of a float32. Use bfloat16 parameters, or whole masters: jamp.master_params(tx)."
-            )

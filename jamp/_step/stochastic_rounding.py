@@ -16,13 +16,17 @@ from jax.typing import DTypeLike
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._step.misuse import users_stacklevel
 from jamp._step.moments import NOT_MOMENTS
-from jamp._step.params import rounds_params, update_between
+from jamp._step.params import check_bfloat16, rounds_params, update_between
 from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
 from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
 from jamp._step.state import check_holds_no_scaler, check_kind, contains
 
 # Their updates depend on the distance to the first parameters, to which each rounding adds.
 _DISTANCES = ("DoGState", "DoWGState", "MechanicState")
+_ADVICE = (
+    "Stochastic rounding is for bfloat16, which has the range of float32: smaller types would make small parameters 0. "
+    "Use bfloat16 parameters, or float32 masters: jamp.mixed_precision(tx)."
+)
 _CURE = "If it is the state of the optimizer inside: tx.init(params)._replace(inner_state=state)."
 
 
@@ -125,7 +129,7 @@ def stochastic_rounding(
         return tree_map_with_path(stored, inner_state)
 
     def init(params: optax.Params) -> StochasticRoundingState:
-        _check_params(params)
+        check_bfloat16(params, _ADVICE)
         inner_state, count = inner.init(to_float32(params)), jnp.array(0, jnp.int32)
         _check_inner(inner_state, params)
         specs = jax.tree.broadcast(PartitionSpec(), params)
@@ -137,7 +141,7 @@ def stochastic_rounding(
         check_kind(state, StochasticRoundingState, _CURE)
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters. Call tx.update(grads, state, params).")
-        _check_params(params)
+        check_bfloat16(params, _ADVICE)
         if state_dtype is None:
             _warn_if_nothing_is_rounded(params)
         in_float32, count = to_float32(params), next_count(state.rounding_count)
@@ -175,16 +179,6 @@ def _check_state_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     if checked not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"state_dtype must be bfloat16, got {checked.name}: only it has the range of float32.")
     return checked
-
-
-def _check_params(params: Any) -> None:
-    for path, p in jax.tree.leaves_with_path(params):
-        if is_floating(p) and p.dtype.itemsize < 4 and p.dtype != jnp.bfloat16:
-            raise ValueError(
-                f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. Stochastic rounding is for bfloat16, "
-                "which has the range of float32: smaller types would make small parameters 0. Use bfloat16 parameters, "
-                "or float32 masters: jamp.mixed_precision(tx)."
-            )
 
 
 def _warn_if_nothing_is_rounded(params: Any) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jamp import _evaluate, _jaxpr
+from jamp import _jaxpr
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxpr import JaxprEqn
 from jamp.debug._nonfinite_search import number, to_host
+from jamp.debug._wider import bind_wider
 
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
@@ -102,8 +102,7 @@ def _overflow(
         return None
     try:
         with jax.enable_x64(True):
-            result = _again(eqn, inputs, wide_dtype)[position]
-            value = float(to_host(result)[index])
+            value = float(to_host(bind_wider(eqn, inputs, wide_dtype)[position])[index])
     except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
         return None  # The operation does not exist in the wider dtype.
     exponential = _kind(_jaxpr.name(eqn))
@@ -118,12 +117,3 @@ def _overflow(
 
 def _kind(name: str) -> str:
     return "exp " if name in ("exp", "exp2", "expm1", "sinh", "cosh") else ""
-
-
-def _again(eqn: JaxprEqn, inputs: Sequence[Any], dtype: np.dtype[Any]) -> list[Any]:
-    """The results of an equation with its floating operands in a wider dtype."""
-    for narrow in {x.dtype for x in (*_jaxpr.avals(eqn.outvars), *_jaxpr.avals(eqn.invars)) if is_floating(x)}:
-        eqn = _evaluate.replace_dtype(eqn, narrow, dtype)
-    args = [lax.convert_element_type(x, dtype) if is_floating(x) else x for x in inputs]
-    avals = [a.update(dtype=dtype, weak_type=False) if is_floating(a) else a for a in _jaxpr.avals(eqn.outvars)]
-    return _evaluate.bind(eqn, args, avals)

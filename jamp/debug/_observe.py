@@ -15,6 +15,7 @@ from jamp._cast import cast_leaf, is_floating
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import MOVING, PRODUCTS
 from jamp.debug._walk import Location, Walker
+from jamp.debug._wider import bind_wider
 
 _SKETCHES = 24
 
@@ -99,15 +100,10 @@ class Observer(Walker[Value]):
     def constant(self, array: Any) -> Value:
         return Value(array)
 
-    def array(self, value: Value) -> Any:
-        return value.array
-
     def item(self, value: Value, i: int) -> Value:
         return Value(value.array[i], value.made_by)
 
-    def stack(self, values: list[Value], aval: Any) -> Value:
-        if not values:
-            return Value(jnp.zeros(aval.shape, aval.dtype))
+    def stack(self, values: list[Value]) -> Value:
         return Value(jnp.stack([x.array for x in values]), frozenset().union(*(x.made_by for x in values)))
 
 
@@ -144,10 +140,8 @@ def _terms(eqn: JaxprEqn, operands: Sequence[Any], square: Array) -> Any:
     if name in ("add", "sub", "add_any"):
         return sum(_square(jnp.broadcast_to(x, _jaxpr.avals(eqn.outvars)[0].shape)) for x in operands)
     if name in PRODUCTS and all(map(is_floating, operands[:2])):
-        wide = _evaluate.widened(eqn, {x.dtype for x in operands[:2]}, np.dtype(np.float32))
         squares = [jnp.square(cast_leaf(x, jnp.float32)) for x in operands[:2]]
-        types = [aval.update(dtype=np.dtype(np.float32)) for aval in _jaxpr.avals(eqn.outvars)]
-        return jnp.sum(_evaluate.bind(wide, [*squares, *operands[2:]], types)[0])
+        return jnp.sum(bind_wider(eqn, [*squares, *operands[2:]], np.dtype(np.float32))[0])
     return square
 
 

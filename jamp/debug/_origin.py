@@ -107,16 +107,11 @@ class OriginWalker(Walker[Value]):
     def constant(self, array: Any) -> Value:
         return known(array, "constant")
 
-    def array(self, value: Value) -> Any:
-        return value.array
-
     def item(self, value: Value, i: int) -> Value:
         if value.origin:
             return known(value.array[i], value.origin, value.parameter)
         return Value(value.array[i], parameter=value.parameter)
 
-    def stack(self, values: list[Value], aval: Any) -> Value:
-        if not values:
-            return Value(jnp.zeros(aval.shape, aval.dtype))
+    def stack(self, values: list[Value]) -> Value:
         arrays = jnp.stack([x.array for x in values])
         return Value(arrays, max(x.bits for x in values), earliest(values))

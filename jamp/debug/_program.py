@@ -107,7 +107,7 @@ class Program:
         self.sites, self.flops = builder.sites, builder.flops
         self.opaque: set[str] = set()
         self._segments = _segments(self._body)
-        # Equal segments share the first one's compiled functions. A key is long, so it is hashed here and not in each run.
+        # Equal segments share the first one's compiled functions. A key is long, so it is hashed once, here.
         first: dict[Any, _Segment] = {}
         self._compiled = [first.setdefault(segment.key, segment) for segment in self._segments]
         self._last = {v: i for i, segment in enumerate(self._segments) for v in segment.reads}

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
 from jamp.debug._steps import CAST, Body, Step
+from jamp.debug._wider import bind_wider, is_narrower
 
 # At the dtypes they were traced with: they work on bits, or on random keys.
 _AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_bits", "shard_map")
@@ -94,13 +95,9 @@ def reference_dtype() -> np.dtype[Any]:
     return np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
 
 
-def _widens(aval: Any) -> bool:
-    return is_floating(aval) and aval.dtype.itemsize < reference_dtype().itemsize
-
-
 def widen(x: Any) -> Any:
     """A narrower floating value in the dtype of the reference."""
-    return jnp.asarray(x, reference_dtype()) if _widens(x) else x
+    return jnp.asarray(x, reference_dtype()) if is_narrower(x, reference_dtype()) else x
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
@@ -140,11 +137,9 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
 def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     eqn, before, after = step.eqn, _jaxpr.avals(step.eqn.invars), _jaxpr.avals(step.eqn.outvars)
     if _jaxpr.name(eqn) in _AS_TRACED or _jaxpr.has_body(eqn):
-        given = [x.astype(aval.dtype) if _widens(aval) else x for x, aval in zip(xs, before, strict=True)]
+        given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(xs, before, strict=True)]
         return list(map(widen, _evaluate.bind(eqn, given, after)))
-    types = [aval.update(dtype=reference_dtype()) if _widens(aval) else aval for aval in after]
-    widened = _evaluate.widened(eqn, {aval.dtype for aval in (*before, *after) if _widens(aval)}, reference_dtype())
-    compute = lambda values: _evaluate.bind(widened, values, types)
+    compute = lambda values: bind_wider(eqn, values, reference_dtype())
     if data is None:
         return compute(xs)
     reads = zip(xs, before, step.rounds, strict=True)

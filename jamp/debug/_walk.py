@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jamp import _evaluate, _jaxpr
@@ -13,7 +14,15 @@ from jamp._autocast.context import SEGMENT
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._source_line import in_scope, is_transposed, scope, user_line
 
-V = TypeVar("V")  # an array with what a subclass tracks about it
+
+class Tracked(Protocol):
+    """An array with what a walker tracks about it."""
+
+    @property
+    def array(self) -> Any: ...
+
+
+V = TypeVar("V", bound=Tracked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +55,12 @@ class Walker(abc.ABC, Generic[V]):
         """A value that is written into the code."""
 
     @abc.abstractmethod
-    def array(self, value: V) -> Any:
-        """The array of a value."""
-
-    @abc.abstractmethod
     def item(self, value: V, i: int) -> V:
         """A value along the first axis, for one iteration of a scan."""
 
     @abc.abstractmethod
-    def stack(self, values: list[V], aval: Any) -> V:
-        """The values of all iterations of a scan, perhaps none, as one of the type `aval`."""
+    def stack(self, values: list[V]) -> V:
+        """The values of all iterations of a scan as one. There is at least one iteration."""
 
     def run(self, closed: ClosedJaxpr, args: Sequence[V], caller: Location | None = None) -> list[V]:
         """Return the results of a jaxpr. Operations without a source line get that of the caller."""
@@ -100,14 +105,14 @@ def _call(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
 
 
 def _cond(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
-    branch = int(np.clip(walker.array(values[0]), 0, len(bodies) - 1))
+    branch = int(np.clip(values[0].array, 0, len(bodies) - 1))
     return inside(f"cond, branch {branch}", bodies[branch], values[1:])
 
 
 def _while(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
     n, carry = _jaxpr.condition_constants(eqn), _jaxpr.carry(eqn)
     consts, state, iteration = values[n : carry.start], values[carry.start :], 0
-    while walker.array(inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state], iteration)[0]):
+    while inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state], iteration)[0].array:
         state = inside(f"while, iteration {iteration}", bodies[1], [*consts, *state], iteration)
         iteration += 1
     return state
@@ -124,8 +129,12 @@ def _scan(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
         state = results[: len(carry)]
         rows.append(results[len(carry) :])
     rows = rows[::-1] if is_reverse else rows
-    types = _jaxpr.avals(eqn.outvars[len(carry) :])
-    return [*state, *(walker.stack([row[j] for row in rows], aval) for j, aval in enumerate(types))]
+    if not rows:
+        return [
+            *state,
+            *(walker.constant(jnp.zeros(x.shape, x.dtype)) for x in _jaxpr.avals(eqn.outvars[len(carry) :])),
+        ]
+    return [*state, *map(walker.stack, map(list, zip(*rows, strict=True)))]
 
 
 _ENTER: dict[str, Callable[[Walker[Any], JaxprEqn, Bodies, list[Any], Inside], list[Any]]] = {
