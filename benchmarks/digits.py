@@ -178,10 +178,10 @@ def mismatch(quick: bool) -> Rows:
 
 def by_line(sides: list[Errors]) -> Rows:
     """The errors of sampler and trainer if one line alone rounds, and their mismatch if all lines but this one do."""
-    lines = dict.fromkeys(site.source for side in sides for site in side.program.sites)
+    lines = dict.fromkeys(site.location.line for side in sides for site in side.program.sites)
 
     def values(kept: set[str]) -> list[Array]:
-        on = lambda side: {i: ON if x.source in kept else OFF for i, x in enumerate(side.program.sites)}
+        on = lambda side: {i: ON if x.location.line in kept else OFF for i, x in enumerate(side.program.sites)}
         return [side.values(on(side))[0] for side in sides]
 
     mean = lambda x, y: float(jnp.mean(jnp.abs(x - y)))

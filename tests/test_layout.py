@@ -1,4 +1,4 @@
-"""The layout: floors of imports, public API only, small modules, and docstrings whose examples run."""
+"""The layout: floors of imports, public API only, and docstrings whose examples run."""
 
 import ast
 import doctest

@@ -14,7 +14,8 @@ from jamp import _evaluate, _jaxpr
 from jamp._cast import cast_leaf, is_floating
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import MOVING, PRODUCTS
-from jamp.debug._walk import Location, Walker
+from jamp._source_line import Location
+from jamp.debug._walk import Walker
 from jamp.debug._wider import bind_wider
 
 _SKETCHES = 24

@@ -13,10 +13,10 @@ from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import REARRANGES
-from jamp._source_line import pattern
+from jamp._source_line import Location, pattern
 from jamp.debug._cause import explain
 from jamp.debug._nonfinite_search import Finding, Values
-from jamp.debug._walk import Location, Walker
+from jamp.debug._walk import Walker
 
 INF, NAN = 1, 2
 

@@ -18,7 +18,7 @@ from jax import Array
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
-from jamp._source_line import user_line
+from jamp._source_line import Location, user_line
 from jamp.debug._run_steps import Damage, Data, Switches, damage, run_steps, widen
 from jamp.debug._steps import Body, Builder, Site, Step
 
@@ -103,7 +103,7 @@ class Program:
 
     def __init__(self, closed: ClosedJaxpr, parameters: Sequence[str]):
         builder = Builder()
-        self._body = builder.body(closed, parameters, Site("", "", False, ()))
+        self._body = builder.body(closed, parameters, Site(Location(), ()))
         self.sites, self.flops = builder.sites, builder.flops
         self.opaque: set[str] = set()
         self._segments = _segments(self._body)

@@ -239,10 +239,10 @@ def _row(site: Site, damages: Sequence[Damage | None], flops: float) -> Rounding
         step = tuple(int(i) for i in np.unravel_index(np.argmax(squares), site.steps))
     return RoundingRow(
         ", ".join([name for name in names if name in PRODUCTS] or names),
-        site.source,
-        site.scope,
+        site.location.line,
+        site.location.scope,
         pattern(site.parameters),
-        site.backward,
+        site.location.backward,
         ", ".join(sorted(site.dtypes)),
         sum(site.operations.values()) / flops if flops else 0.0,
         math.sqrt(error / size) if size else none,

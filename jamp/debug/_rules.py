@@ -69,11 +69,11 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
 def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage]) -> tuple[list[_Rule], list[_Rule]]:
     """The rules that keep the results of products in float32, and those that keep products in float32."""
     accumulate, float32 = [], []
-    keys = dict.fromkeys((name, x.scope) for x in sites for name in sorted(x.operations.keys() & PRODUCTS))
+    keys = dict.fromkeys((name, x.location.scope) for x in sites for name in sorted(x.operations.keys() & PRODUCTS))
     for name, scope in keys:
-        inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.scope}/"
+        inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.location.scope}/"
         covered = [i for i, x in enumerate(sites) if name in x.operations and inside(x)]
-        forward = [i for i in covered if not sites[i].backward]
+        forward = [i for i in covered if not sites[i].location.backward]
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
         flops = sum(sum(sites[i].operations.values()) for i in covered)
@@ -83,12 +83,12 @@ def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage]) -> tuple[l
                 key,
                 ACCUMULATE,
                 dict.fromkeys(forward, results),
-                squares("result", [i for i in forward if sites[i].scope == scope]),
+                squares("result", [i for i in forward if sites[i].location.scope == scope]),
                 0.0,
             )
         )
         # A rule for a scope covers all sites in it. A site with a scope of its own has its own rule, too.
-        own = [i for i in covered if sites[i].scope == scope]
+        own = [i for i in covered if sites[i].location.scope == scope]
         prevents = squares("operands", own) + squares("result", own)
         float32.append(_Rule(key, FLOAT32, dict.fromkeys(covered, OFF), prevents, flops))
     by_damage = lambda x: -x.prevents / (x.flops + 1)
@@ -123,7 +123,8 @@ def _without_needless(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rul
 
 def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
     """Advice for products that only a rule for all products covers."""
-    lines = sorted({sites[i].source for x in rules if "[" not in x.key for i in x.on if not sites[i].scope})
+    locations = {sites[i].location for x in rules if "[" not in x.key for i in x.on}
+    lines = sorted({x.line for x in locations if not x.scope})
     if not lines:
         return ""
     return (
@@ -134,7 +135,7 @@ def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
 
 def _unreachable(sites: Sequence[Site], rules: Sequence[_Rule], error: float, bound: float) -> str:
     covered = {i for rule in rules for i in rule.on}
-    lines = sorted({x.source or x.scope for i, x in enumerate(sites) if i not in covered})
+    lines = sorted({x.location.line or x.location.scope for i, x in enumerate(sites) if i not in covered})
     return (
         f"No rules for products bring the error below {bound:g}. With all of them in float32 it is {error:.1e}, "
         f"because other operations round to 16 bit: {', '.join(lines[:5])}."

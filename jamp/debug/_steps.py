@@ -13,7 +13,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast.equations import flops
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import MOVING, PRODUCTS, REARRANGES, holds_product
-from jamp._source_line import is_transposed, scope, user_line
+from jamp._source_line import Location
 
 CAST = "convert_element_type"
 LOOPS = ("scan", "while", "cond")
@@ -24,9 +24,7 @@ _INLINED = ("jit", "pjit", "closed_call", "remat2", "remat_opt", "custom_jvp_cal
 class Site:
     """The operations of one line and layer that round, forward or backward, in the same loops."""
 
-    source: str
-    scope: str
-    backward: bool
+    location: Location
     steps: tuple[int, ...]  # the lengths of the scans around it
     operations: dict[str, float] = dataclasses.field(default_factory=dict)  # the FLOPs of each primitive
     dtypes: set[str] = dataclasses.field(default_factory=set)
@@ -94,8 +92,7 @@ class Builder:
         self, steps: list[Step], known: dict[Any, str], around: Site, eqn: JaxprEqn, reads: list[Any]
     ) -> Sequence[Any]:
         """Add the steps of an equation that is called at the site `around`. Return the variables of its results."""
-        source, layer = user_line(eqn) or around.source, scope(eqn, around.scope)
-        here = Site(source, layer, around.backward or is_transposed(eqn), around.steps)
+        here = Site(around.location.inside(eqn), around.steps)
         bodies, name = _entered(eqn), _jaxpr.name(eqn)
         if bodies and name in _INLINED:
             return _evaluate.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, here))
@@ -117,7 +114,7 @@ class Builder:
         return outs
 
     def _site(self, eqn: JaxprEqn, here: Site, times: float, paths: Sequence[str]) -> int:
-        key = here.source, here.scope, here.backward, here.steps
+        key = here.location, here.steps
         i = self._index.setdefault(key, len(self.sites))
         if i == len(self.sites):
             self.sites.append(here)

@@ -1,7 +1,6 @@
 """Evaluate a jaxpr operation by operation on real values. Loops become Python loops."""
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -12,7 +11,7 @@ import numpy as np
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.context import SEGMENT
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._source_line import in_scope, is_transposed, scope, user_line
+from jamp._source_line import Location, in_scope
 
 
 class Tracked(Protocol):
@@ -23,15 +22,6 @@ class Tracked(Protocol):
 
 
 V = TypeVar("V", bound=Tracked)
-
-
-@dataclasses.dataclass(frozen=True)
-class Location:
-    """Where an operation is: the user's line, the name scopes, and whether it is part of a backward pass."""
-
-    line: str = ""
-    scope: str = ""
-    backward: bool = False
 
 
 class Walker(abc.ABC, Generic[V]):
@@ -69,8 +59,7 @@ class Walker(abc.ABC, Generic[V]):
         return _evaluate.interpret(closed.jaxpr, [*map(self.constant, closed.consts), *args], run, literal)
 
     def _results(self, caller: Location, eqn: JaxprEqn, values: list[V]) -> list[V]:
-        backward = caller.backward or is_transposed(eqn)
-        here = Location(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
+        here = caller.inside(eqn)
         bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _ENTER else None
         if bodies is None:
             return self.operation(eqn, values, here)
