@@ -81,7 +81,7 @@ class Optimizer(nnx.Optimizer[Any]):
         updates that it added to the parameters.
         """
         if kwargs.get("grads_finite") is None:
-            kwargs["grads_finite"] = _known_check(grads, self.axis_name)
+            kwargs["grads_finite"] = _known_check(self, grads)
         before = nnx.as_pure((nnx.state(model, self.wrt), self.step))
         updates = super().update(model, grads, **kwargs)
         after = nnx.as_pure((nnx.state(model, self.wrt), self.step))
@@ -134,35 +134,29 @@ def value_and_grad(
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
         grads = unscale(scaled_grads, scale)
         if scale is not None:
-            axis_name = getattr(optimizer, "axis_name", None)
-            grads_finite = all_finite(nnx.as_pure(grads), axis_name=axis_name)
-            _note_check(grads, axis_name, grads_finite)
+            grads_finite = all_finite(nnx.as_pure(grads), axis_name=getattr(optimizer, "axis_name", None))
+            if isinstance(optimizer, Optimizer):
+                _CHECKED[optimizer] = [weakref.ref(x) for x in _gradients(grads)], grads_finite
             _restore_unless(grads_finite, (args, kwargs), before)
         return ((loss, aux) if has_aux else loss), grads
 
     return with_true_gradients
 
 
-# Of each gradient of `value_and_grad` that is in use, by its `id`: whether all gradients of that call are finite
-# (bool[]), their number, and the axis name of the check.
-_CHECKS: dict[int, tuple[jax.Array, int, Any]] = {}
+# Of each optimizer whose gradients `value_and_grad` has computed: these gradients, and whether they are finite.
+_CHECKED: weakref.WeakKeyDictionary[Any, tuple[list[Any], jax.Array]] = weakref.WeakKeyDictionary()
 
 
-def _note_check(grads: Any, axis_name: Any, grads_finite: jax.Array) -> None:
-    gradients = split_gradients(nnx.as_pure(grads))[0]
-    check = grads_finite, len(gradients), axis_name
-    for x in gradients:
-        _CHECKS[id(x)] = check
-        weakref.finalize(x, _CHECKS.pop, id(x), None).atexit = False
+def _gradients(grads: Any) -> list[Any]:
+    return split_gradients(nnx.as_pure(grads))[0]
 
 
-def _known_check(grads: Any, axis_name: Any) -> jax.Array | None:
-    """bool[], whether gradients are finite, if they are all those of one call of `value_and_grad`, unchanged."""
-    gradients = split_gradients(nnx.as_pure(grads))[0]
-    checks = [_CHECKS.get(id(x)) for x in gradients]
-    if not checks or checks[0] is None or checks[0][1:] != (len(checks), axis_name):
-        return None
-    return checks[0][0] if all(x is checks[0] for x in checks) else None
+def _known_check(optimizer: Any, grads: Any) -> jax.Array | None:
+    """bool[], whether gradients are finite, if they are those that `value_and_grad` checked last for an optimizer."""
+    checked, grads_finite = _CHECKED.pop(optimizer, ([], None))
+    gradients = _gradients(grads)
+    is_same = len(checked) == len(gradients) and all(ref() is x for ref, x in zip(checked, gradients, strict=True))
+    return grads_finite if is_same else None
 
 
 def _values(nodes: Any) -> dict[Any, Any]:
