@@ -39,14 +39,12 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
 
 def _operands_at(index: tuple[Any, ...], shape: tuple[int, ...], inputs: Sequence[Any]) -> list[float] | None:
     """The real operands of an elementwise operation at an index."""
-    real = all(jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer) for x in inputs)
-    if not inputs or not real or not all(_broadcasts(np.shape(x), shape) for x in inputs):
+    if not inputs or not all(is_floating(x) or jnp.issubdtype(x.dtype, jnp.integer) for x in inputs):
         return None
-    return [float(to_host(x)[tuple(i % n for i, n in zip(index, np.shape(x), strict=False))]) for x in inputs]
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return not shape or (len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True)))
+    try:
+        return [float(np.broadcast_to(to_host(x), shape)[index]) for x in inputs]
+    except ValueError:  # The shapes are not those of an elementwise operation.
+        return None
 
 
 def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:

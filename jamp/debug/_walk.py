@@ -83,7 +83,7 @@ class Inside(Protocol):
     ) -> list[Any]: ...
 
 
-Bodies = Sequence["ClosedJaxpr"]
+Bodies = Sequence[ClosedJaxpr]
 
 
 def _call(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
@@ -118,23 +118,10 @@ def _scan(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
         state = results[: len(carry)]
         rows.append(results[len(carry) :])
     rows = rows[::-1] if is_reverse else rows
-    if not rows:
-        return [
-            *state,
-            *(walker.constant(jnp.zeros(x.shape, x.dtype)) for x in _jaxpr.avals(eqn.outvars[len(carry) :])),
-        ]
-    return [*state, *map(walker.stack, map(list, zip(*rows, strict=True)))]
+    empty = (walker.constant(jnp.zeros(x.shape, x.dtype)) for x in _jaxpr.avals(eqn.outvars[len(carry) :]))
+    return [*state, *(map(walker.stack, map(list, zip(*rows, strict=True))) if rows else empty)]
 
 
-_ENTER: dict[str, Callable[[Walker[Any], JaxprEqn, Bodies, list[Any], Inside], list[Any]]] = {
-    "jit": _call,
-    "remat2": _call,
-    "custom_jvp_call": _call,
-    "custom_vjp_call": _call,
-    "closed_call": _call,
-    "linear_call": _call,
-    "scaled_call": _call,
-    "cond": _cond,
-    "while": _while,
-    "scan": _scan,
-}
+_CALLS = "jit", "remat2", "custom_jvp_call", "custom_vjp_call", "closed_call", "linear_call", "scaled_call"
+_Enter = Callable[[Walker[Any], JaxprEqn, Bodies, list[Any], Inside], list[Any]]
+_ENTER: dict[str, _Enter] = dict.fromkeys(_CALLS, _call) | {"cond": _cond, "while": _while, "scan": _scan}
