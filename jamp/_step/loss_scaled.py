@@ -105,12 +105,11 @@ def loss_scaled(
         scale = state.loss_scale_state.loss_scale if unscale and not noop else None
         check = grads_finite is None and not noop
         true, finite = scale_unscale.true_gradients(grads, scale, check=check, axis_name=axis_name)
-        if noop:
-            updates, inner_state = inner_update(true, state.inner_state, params)
-            return updates, state._replace(inner_state=inner_state)
-        finite = _as_flag(grads_finite) if finite is None else finite
+        if not noop and not check:
+            finite = _as_flag(grads_finite)
         updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
-        return updates, type(state)(*scaler_of(state).advance(loss_scale, finite), inner_state)
+        scaler = scaler_of(state) if finite is None else scaler_of(state).advance(loss_scale, finite)
+        return updates, type(state)(*scaler, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

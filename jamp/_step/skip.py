@@ -25,13 +25,16 @@ from jamp._step.rounding import check_not_scaled
 
 
 def update_or_skip(
-    grads_finite: Array, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
+    grads_finite: Array | None, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Return `update(grads, state, params)` if the gradients are finite (bool[]), else updates of -0.0 and `state`.
+    """Return `update(grads, state, params)` if the gradients are finite, else updates of -0.0 and `state`.
 
-    `update` is a traceable function of pytrees of arrays that returns updates and a new state. If the new state has
-    another structure, shape or dtype than `state`, a ValueError names the leaf.
+    `grads_finite` is bool[], or None if they were not checked. `update` is a traceable function of pytrees of arrays
+    that returns updates and a new state. If the new state of a checked step has another structure, shape or dtype than
+    `state`, a ValueError names the leaf.
     """
+    if grads_finite is None:
+        return update(grads, state, params)
     closed, (updates, new_state) = _jaxpr.trace(update, grads, state, params)
     _check_types(
         state, new_state, "The inner optimizer's state",

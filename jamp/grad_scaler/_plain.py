@@ -48,5 +48,5 @@ def step_plain(
         return updates, optax.tree.cast_like(new, state)
 
     args = to_float32(grads), opt_state, params_for(opt_state, params)
-    updates, new_state = update(*args) if grads_finite is None else update_or_skip(grads_finite, update, *args)
+    updates, new_state = update_or_skip(grads_finite, update, *args)
     return apply_or_keep(grads_finite, params, updates), new_state
