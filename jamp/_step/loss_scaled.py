@@ -105,7 +105,7 @@ def loss_scaled(
         scale = state.loss_scale_state.loss_scale if unscale and not noop else None
         check = grads_finite is None and not noop
         true, finite = scale_unscale.true_gradients(grads, scale, check=check, axis_name=axis_name)
-        if not noop and not check:
+        if not (noop or check):
             finite = _as_flag(grads_finite)
         updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
         scaler = scaler_of(state) if finite is None else scaler_of(state).advance(loss_scale, finite)

@@ -174,17 +174,15 @@ def _encoded(
         if not any(map(_is_codes, jax.tree.leaves(new, is_leaf=_is_codes))):
             return tree
         # Two trees of arrays and not a tree of pairs, because Flax NNX keeps each leaf of a tree in a Variable.
-        pick = lambda name, other: jax.tree.map(
-            lambda x: getattr(x, name) if _is_codes(x) else other(x), new, is_leaf=_is_codes
-        )
-        return BlockCodes(pick("codes", lambda x: x), pick("scales", lambda x: optax.MaskedNode()))
+        codes = jax.tree.map(lambda x: x.codes if _is_codes(x) else x, new, is_leaf=_is_codes)
+        scales = jax.tree.map(lambda x: x.scales if _is_codes(x) else optax.MaskedNode(), new, is_leaf=_is_codes)
+        return BlockCodes(codes, scales)
 
     return QuantizedState(count, map_moments(field, state))
 
 
 def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> QuantizedState:
     """A state of the inner optimizer in codes, with the scales of `scaled`, which holds the same state."""
-
     word, _ = random_words(0, scaled.rounding_count)
 
     def one(code: Any, scales: Any, x: Any) -> Any:
