@@ -23,7 +23,7 @@ from jamp.debug._run_steps import Damage, Data, Switches, damage, run_steps, wid
 from jamp.debug._steps import Body, Builder, Site, Step
 
 ON, OFF = (Switches(np.bool_(x), np.bool_(x)) for x in (True, False))
-_OPERANDS = Switches(ON.operands, OFF.result)
+OPERANDS = Switches(ON.operands, OFF.result)
 _damage = jax.jit(damage, static_argnums=3)
 
 
@@ -140,7 +140,7 @@ class Program:
             xs = [env[v] for v in segment.reads]
             if segment.sites and not segment.is_loop:
                 step, (y,), (site,) = segment.steps[0], [env[v] for v in segment.writes], segment.sites
-                others = compiled.run_forward([_OPERANDS], xs)[0] if any(step.rounds) else y
+                others = compiled.run_forward([OPERANDS], xs)[0] if any(step.rounds) else y
                 for i in nonzero:
                     dtype = segment.writes[0].aval.dtype
                     damages_of[i].setdefault(site, []).append(_damage(y, others, now[i][0], dtype))

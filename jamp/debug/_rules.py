@@ -11,7 +11,7 @@ import numpy as np
 from jamp._autocast.rules import ACCUMULATE, FLOAT32
 from jamp._primitives import PRODUCTS
 from jamp.debug._errors import Errors
-from jamp.debug._program import OFF, ON
+from jamp.debug._program import OFF, ON, OPERANDS
 from jamp.debug._run_steps import Damage, Data, Switches
 from jamp.debug._steps import Site
 
@@ -77,18 +77,10 @@ def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage]) -> tuple[l
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
         flops = sum(sum(sites[i].operations.values()) for i in covered)
-        results = Switches(ON.operands, OFF.result)
-        accumulate.append(
-            _Rule(
-                key,
-                ACCUMULATE,
-                dict.fromkeys(forward, results),
-                squares("result", [i for i in forward if sites[i].location.scope == scope]),
-                0.0,
-            )
-        )
         # A rule for a scope covers all sites in it. A site with a scope of its own has its own rule, too.
         own = [i for i in covered if sites[i].location.scope == scope]
+        prevents = squares("result", [i for i in own if i in forward])
+        accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, OPERANDS), prevents, 0.0))
         prevents = squares("operands", own) + squares("result", own)
         float32.append(_Rule(key, FLOAT32, dict.fromkeys(covered, OFF), prevents, flops))
     by_damage = lambda x: -x.prevents / (x.flops + 1)
