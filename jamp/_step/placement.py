@@ -1,4 +1,4 @@
-"""Wrappers of other libraries that are in the wrong place around `loss_scaled`, recognized by their states."""
+"""What jamp knows of other libraries' wrappers: which are wrong around `loss_scaled`, recognized by their states."""
 
 import warnings
 from typing import Any
@@ -48,6 +48,15 @@ def error_about(x: Any) -> str | None:
     if is_plain_nnx and contains(x.opt_state, lambda y: adapts(y) and not isinstance(y, ScaledGradsState)):
         return _KEEPS_CHANGES
     return None
+
+
+def check_not_nnx(loss_scale_state: Any) -> None:
+    """Raise ValueError if the scale is in a Flax NNX Variable, for a function that does not restore NNX modules."""
+    if hasattr(type(loss_scale_state.loss_scale), "get_value"):
+        raise ValueError(
+            "This is an nnx.Optimizer or its state, whose arrays are Variables, and value_and_grad does not restore "
+            "state that the loss function changes in a model. Use jamp.nnx.Optimizer and jamp.nnx.value_and_grad."
+        )
 
 
 def warn_of_order(tree: Any) -> None:
