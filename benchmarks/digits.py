@@ -178,10 +178,10 @@ def mismatch(quick: bool) -> Rows:
 
 def by_line(sides: list[Errors]) -> Rows:
     """The errors of sampler and trainer if one line alone rounds, and their mismatch if all lines but this one do."""
-    lines = dict.fromkeys(place.source for side in sides for place in side.program.places)
+    lines = dict.fromkeys(site.location.line for side in sides for site in side.program.sites)
 
     def values(kept: set[str]) -> list[Array]:
-        on = lambda side: {i: ON if x.source in kept else OFF for i, x in enumerate(side.program.places)}
+        on = lambda side: {i: ON if x.location.line in kept else OFF for i, x in enumerate(side.program.sites)}
         return [side.values(on(side))[0] for side in sides]
 
     mean = lambda x, y: float(jnp.mean(jnp.abs(x - y)))
@@ -228,7 +228,7 @@ def cost_of(layers: int, width: int, batch: int, length: int, times: int) -> dic
     errors = Errors(deep, jnp.bfloat16, {}, (params, x), {})
     parts = {
         "gradient": lambda: jax.block_until_ready(gradient(params, x)),
-        "run": lambda: errors.of(dict.fromkeys(range(len(errors.program.places)), ON)),
+        "run": lambda: errors.of(dict.fromkeys(range(len(errors.program.sites)), ON)),
         "damages": errors.damages,
     }
     row = {name: median(part, times) for name, part in parts.items()}

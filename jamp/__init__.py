@@ -22,9 +22,7 @@ from ._scale.static import (
     StaticLossScaleState as StaticLossScaleState,
 )
 from ._scale.stats import LossScaleStats as LossScaleStats
-from ._step.finite import all_finite as all_finite
-from ._step.gradients import grad as grad, value_and_grad as value_and_grad
-from ._step.lookup import (
+from ._step.accessors import (
     convert_loss_scale as convert_loss_scale,
     get_grads_finite as get_grads_finite,
     get_loss_scale as get_loss_scale,
@@ -33,11 +31,13 @@ from ._step.lookup import (
     reset as reset,
     set_loss_scale as set_loss_scale,
 )
+from ._step.finite import all_finite as all_finite
+from ._step.gradients import grad as grad, value_and_grad as value_and_grad
 from ._step.loss_scaled import loss_scaled as loss_scaled
 from ._step.master_params import master_params as master_params
 from ._step.quantized_state import QuantizedState as QuantizedState, quantized_state as quantized_state
+from ._step.scale_unscale import scale_loss as scale_loss, unscale_and_check as unscale_and_check
 from ._step.scaled import scaled as scaled
-from ._step.scaling import scale_loss as scale_loss, unscale_and_check as unscale_and_check
 from ._step.split_masters import MasterParamsState as MasterParamsState
 from ._step.state import LossScaledState as LossScaledState
 from ._step.stochastic_rounding import (

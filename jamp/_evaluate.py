@@ -165,14 +165,15 @@ def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 def convert(source: Var, target: Var, like: JaxprEqn | None) -> JaxprEqn:
     """The equation that casts a variable to the dtype of another. It has the line, scopes and mesh of `like`."""
-    eqn = _conversion(avals([target])[0].dtype).replace(invars=[source], outvars=[target])
+    template = _conversion()
+    eqn = replace_dtype(template, np.dtype(np.float32), avals([target])[0].dtype)
+    eqn = eqn.replace(invars=[source], outvars=[target])
     return eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn
 
 
 @functools.cache
-def _conversion(dtype: np.dtype[Any]) -> JaxprEqn:
-    other = np.int8 if dtype != np.int8 else np.float32
-    return jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(jnp.zeros((), other)).eqns[0]
+def _conversion() -> JaxprEqn:
+    return jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, np.float32))(np.int8(0)).eqns[0]
 
 
 def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:

@@ -13,9 +13,9 @@ from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 from jamp._cast import is_inexact
 from jamp._scale.static import LossScale
 from jamp._scale.stats import LossScaleStats
+from jamp._step.accessors import get_loss_scale, get_stats
 from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite
-from jamp._step.lookup import get_loss_scale, get_stats
 from jamp._step.state import LossScaledState, ScaledGradsState, is_scaler_state
 from jamp.history import History
 
@@ -86,8 +86,9 @@ def check_health(
             "check_health works on the host. Inside `jit`: jax.debug.callback(lambda state: "
             "jamp.check_health(state, policy=print), opt_state._replace(inner_state=()))"
         )
-    problems = [*_of_members(tree, max_consecutive_overflows, loss_scale), *_poisoned(tree), *_recent(history)]
-    if history is not None and isinstance(find_scaler_state(tree), LossScaledState):
+    state = find_scaler_state(tree)
+    problems = [*_of_members(state, max_consecutive_overflows, loss_scale), *_poisoned(tree), *_recent(history)]
+    if history is not None and isinstance(state, LossScaledState):
         problems += _scaled_norms(history)
     message = " ".join(problems)
     if not problems:
@@ -100,21 +101,20 @@ def check_health(
         raise LossScaleError(message)
 
 
-def _of_members(tree: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
+def _of_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
     is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
-    found = [optax.tree.get_all_with_path(find_scaler_state(tree), name, is_field) for name in _MOMENTS]
-    moments = [x for x in jax.tree.leaves([x for named in found for _, x in named]) if is_inexact(x)]
-    all_stats, scales = jax.device_get((get_stats(tree), get_loss_scale(tree)))
-    unscale = isinstance(find_scaler_state(tree), ScaledGradsState)
+    fields = [x for name in _MOMENTS for _, x in optax.tree.get_all_with_path(state, name, is_field)]
+    moments = [x for x in jax.tree.leaves(fields) if is_inexact(x)]
+    all_stats, scales = jax.device_get((get_stats(state), get_loss_scale(state)))
 
     def problems(i: tuple[int, ...]) -> str:
         stats, scale = jax.tree.map(lambda x: x[i], (all_stats, scales))
-        found = [
+        texts = [
             *_skips(stats, scale, limit),
-            *_bounds(stats, scale, loss_scale, unscale),
+            *_bounds(stats, scale, loss_scale, isinstance(state, ScaledGradsState)),
             *_no_gradients(stats, moments, i),
         ]
-        return " ".join(found)
+        return " ".join(texts)
 
     sick = [(i, text) for i in np.ndindex(scales.shape) if (text := problems(i))]
     for i, text in sick[:1]:
@@ -151,8 +151,8 @@ def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, u
 def _poisoned(tree: Any) -> Iterator[str]:
     flat, _ = tree_flatten_with_path(tree, is_leaf=is_scaler_state)
     wrapper = next(path for path, x in flat if is_scaler_state(x))
-    beside = [(path, x) for path, x in flat if is_inexact(x)]
-    if not beside or all_finite([x for _, x in beside]):
+    outside = [(path, x) for path, x in flat if is_inexact(x)]
+    if not outside or all_finite([x for _, x in outside]):
         return
 
     def is_poisoned(path: tuple[Any, ...], x: Any) -> bool:
@@ -160,7 +160,7 @@ def _poisoned(tree: Any) -> Iterator[str]:
         in_chain = wrapper and isinstance(wrapper[-1], SequenceKey) and path[: len(wrapper) - 1] == wrapper[:-1]
         return not all_finite(x) if in_chain and np.ndim(x) else bool(jnp.any(jnp.isnan(x)))
 
-    bad = [keystr(path) for path, x in beside if is_poisoned(path, x)]
+    bad = [keystr(path) for path, x in outside if is_poisoned(path, x)]
     if bad:
         more = f" and {len(bad) - 1} more hold" if len(bad) > 1 else " holds"
         yield (
@@ -205,7 +205,7 @@ def _recent(history: History | None) -> Iterator[str]:
 
 
 def _scaled_norms(history: History) -> Iterator[str]:
-    """Tell a `grad_norm` that jumps by the factor of the loss scale whenever that grows.
+    """Report a `grad_norm` that jumps by the factor of the loss scale whenever that grows.
 
     The number of steps decides when the scale grows, so a true norm has no reason to jump there. Growths near which the
     norm drifts do not count. Three must remain, and half of all.
@@ -216,16 +216,16 @@ def _scaled_norms(history: History) -> Iterator[str]:
     valid = np.isfinite(norms) & (norms > 0)
     used, logs = np.append(scales[:1], scales[:-1])[valid], np.log2(norms[valid])  # `used` scaled the loss of the step
     starts = [0, *(np.flatnonzero(np.diff(used)) + 1), len(used)]
-    found = []  # the jump at each growth, or None
+    jumps = []  # at each growth, or None if the norm drifts
     for start, i, end in zip(starts, starts[1:], starts[2:], strict=False):
         half = min(i - start, end - i, _LONGEST) // 2
         if 2 * half >= _SHORTEST and used[i] > used[i - 1]:
             parts = logs[i - 2 * half : i + 2 * half].reshape(4, half) / np.log2(used[i] / used[i - 1])
             drifts = np.diff(np.median(parts, axis=1))[[0, 2]]
-            found.append(np.median(parts[2:]) - np.median(parts[:2]) if np.all(abs(drifts) < 0.25) else None)
-    jumps = [jump for jump in found if jump is not None]
-    if len(jumps) >= max(3, len(found) / 2) and all(abs(jump - 1) < 0.25 for jump in jumps):
+            jumps.append(np.median(parts[2:]) - np.median(parts[:2]) if np.all(abs(drifts) < 0.25) else None)
+    clear = [jump for jump in jumps if jump is not None]
+    if len(clear) >= max(3, len(jumps) / 2) and all(abs(jump - 1) < 0.25 for jump in clear):
         yield (
-            f"grad_norm has grown with the loss scale, {len(jumps)} times: the gradients are those of the scaled loss, "
+            f"grad_norm has grown with the loss scale, {len(clear)} times: the gradients are those of the scaled loss, "
             "and nothing unscales them. Take them from jamp.value_and_grad, or make the optimizer with unscale=True."
         )

@@ -5,11 +5,23 @@ import re
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jamp._jaxpr import JaxprEqn
+
+
+class Location(NamedTuple):
+    """Where an equation is: the user's line, the name scopes, and whether it is part of a backward pass."""
+
+    line: str = ""
+    scope: str = ""
+    backward: bool = False
+
+    def inside(self, eqn: JaxprEqn) -> "Location":
+        """The location of an equation in the body of a call or loop at this one, whose line it may share."""
+        return Location(user_line(eqn) or self.line, scope(eqn, self.scope), self.backward or is_transposed(eqn))
 
 
 def user_line(eqn: JaxprEqn) -> str | None:

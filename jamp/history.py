@@ -10,9 +10,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jamp._scale.checks import check_count
+from jamp._step.accessors import metrics
 from jamp._step.find import find_scaler_state
 from jamp._step.leaves import with_leaves
-from jamp._step.lookup import metrics
 from jamp._step.state import ScalerState, scaler_of
 
 

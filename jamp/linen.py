@@ -13,9 +13,9 @@ import optax
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
 from jamp._step import gradients
+from jamp._step.accessors import metrics
 from jamp._step.find import step_applied
 from jamp._step.leaves import OVERWRITE_WITH_GRADIENT
-from jamp._step.lookup import metrics
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.skip import apply_or_keep, new_or_old
 

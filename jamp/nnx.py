@@ -1,6 +1,7 @@
 """Flax NNX: an optimizer and a `value_and_grad` that leave a model unchanged on an overflow."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
 from jamp._step.find import find_state_to_unscale, scale_of, step_applied
 from jamp._step.finite import all_finite
+from jamp._step.leaves import split_gradients
 from jamp._step.loss_scaled import loss_scaled
-from jamp._step.scaling import unscale, with_scaled_loss
+from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import new_or_old
 
 try:
@@ -75,8 +77,11 @@ class Optimizer(nnx.Optimizer[Any]):
         """Step the model and the optimizer in place, or skip the step if the true gradients are not finite.
 
         Other keywords, such as `value=loss`, are passed to the optimizer's `update`. `grads_finite` (bool[]) replaces
-        the check. The method returns the updates that it added to the parameters.
+        the check. Gradients that come unchanged from `value_and_grad` are not checked again. The method returns the
+        updates that it added to the parameters.
         """
+        if kwargs.get("grads_finite") is None:
+            kwargs["grads_finite"] = _known_check(self, grads)
         before = nnx.as_pure((nnx.state(model, self.wrt), self.step))
         updates = super().update(model, grads, **kwargs)
         after = nnx.as_pure((nnx.state(model, self.wrt), self.step))
@@ -92,8 +97,7 @@ def value_and_grad(
     """`nnx.value_and_grad` with loss scaling inside. On an overflow it also restores the state that `fun` changed.
 
     The state is BatchNorm statistics, RNG counts and anything else that `fun` changes in its arguments. A variable that
-    `fun` creates, or whose structure it changes (such as those of `sow`), is not restored. XLA merges the check with
-    that of `Optimizer.update` if they are compiled together.
+    `fun` creates, or whose structure it changes (such as those of `sow`), is not restored.
 
     Args:
       fun: A function of NNX objects and arrays that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -122,20 +126,37 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
         holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
-        found = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
-        scale, scaled = scale_of(found), with_scaled_loss(fun, found, has_aux)
+        loss_scale_state = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
+        scale, scaled = scale_of(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
         differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
         before = _values((args, kwargs))
         differentiate = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
         grads = unscale(scaled_grads, scale)
         if scale is not None:
-            # The check reads the same arrays as that of `Optimizer.update`, so that XLA can merge the two.
             grads_finite = all_finite(nnx.as_pure(grads), axis_name=getattr(optimizer, "axis_name", None))
+            if isinstance(optimizer, Optimizer):
+                _CHECKED[optimizer] = [weakref.ref(x) for x in _gradients(grads)], grads_finite
             _restore_unless(grads_finite, (args, kwargs), before)
         return ((loss, aux) if has_aux else loss), grads
 
     return with_true_gradients
+
+
+# Of each optimizer whose gradients `value_and_grad` has computed: these gradients, and whether they are finite.
+_CHECKED: weakref.WeakKeyDictionary[Any, tuple[list[Any], jax.Array]] = weakref.WeakKeyDictionary()
+
+
+def _gradients(grads: Any) -> list[Any]:
+    return split_gradients(nnx.as_pure(grads))[0]
+
+
+def _known_check(optimizer: Any, grads: Any) -> jax.Array | None:
+    """bool[], whether gradients are finite, if they are those that `value_and_grad` checked last for an optimizer."""
+    checked, grads_finite = _CHECKED.pop(optimizer, ([], None))
+    gradients = _gradients(grads)
+    is_same = len(checked) == len(gradients) and all(ref() is x for ref, x in zip(checked, gradients, strict=True))
+    return grads_finite if is_same else None
 
 
 def _values(nodes: Any) -> dict[Any, Any]:

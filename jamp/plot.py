@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jamp._step.accessors import get_loss_scale
 from jamp._step.leaves import split_gradients
-from jamp._step.lookup import get_loss_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

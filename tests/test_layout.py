@@ -1,4 +1,4 @@
-"""The layout: floors of imports, public API only, small modules, and docstrings whose examples run."""
+"""The layout: floors of imports, public API only, and docstrings whose examples run."""
 
 import ast
 import doctest
@@ -56,19 +56,19 @@ ORDER = {
         "leaves",
         "mesh",
         "state",
+        "misuse",
+        "placement",
         "find",
         "finite",
-        "misuse",
-        "scaling",
+        "scale_unscale",
         "gradients",
         "retry",
-        "end",
-        "scaled_call",
+        "scaled_primitives",
         "scaled",
         "rounding",
         "params",
         "skip",
-        "lookup",
+        "accessors",
         "loss_scaled",
         "split_masters",
         "master_params",

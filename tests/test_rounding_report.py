@@ -286,7 +286,7 @@ def test_the_table_fits_a_terminal_and_says_how_many_rows_it_leaves_out():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_numbers_are_rounded_as_a_cast_does(dtype):
-    from jamp.debug._rounded import rounded
+    from jamp.debug._run_steps import rounded
 
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=20_000) * 2.0 ** rng.integers(-30, 20, 20_000))  # subnormal and too large ones, too

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jamp import _barrier, _evaluate, _jaxpr
 from jamp._autocast.derivative import derivative, is_live, is_recomputed, nbytes, split_derivative
 from jamp._autocast.facts import SEGMENT
-from jamp._autocast.lower import lower
+from jamp._autocast.lower import Lower
 from jamp._autocast.product import name_of
 from jamp._autocast.recomputed import recomputed
 from jamp._cast import is_inexact
@@ -31,14 +31,15 @@ _LARGE = 1024  # elements: a segment without an array of this size is not worth 
 _PRODUCTS = 6  # of a segment, more or less: those of a layer
 
 
-def recompute(closed: ClosedJaxpr) -> ClosedJaxpr:
+def recompute(closed: ClosedJaxpr, lower: Lower) -> ClosedJaxpr:
     """The same function, whose backward pass recomputes cheap values.
 
+    A segment is differentiated when JAX asks for its derivative, and `lower` is applied to it then.
     Operations after the last product stay as they are, because the backward pass reads their values at once.
     """
     eqns = closed.jaxpr.eqns
     last = max((i for i, eqn in enumerate(eqns) if holds_product(eqn)), default=-1)
-    return _Pass().run(closed, [False] * len(closed.in_avals), _Around(), last + 1)
+    return _Pass(lower).run(closed, [False] * len(closed.in_avals), _Around(), last + 1)
 
 
 class _Around(NamedTuple):
@@ -49,7 +50,8 @@ class _Around(NamedTuple):
 
 
 class _Pass:
-    def __init__(self) -> None:
+    def __init__(self, lower: Lower) -> None:
+        self._lower = lower
         self._bodies: dict[Any, ClosedJaxpr] = {}
         self._segments: dict[Any, JaxprEqn] = {}
 
@@ -115,7 +117,7 @@ class _Pass:
         key = _evaluate.fingerprint(inputs, outputs, eqns), flags, around
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             body = _evaluate.closed_jaxpr({}, inputs, outputs, eqns)
-            call = _recomputing(body, flags, around.loop)
+            call = _recomputing(body, flags, around.loop, self._lower)
             named = jax.named_scope(SEGMENT)
             self._segments[key] = trace(around.inside, named(jax.jit(named(call))), body.in_avals).eqns[0]
         return [self._segments[key].replace(invars=inputs, outvars=outputs)]
@@ -180,11 +182,10 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
     return is_large and _jaxpr.name(eqn) not in MOVING and is_recomputed(eqn)
 
 
-def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Callable[..., list[Array]]:
+def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool, lower: Lower) -> Callable[..., list[Array]]:
     """A segment as a function whose derivative is split in two."""
     convolves = _convolves(closed.jaxpr.eqns)
-    lowered = functools.cache(lambda: lower(closed))
-    split = functools.cache(lambda moving: split_derivative(lowered(), live, moving))
+    split = functools.cache(lambda moving: split_derivative(lower(closed), live, moving))
 
     @jax.custom_jvp
     def segment(*args: Array) -> list[Array]:
@@ -194,7 +195,7 @@ def _recomputing(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Ca
         moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i]))
         parts, moved = split(moving), [tangents[i] for i in moving]
         if parts is None:
-            found = derivative(lowered(), moving)(*primals, *moved)
+            found = derivative(lower(closed), moving)(*primals, *moved)
             results, derivatives = found[: len(closed.out_avals)], iter(found[len(closed.out_avals) :])
         else:
             values = _evaluate.call(parts.forward, primals)

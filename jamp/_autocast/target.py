@@ -1,5 +1,6 @@
 """The compute dtype and the rules of a transformation."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,6 @@ class Target:
         self.compute_dtype, self.rules = compute_dtype, rules
         self.parts = [key for key in rules if "[" in key and key not in RULES]  # rules for a part of the name stack
         self.used: set[str] = set()  # the keys that decided about an equation, and the names of all primitives
-        self._default_precision = _jaxpr.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])
 
     def low_var(self, v: Any) -> Var:
         """A variable for a value in 16 bit."""
@@ -67,12 +67,19 @@ class Target:
             if key.startswith(f"{name}[") and f"/{key[len(name) + 1 : -1]}/" in scope_path(eqn, scope):
                 self.used.add(key)
                 return key
-        # Any other precision was asked for in the code, and not by a default for the whole program.
-        usual = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, *self._default_precision)
-        if name in PRODUCTS and any(precision not in usual for precision in _jaxpr.precisions(eqn)):
+        if name in PRODUCTS and not self._is_usual(_jaxpr.precisions(eqn)):
             case = "precision"
         elif name == "dot_general" and _jaxpr.summed_terms(eqn) == 1:
             case = "outer"
         elif name in PRODUCTS and overflows:
             case = "range"
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
+
+    def _is_usual(self, precisions: tuple[Any, ...]) -> bool:
+        """Whether no precision is one that was asked for in the code, and not by a default for the whole program."""
+        others = [x for x in precisions if x not in (None, lax.Precision.DEFAULT, lax.Precision.HIGH)]
+        return all(x in self._default_precisions for x in others)
+
+    @functools.cached_property
+    def _default_precisions(self) -> tuple[Any, ...]:
+        return _jaxpr.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])

@@ -58,24 +58,24 @@ def encode(x: Array, block_size: int, never_negative: bool, word: Array, scales:
       scales: The largest magnitude in each block, if it is known, and inf where the block holds inf or NaN.
     """
     scales = _largest(x, block_size) if scales is None else scales
-    # Everything else in the shape of `x`, so that a compiler can fuse it with the step.
+    # Everything else has the shape of `x`, so that XLA can fuse it with the step.
     scale, size = _spread(scales, x.shape[-1], min(block_size, x.shape[-1])), jnp.abs(x)
     # The inverse of a scale is finite and not subnormal, which a device may flush.
     factor = jnp.where(scale > 1, np.float32(2.0**-30), np.float32(2.0**30))
     shares = size * factor * (1 / jnp.maximum(scale * factor, _TINY))
     most = np.float32(_MOST[never_negative])
-    place = most * (jnp.sqrt(jnp.sqrt(shares)) if never_negative else jnp.sqrt(shares))
-    low = jnp.floor(place)
-    below, above = _share(low, never_negative), _share(low + 1, never_negative)
+    position = most * (jnp.sqrt(jnp.sqrt(shares)) if never_negative else jnp.sqrt(shares))
+    lower = jnp.floor(position)
+    below, above = _share(lower, never_negative), _share(lower + 1, never_negative)
     order = lax.rem(lax.iota(jnp.uint32, x.shape[-1]), np.uint32(block_size)) * np.uint32(0x9E3779B9)
     order = order.reshape([1] * (x.ndim - 1) + [-1])
     bits = [lax.bitcast_convert_type(y, jnp.uint32) for y in (x, scale)]
     mixed = (bits[0] ^ (bits[1] * np.uint32(0x85EBCA6B)) ^ word) + order
     random = (hash_bits(mixed) >> 8).astype(jnp.float32) * np.float32(2.0**-24)
-    code = low + (shares - below > random * (above - below)).astype(jnp.float32)
+    code = lower + (shares - below > random * (above - below)).astype(jnp.float32)
     # Errors of the roots must not change a code, or a step without a change would change the state.
-    nearest = jnp.round(place)
-    code = jnp.minimum(jnp.where(jnp.abs(place - nearest) < 2.0**-11, nearest, code), most)
+    nearest = jnp.round(position)
+    code = jnp.minimum(jnp.where(jnp.abs(position - nearest) < 2.0**-11, nearest, code), most)
     signed = jnp.where(x > 0, jnp.maximum(code, 1), 0) if never_negative else jnp.where(x < 0, -code, code)
     return BlockCodes(signed.astype(jnp.uint8 if never_negative else jnp.int8), scales)
 
@@ -101,7 +101,7 @@ def _share(code: Array, never_negative: bool) -> Array:
 
 
 def check_codes(name: str, stored: BlockCodes, block_size: int | None) -> None:
-    """Raise TypeError or ValueError if arrays are not codes and scales, of blocks of this size if it is not None."""
+    """Raise TypeError or ValueError if arrays are not codes and scales, or their blocks have another size than this."""
     codes, scales = stored
     types = jnp.result_type(codes).name, jnp.result_type(scales).name
     if types[0] not in ("int8", "uint8") or types[1] != "float32":
@@ -110,15 +110,15 @@ def check_codes(name: str, stored: BlockCodes, block_size: int | None) -> None:
             "scales. A cast of a whole state changes what it stands for: restore it with the dtypes of tx.init(params)."
         )
     (*rows, n), (*same_rows, count) = codes.shape or [0], scales.shape or [0]
-    found = _block_size(n, count) if count else 0
-    if rows != same_rows or not found or count != -(-n // found):
+    own_size = _block_size(n, count) if count else 0
+    if rows != same_rows or not own_size or count != -(-n // own_size):
         raise ValueError(
             f"{name} has codes of shape {codes.shape} and scales of shape {scales.shape}, which no state has. Restore "
             "both from one checkpoint."
         )
     if block_size is not None and count != -(-n // block_size):
         raise ValueError(
-            f"{name} has blocks of {found} elements: {count} scales for {n}. This transformation has "
+            f"{name} has blocks of {own_size} elements: {count} scales for {n}. This transformation has "
             f"block_size={block_size}. Pass the state's block size, or convert the state: "
             f"jamp.interop.quantize_state(jamp.interop.dequantize_state(state), {block_size})."
         )
@@ -153,8 +153,8 @@ def _spread(scales: Array, n: int, size: int) -> Array:
 def _rows(x: Array, size: int) -> tuple[int, ...]:
     """All axes but the last, with the one before it split in groups of 8 where that cuts no shard.
 
-    A TPU keeps an array in tiles of 8 by 128. Split like this, blocks of 128 need no other order
-    in memory. Without it, XLA:TPU copies the whole array, in float32 and more than once.
+    A TPU stores an array in tiles of 8 by 128. With this split, blocks of 128 keep the layout. Without it, XLA:TPU
+    copies the whole array, in float32 and more than once.
     """
     if x.ndim < 2 or size % 128 or x.shape[-2] % (8 * most_shards(x, -2)):
         return x.shape[:-1]

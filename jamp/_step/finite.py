@@ -13,7 +13,7 @@ from jamp._shard_map import by_kind, hashable, varying_over
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
 
-# Arrays that are combined before they are reduced. With more, XLA does not compute a clip's norm in the same kernel.
+# The most arrays that are combined before they are reduced. With more, XLA needs a second kernel for a clip's norm.
 _MOST = 8
 
 
@@ -45,14 +45,14 @@ def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) 
     if not groups:
         return jnp.bool_(True)
     # The maxima are combined before XLA reduces over devices, so that it communicates one scalar per device.
-    found = map(_any_nonfinite, groups)
-    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), found))
+    counts = map(_any_nonfinite, groups)
+    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), counts))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
 
 
 def _sum_over(count: Array, axis_name: Any) -> Array:
     try:
-        lax.axis_size(axis_name)  # psum itself fails without a message in a shard_map that checks vma
+        lax.axis_size(axis_name)  # In a shard_map with check_vma, psum raises an error without a message.
     except NameError as error:
         raise NameError(
             f"axis_name={axis_name!r} names an axis that is not mapped here ({error}). Name axes of the enclosing "
@@ -90,8 +90,8 @@ def _any_nonfinite(group: list[Array]) -> Array:
     are combined before they are reduced take one kernel instead of many. XLA:CPU writes the operand of a reduction to
     memory. Here that is one array for a whole group. With a sum of `x - x` it would be every unscaled gradient.
     """
-    found = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
-    return jnp.max(found.astype(jnp.float32))
+    is_nonfinite = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
+    return jnp.max(is_nonfinite.astype(jnp.float32))
 
 
 def _materialize(count: Array) -> Array:

@@ -9,8 +9,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jamp._step.find import find_state_to_unscale, scale_of
-from jamp._step.misuse import warn_of_order
-from jamp._step.scaling import unscale, with_scaled_loss
+from jamp._step.placement import check_not_nnx, warn_of_order
+from jamp._step.scale_unscale import unscale, with_scaled_loss
 
 
 def value_and_grad(
@@ -59,16 +59,11 @@ def value_and_grad(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     """
-    found = find_state_to_unscale(state, "value_and_grad")
-    if hasattr(type(found.loss_scale), "get_value"):
-        raise ValueError(
-            "This is an nnx.Optimizer or its state, whose arrays are Variables, and value_and_grad does not restore "
-            "state that the loss function changes in a model. Use jamp.nnx.Optimizer and jamp.nnx.value_and_grad."
-        )
+    loss_scale_state = find_state_to_unscale(state, "value_and_grad")
+    check_not_nnx(loss_scale_state)
     warn_of_order(state)
-    scale = scale_of(found)
-    scaled = with_scaled_loss(fun, found, has_aux)
-    differentiate = jax.value_and_grad(scaled, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
+    scale, scaled_fun = scale_of(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
+    differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

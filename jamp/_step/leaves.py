@@ -1,4 +1,4 @@
-"""Take leaves out of a tree and put others in their places."""
+"""Replace leaves and nodes of a tree, and take its gradients out."""
 
 from collections.abc import Callable
 from typing import Any

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jamp import _jaxpr
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, check_loss_scale, is_noop
-from jamp._step import scaling
+from jamp._step import scale_unscale
 from jamp._step.misuse import check_unscaled, warn_if_scaled
 from jamp._step.params import check_rounds_last, params_for, params_for_init, warn_if_rounded
 from jamp._step.skip import update_or_skip
@@ -104,13 +104,12 @@ def loss_scaled(
 
         scale = state.loss_scale_state.loss_scale if unscale and not noop else None
         check = grads_finite is None and not noop
-        true, finite = scaling.true_gradients(grads, scale, check=check, axis_name=axis_name)
-        if noop:
-            updates, inner_state = inner_update(true, state.inner_state, params)
-            return updates, state._replace(inner_state=inner_state)
-        finite = _as_flag(grads_finite) if finite is None else finite
+        true, finite = scale_unscale.true_gradients(grads, scale, check=check, axis_name=axis_name)
+        if not (noop or check):
+            finite = _as_flag(grads_finite)
         updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
-        return updates, type(state)(*scaler_of(state).advance(loss_scale, finite), inner_state)
+        scaler = scaler_of(state) if finite is None else scaler_of(state).advance(loss_scale, finite)
+        return updates, type(state)(*scaler, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -28,11 +28,11 @@ def on_mesh_of(x: Array, scalar: Array) -> Array:
     return reshard(scalar, NamedSharding(mesh, PartitionSpec()))
 
 
-_SHARDS_WITHOUT_A_MESH = 32  # An axis of 768 can be cut so and leaves groups of 8.
+_SHARDS_WITHOUT_A_MESH = 32  # It divides an axis of 768 into shards that are multiples of 8.
 
 
 def most_shards(x: Array, axis: int) -> int:
-    """Into how many shards an axis may be cut: all devices of Auto axes, and those that its type names.
+    """The largest number of shards of an axis: the devices of Auto mesh axes, and of those that its type names.
 
     Without a mesh in the context, as when only arguments of `jit` are sharded, tracing cannot know, and it is 32.
     """

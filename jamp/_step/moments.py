@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer's state are moments, which may be stored with fewer digits between steps."""
+"""The arrays of Optax's states that are moments, so that they may be stored in fewer bits between steps."""
 
 from collections.abc import Callable
 from typing import Any

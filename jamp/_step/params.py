@@ -1,4 +1,4 @@
-"""The parameters as an optimizer takes them: float32, or at their own dtypes if it rounds them itself."""
+"""The parameters that an optimizer gets, in float32 or at their own dtypes, and the updates that it returns."""
 
 import warnings
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array, lax
+from jax.tree_util import keystr
 
 from jamp._cast import is_floating, to_float32
 from jamp._step.misuse import users_stacklevel
@@ -34,6 +36,13 @@ def check_rounds_last(opt_state: Any) -> None:
         )
 
 
+def check_bfloat16(params: Any, advice: str) -> None:
+    """Raise ValueError with this advice if a parameter is of another floating dtype of fewer than 32 bits."""
+    for path, p in jax.tree.leaves_with_path(params):
+        if is_floating(p) and p.dtype.itemsize < 4 and p.dtype != jnp.bfloat16:
+            raise ValueError(f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. {advice}")
+
+
 def warn_if_rounded(opt_state: Any, params: Any) -> None:
     """Warn if all parameters are float16 and nothing in the state of their optimizer keeps more digits."""
     dtypes = {x.dtype for x in jax.tree.leaves(params) if hasattr(x, "dtype") and is_floating(x)}
@@ -46,6 +55,15 @@ def warn_if_rounded(opt_state: Any, params: Any) -> None:
         )
 
 
+def update_between(old: Array, new: Array) -> Array:
+    """The update, f32, that `optax.apply_updates` adds to turn one float32 array into another.
+
+    Where they are the same it is -0.0, which leaves every number unchanged, also inf and NaN.
+    """
+    is_same = lax.bitcast_convert_type(new, jnp.uint32) == lax.bitcast_convert_type(old, jnp.uint32)
+    return jnp.where(is_same, jnp.float32(-0.0), new - old)
+
+
 def params_for(opt_state: Any, params: Any) -> Any:
     """The parameters for the `update` of an optimizer of this state."""
     return params if rounds_params(opt_state) else to_float32(params)
@@ -53,6 +71,6 @@ def params_for(opt_state: Any, params: Any) -> Any:
 
 def params_for_init(init: Callable[[Any], Any], params: Any) -> Any:
     """The parameters for the `init` of an optimizer. If some are 16 bit, tracing `init` tells whether to cast them."""
-    wide = to_float32(params)
-    is_wide = all(x is y for x, y in zip(jax.tree.leaves(wide), jax.tree.leaves(params), strict=True))
-    return params if is_wide else params_for(jax.eval_shape(init, wide), params)
+    in_float32 = to_float32(params)
+    is_same = all(x is y for x, y in zip(jax.tree.leaves(in_float32), jax.tree.leaves(params), strict=True))
+    return params if is_same else params_for(jax.eval_shape(init, in_float32), params)

@@ -13,7 +13,7 @@ from jamp._cast import is_float32
 from jamp._step.block_codes import BlockCodes, check_codes, decode, encode
 from jamp._step.moments import map_moments
 from jamp._step.rounding import next_count, random_words
-from jamp._step.state import check_kind, contains
+from jamp._step.state import check_holds_no_scaler, check_kind, contains
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 
@@ -89,11 +89,11 @@ def quantized_state(
 
     def init(params: optax.Params) -> QuantizedState:
         state = inner.init(params)
-        if contains(state):
-            raise ValueError(
-                "The optimizer inside quantized_state is loss-scaled, and its skipped steps would be stored anew. Wrap "
-                "the whole: jamp.loss_scaled(jamp.quantized_state(tx))."
-            )
+        check_holds_no_scaler(
+            state,
+            "The optimizer inside quantized_state is loss-scaled, and its skipped steps would be stored anew. Wrap "
+            "the whole: jamp.loss_scaled(jamp.quantized_state(tx)).",
+        )
         if contains(state, lambda x: isinstance(x, QuantizedState)):
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
@@ -157,7 +157,7 @@ def dequantize_state(state: QuantizedState) -> Any:
 def _encoded(
     state: Any, count: Array, block_size: int, keep: Choice | None, never_negative: Choice | None
 ) -> QuantizedState:
-    """A state of the inner optimizer as it is stored after so many steps."""
+    """A state of the inner optimizer with its moments in codes, after `count` steps."""
     word, _ = random_words(0, count)
 
     def stored(path: Any, x: Any, is_square: bool | None) -> Any:
@@ -174,17 +174,15 @@ def _encoded(
         if not any(map(_is_codes, jax.tree.leaves(new, is_leaf=_is_codes))):
             return tree
         # Two trees of arrays and not a tree of pairs, because Flax NNX keeps each leaf of a tree in a Variable.
-        pick = lambda name, other: jax.tree.map(
-            lambda x: getattr(x, name) if _is_codes(x) else other(x), new, is_leaf=_is_codes
-        )
-        return BlockCodes(pick("codes", lambda x: x), pick("scales", lambda x: optax.MaskedNode()))
+        codes = jax.tree.map(lambda x: x.codes if _is_codes(x) else x, new, is_leaf=_is_codes)
+        scales = jax.tree.map(lambda x: x.scales if _is_codes(x) else optax.MaskedNode(), new, is_leaf=_is_codes)
+        return BlockCodes(codes, scales)
 
     return QuantizedState(count, map_moments(field, state))
 
 
 def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> QuantizedState:
-    """A state of the inner optimizer, stored like another one and with its scales."""
-
+    """A state of the inner optimizer in codes, with the scales of `scaled`, which holds the same state."""
     word, _ = random_words(0, scaled.rounding_count)
 
     def one(code: Any, scales: Any, x: Any) -> Any:
@@ -199,7 +197,7 @@ def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> Quan
 
 
 def _decoded(state: QuantizedState, block_size: int | None) -> Any:
-    """The state of the inner optimizer, from one whose blocks have this size, or any."""
+    """The state of the inner optimizer. `block_size` is checked unless it is None."""
 
     def whole(path: Any, codes: Any, scales: Any) -> Any:
         if not _is_array(scales):
@@ -225,5 +223,5 @@ def _is_codes(x: Any) -> bool:
 
 
 def _is_array(scales: Any) -> bool:
-    """Whether there are scales. An array that stays whole has none."""
+    """Whether there are scales. An array that is not stored in codes has none."""
     return bool(jax.tree.leaves(scales))

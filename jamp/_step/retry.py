@@ -1,4 +1,4 @@
-"""A backward pass on scaled cotangents, tried again with smaller ones until its gradients are finite."""
+"""A backward pass on scaled cotangents, repeated with a smaller scale until its gradients are finite."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from jax import Array, lax
 from jamp._cast import to_float32
 from jamp._shard_map import varying_over
 from jamp._step.finite import leaves_finite
-from jamp._step.scaling import multiply
+from jamp._step.scale_unscale import multiply
 
 RETRY = "jamp.retry"  # the name scope of retries, for profiles
 _EXPONENT = 8  # The first retry divides by 2**8, to lose few digits, the next by 2**16, then by 2**24.
@@ -63,8 +63,8 @@ def true_gradients(
     def attempt(tries: Array, run: PullBack) -> _Attempt:
         exponent = jnp.clip(first - _EXPONENT * (tries * (tries + 1) // 2), -126, 126)
         scale, inverse = _power(exponent), _power(-exponent)
-        found = run([_times(x, scale) for x in cotangents])
-        true = [_times(x, inverse) if flag else x for x, flag in zip(found, are_gradients, strict=True)]
+        scaled = run([_times(x, scale) for x in cotangents])
+        true = [_times(x, inverse) if flag else x for x, flag in zip(scaled, are_gradients, strict=True)]
         checked = [x for x, flag in zip(true, are_gradients, strict=True) if flag]
         return _Attempt(tries + 1, leaves_finite(checked, ("",) * len(checked), axes or None), true)
 
@@ -101,5 +101,5 @@ def _power(exponent: Array) -> Array:
 
 def _times(x: Array, factor: Array) -> Array:
     """The product, computed in at least float32, at the dtype of `x`."""
-    wide: Any = to_float32(x)
-    return multiply(wide, factor).astype(x.dtype)
+    in_float32: Any = to_float32(x)
+    return multiply(in_float32, factor).astype(x.dtype)

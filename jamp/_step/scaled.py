@@ -10,7 +10,7 @@ from jamp._arguments import Call
 from jamp._step.leaves import is_gradient
 from jamp._step.misuse import scales_once
 from jamp._step.retry import Scaling
-from jamp._step.scaled_call import scaled_call
+from jamp._step.scaled_primitives import scaled_call
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,9 +1,10 @@
 """Apply or skip an optimizer step without a second copy of its buffers.
 
-`jnp.where(grads_finite, new, old)` over finished outputs makes XLA keep two versions of every buffer, and `lax.cond`
-around the step copies its operands on GPU. Here each output is selected where it is defined. Later equations read the
-selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If not, outputs computed
-from a selected value are themselves replaced by their old values. docs/design.md has the measurements.
+`jnp.where(grads_finite, new, old)` over finished outputs makes XLA:CPU keep two versions of every buffer, and
+`lax.cond` around the step copies its operands on GPU. Here each output is selected where it is defined. Later equations
+read the selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If not, outputs
+computed from a selected value are themselves replaced by their old values. On a GPU and a TPU the kernels are those of
+`jnp.where` over finished outputs. docs/design.md has the measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +25,16 @@ from jamp._step.rounding import check_not_scaled
 
 
 def update_or_skip(
-    grads_finite: Array, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
+    grads_finite: Array | None, update: Callable[..., tuple[Any, Any]], grads: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Return `update(grads, state, params)` if the gradients are finite (bool[]), else updates of -0.0 and `state`.
+    """Return `update(grads, state, params)` if the gradients are finite, else updates of -0.0 and `state`.
 
-    `update` is a traceable function of pytrees of arrays that returns updates and a new state. If the new state has
-    another structure, shape or dtype than `state`, a ValueError names the leaf.
+    `grads_finite` is bool[], or None if they were not checked. `update` is a traceable function of pytrees of arrays
+    that returns updates and a new state. If the new state of a checked step has another structure, shape or dtype than
+    `state`, a ValueError names the leaf.
     """
+    if grads_finite is None:
+        return update(grads, state, params)
     closed, (updates, new_state) = _jaxpr.trace(update, grads, state, params)
     _check_types(
         state, new_state, "The inner optimizer's state",

@@ -9,11 +9,15 @@ import optax
 from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
-from jamp._cast import is_floating, to_float32
-from jamp._step.params import rounds_params
+from jamp._cast import to_float32
+from jamp._step.params import check_bfloat16, rounds_params, update_between
 from jamp._step.state import check_kind
 
 _INF = np.uint32(0x7F800000)
+_ADVICE = (
+    "Split masters are for bfloat16, which is the upper half of a float32. Use bfloat16 parameters, or whole masters: "
+    "jamp.master_params(tx)."
+)
 _CURE = (
     "If it is the state of jamp.master_params(tx) without split=True, with whole masters: params, state = "
     "jamp.interop.split_masters(state, params)."
@@ -56,7 +60,7 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SplitMasterParamsState:
-        _check_splittable(params)
+        check_bfloat16(params, _ADVICE)
         low_bits = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.uint16) if is_split(p) else optax.MaskedNode(), params)
         return SplitMasterParamsState(low_bits, check_inner(inner.init(to_float32(params))))
 
@@ -65,18 +69,13 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
     ) -> tuple[optax.Updates, SplitMasterParamsState]:
         check_kind(state, SplitMasterParamsState, _CURE)
         check_given(params)
-        _check_splittable(params)
+        check_bfloat16(params, _ADVICE)
         masters = _join(params, state.low_bits)
         steps, inner_state = inner.update(to_float32(grads), state.inner_state, masters, **extra_args)
         new, low_bits = _split(optax.apply_updates(masters, steps), params)
 
         def to_param(step: Any, p: Any, new: Any) -> Any:
-            if not is_split(p):
-                return step
-            old = p.astype(jnp.float32)
-            is_same = lax.bitcast_convert_type(old, jnp.uint32) == lax.bitcast_convert_type(new, jnp.uint32)
-            # -0.0 leaves every number unchanged, also inf and NaN.
-            return jnp.where(is_same, jnp.float32(-0.0), new - old)
+            return update_between(p.astype(jnp.float32), new) if is_split(p) else step
 
         return jax.tree.map(to_param, steps, params, new), SplitMasterParamsState(low_bits, inner_state)
 
@@ -185,15 +184,15 @@ def split_master(master: Array) -> tuple[Array, Array]:
 def upper_half(master: Array, low_bits: Array) -> Array:
     """The bfloat16, in f32, that together with these low bits is the master.
 
-    It is computed from the low bits, for two reasons. XLA:TPU makes both in one kernel only if one needs the other. And
-    XLA may compute the master twice, once for the bits and once for the parameter, and round it differently. Then this
-    is some units in the last place off, and becomes the right one when it is rounded to bfloat16.
+    It is computed from the low bits, for two reasons. XLA:TPU computes both in one kernel only if one needs the other.
+    And XLA may compute the master twice, once for the bits and once for the parameter, and round it differently. The
+    result is then some units in the last place off, and rounding it to bfloat16 makes it right.
     """
     bits, low = lax.bitcast_convert_type(master, jnp.uint32), low_bits.astype(jnp.uint32)
     # A carry moves to the exponent where it should. Rounded up, some NaNs would become -0.
     carry = jnp.where(_is_nan(bits), bits & np.uint32(0x400000) ^ np.uint32(0x400000), (low & np.uint32(0x8000)) << 1)
     size = bits & np.uint32(0x7FFFFFFF)
-    # Where the other master was not 0 or not inf, this is 0 or inf.
+    # XLA may have rounded the master of the bits to a number that is not 0 or inf. This one then stays 0 or inf.
     high = jnp.where(size < low, bits - size, jnp.where(size == _INF, bits, bits - low + carry))
     return lax.bitcast_convert_type(high, jnp.float32)
 
@@ -234,12 +233,3 @@ def check_inner(inner_state: Any) -> Any:
             "jamp.loss_scaled(jamp.master_params(tx))."
         )
     return inner_state
-
-
-def _check_splittable(params: Any) -> None:
-    for path, p in jax.tree.leaves_with_path(params):
-        if is_floating(p) and p.dtype.itemsize < 4 and not is_split(p):
-            raise ValueError(
-                f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. Split masters are for bfloat16, which is "
-                "the upper half of a float32. Use bfloat16 parameters, or whole masters: jamp.master_params(tx)."
-            )

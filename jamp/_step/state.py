@@ -85,6 +85,16 @@ def skips(x: Any) -> bool:
     return is_scaler_state(x) and not is_noop(x.loss_scale_state)
 
 
+def is_adaptive(loss_scale_state: Any) -> bool:
+    """Whether a loss scale can change. The state of one that never does holds nothing else."""
+    return len(jax.tree.leaves(loss_scale_state)) > 1
+
+
+def adapts(x: Any) -> bool:
+    """Whether a node of a pytree is a scaler state whose loss scale can change."""
+    return is_scaler_state(x) and is_adaptive(x.loss_scale_state)
+
+
 def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bool:
     """Whether any node of a tree matches, by default whether it holds a scaler state."""
     return any(map(is_match, jax.tree.leaves(tree, is_leaf=is_match)))
@@ -92,12 +102,18 @@ def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bo
 
 def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> AnyLossScaledState:
     """Wrap an optimizer's state into that of `loss_scaled`. Raise ValueError if it already holds a scaler state."""
-    if contains(inner_state):
-        raise ValueError(
-            "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
-            "optimizer, or jamp.master_params of it, and the loss scale as loss_scale=."
-        )
+    check_holds_no_scaler(
+        inner_state,
+        "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
+        "optimizer, or jamp.master_params of it, and the loss scale as loss_scale=.",
+    )
     return (ScaledGradsState if unscale else LossScaledState)(*ScalerState.init(loss_scale), inner_state)
+
+
+def check_holds_no_scaler(opt_state: Any, message: str) -> None:
+    """Raise ValueError with this message if the state of an optimizer holds a scaler state."""
+    if contains(opt_state):
+        raise ValueError(message)
 
 
 def check_whole(params: Any) -> None:
@@ -111,7 +127,7 @@ def check_whole(params: Any) -> None:
 
 
 def check_kind(state: Any, kind: Any, cure: str) -> None:
-    """Raise TypeError if a state is not of this kind: a NamedTuple, or a union whose first one names it."""
+    """Raise TypeError if a state is not of this type: a NamedTuple, or a union. The error names its first."""
     if not isinstance(state, kind):
         expected = typing.get_args(kind)[0] if typing.get_args(kind) else kind
         raise TypeError(
@@ -122,7 +138,7 @@ def check_kind(state: Any, kind: Any, cure: str) -> None:
 
 
 def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any) -> None:
-    """Raise TypeError if a state is not of this kind, or not of an optimizer with a loss scale of this structure."""
+    """Raise TypeError if a state is not that of this `loss_scaled`. `structure` is that of its loss scale's state."""
     check_kind(
         state, AnyLossScaledState,
         "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
@@ -148,7 +164,7 @@ def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any
 
 
 def _with_types(new: Any, old: Any) -> Any:
-    """The state of a user's loss scale with the dtypes of `old` and no weak types, so that `jit` compiles once."""
+    """A loss scale's new state with the dtypes of `old` and no weak types, so that `jit` compiles once."""
 
     def cast(x: Any, y: Any) -> Array:
         is_truncated = is_inexact(x) and not is_inexact(y)  # such as an average that `init` started with the int 0

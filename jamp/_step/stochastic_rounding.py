@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
@@ -16,13 +16,17 @@ from jax.typing import DTypeLike
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._step.misuse import users_stacklevel
 from jamp._step.moments import NOT_MOMENTS
-from jamp._step.params import rounds_params
+from jamp._step.params import check_bfloat16, rounds_params, update_between
 from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
 from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
-from jamp._step.state import check_kind, contains
+from jamp._step.state import check_holds_no_scaler, check_kind, contains
 
 # Their updates depend on the distance to the first parameters, to which each rounding adds.
 _DISTANCES = ("DoGState", "DoWGState", "MechanicState")
+_ADVICE = (
+    "Stochastic rounding is for bfloat16, which has the range of float32: smaller types would make small parameters 0. "
+    "Use bfloat16 parameters, or float32 masters: jamp.loss_scaled(jamp.master_params(tx))."
+)
 _CURE = "If it is the state of the optimizer inside: tx.init(params)._replace(inner_state=state)."
 
 
@@ -125,7 +129,7 @@ def stochastic_rounding(
         return tree_map_with_path(stored, inner_state)
 
     def init(params: optax.Params) -> StochasticRoundingState:
-        _check_params(params)
+        check_bfloat16(params, _ADVICE)
         inner_state, count = inner.init(to_float32(params)), jnp.array(0, jnp.int32)
         _check_inner(inner_state, params)
         specs = jax.tree.broadcast(PartitionSpec(), params)
@@ -137,23 +141,21 @@ def stochastic_rounding(
         check_kind(state, StochasticRoundingState, _CURE)
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters. Call tx.update(grads, state, params).")
-        _check_params(params)
+        check_bfloat16(params, _ADVICE)
         if state_dtype is None:
             _warn_if_nothing_is_rounded(params)
-        wide, count = to_float32(params), next_count(state.rounding_count)
-        updates, inner_state = inner.update(to_float32(grads), to_float32(state.inner_state), wide, **extra_args)
+        in_float32, count = to_float32(params), next_count(state.rounding_count)
+        updates, inner_state = inner.update(to_float32(grads), to_float32(state.inner_state), in_float32, **extra_args)
         words = random_words(seed, count)
 
         def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
             if jnp.result_type(p) != jnp.bfloat16:
                 return step
             new = round_stochastically((old + step).astype(jnp.float32), keystr(path), words, spec)
-            is_same = lax.bitcast_convert_type(new, jnp.uint32) == lax.bitcast_convert_type(old, jnp.uint32)
-            # -0.0 leaves every number unchanged, also inf and NaN.
-            return straight_through(step, jnp.where(is_same, jnp.float32(-0.0), new - old))
+            return straight_through(step, update_between(old, new))
 
         specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
-        updates = tree_map_with_path(rounded, params, wide, updates, specs)
+        updates = tree_map_with_path(rounded, params, in_float32, updates, specs)
         return updates, StochasticRoundingState(count, store(inner_state, words, params, specs))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -179,16 +181,6 @@ def _check_state_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     return checked
 
 
-def _check_params(params: Any) -> None:
-    for path, p in jax.tree.leaves_with_path(params):
-        if is_floating(p) and p.dtype.itemsize < 4 and p.dtype != jnp.bfloat16:
-            raise ValueError(
-                f"The parameter {keystr(path) or 'array'} is {p.dtype.name}. Stochastic rounding is for bfloat16, "
-                "which has the range of float32: smaller types would make small parameters 0. Use bfloat16 parameters, "
-                "or float32 masters: jamp.loss_scaled(jamp.master_params(tx))."
-            )
-
-
 def _warn_if_nothing_is_rounded(params: Any) -> None:
     # A branch of `optax.partition` sees other branches' parameters as masked nodes, and may have wide ones alone.
     dtypes = {p.dtype.name for p in jax.tree.leaves(params) if is_floating(p)}
@@ -207,11 +199,11 @@ def _check_inner(inner_state: Any, params: Any) -> None:
             "The optimizer inside stochastic_rounding (dog, dowg or mechanize) measures the distance of the parameters "
             "to the first ones, and each rounding adds to it. Use float32 masters: jamp.master_params(tx, split=True)."
         )
-    if contains(inner_state):
-        raise ValueError(
-            "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "
-            "whole: jamp.loss_scaled(jamp.stochastic_rounding(tx))."
-        )
+    check_holds_no_scaler(
+        inner_state,
+        "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "
+        "whole: jamp.loss_scaled(jamp.stochastic_rounding(tx)).",
+    )
     if contains(inner_state, lambda x: isinstance(x, MasterParamsState | SplitMasterParamsState)):
         raise ValueError(
             "stochastic_rounding is for parameters without float32 masters, and the optimizer inside it has some. Pass "

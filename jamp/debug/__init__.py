@@ -2,10 +2,13 @@
 
 from ._compare import compare as compare
 from ._comparison import ComparedRow as ComparedRow, Comparison as Comparison
-from ._find import find_nonfinite as find_nonfinite
-from ._finding import Finding as Finding, NonfiniteSearch as NonfiniteSearch, Values as Values
-from ._lost import lost_updates as lost_updates
-from ._nonfinite import NonfiniteReport as NonfiniteReport, nonfinite_report as nonfinite_report
-from ._rounding import rounding_report as rounding_report
-from ._rounding_report import RoundingReport as RoundingReport, RoundingRow as RoundingRow
-from ._underflow import UnderflowReport as UnderflowReport, underflow_report as underflow_report
+from ._find_nonfinite import find_nonfinite as find_nonfinite
+from ._lost_updates import lost_updates as lost_updates
+from ._nonfinite_report import NonfiniteReport as NonfiniteReport, nonfinite_report as nonfinite_report
+from ._nonfinite_search import Finding as Finding, NonfiniteSearch as NonfiniteSearch, Values as Values
+from ._rounding_report import (
+    RoundingReport as RoundingReport,
+    RoundingRow as RoundingRow,
+    rounding_report as rounding_report,
+)
+from ._underflow_report import UnderflowReport as UnderflowReport, underflow_report as underflow_report

@@ -1,4 +1,4 @@
-"""Find which operations of two programs compute the same, although each has some that the other one has not."""
+"""Align the operations of two programs, each of which may have operations that the other one lacks."""
 
 import dataclasses
 from collections import Counter
@@ -14,16 +14,16 @@ _MOST = 4_000_000  # pairs
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An operation in all iterations of the loops that are merged."""
+    """An operation, in all iterations of the merged loops together."""
 
     operation: Operation  # in the first iteration
     numbers: Numbers
     reads: frozenset[int]  # entries
-    parts: int  # the iterations
+    parts: int  # how many iterations
 
 
 class Alignment(NamedTuple):
-    """The entries of two programs, which of them compute the same, in order, and the entry of each operation."""
+    """The entries of two programs, the pairs of those that compute the same, and the entry of each operation."""
 
     ours: list[Entry]
     theirs: list[Entry]
@@ -38,7 +38,7 @@ def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
     In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
     (micro-batches, or tokens that are decoded one by one). Each loop is merged if more operations are aligned then.
     """
-    # A long loop would need too much memory.
+    # The entries of a long loop would need too much memory.
     long = len(ours) * len(theirs) > _MOST
     merged = [{loop for x in side for loop, _ in x.loops} if long else set[int]() for side in (ours, theirs)]
     entries = [_entries(x, loops) for x, loops in zip((ours, theirs), merged, strict=True)]
@@ -47,9 +47,9 @@ def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
         for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops if loop not in merged[side]):
             tried = list(entries)
             tried[side] = _entries(operations, merged[side] | {loop})
-            score, found = _pairs(tried[0][0], tried[1][0])
+            score, tried_pairs = _pairs(tried[0][0], tried[1][0])
             if score > best:
-                best, pairs, entries = score, found, tried
+                best, pairs, entries = score, tried_pairs, tried
                 merged[side].add(loop)
     return Alignment(entries[0][0], entries[1][0], pairs, entries[0][1], entries[1][1])
 
@@ -59,9 +59,9 @@ def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[En
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(operations):
         # A function may be called several times in an iteration.
-        seen[x.site, x.loops] += 1
+        seen[x.equation, x.loops] += 1
         kept = tuple(pair for pair in x.loops if pair[0] not in merged)
-        groups.setdefault((x.site, kept, seen[x.site, x.loops]), []).append(i)
+        groups.setdefault((x.equation, kept, seen[x.equation, x.loops]), []).append(i)
     number = {i: j for j, group in enumerate(groups.values()) for i in group}
     entries = []
     for j, group in enumerate(groups.values()):
@@ -73,7 +73,7 @@ def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[En
 
 
 def _pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[float, list[tuple[int, int]]]:
-    """The pairs in order with the largest sum of weights, and this sum."""
+    """The sum of the weights, and the pairs, in order, that make it largest."""
     if not ours or not theirs:
         return 0.0, []
     weights = _weights(ours, theirs)
@@ -94,7 +94,7 @@ def _pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[float, list[
 
 
 def _weights(ours: Sequence[Entry], theirs: Sequence[Entry]) -> np.ndarray[Any, Any]:
-    """How likely two entries are the same, f32[ours, theirs]. 0 if they cannot be."""
+    """How likely it is that two entries compute the same, f32[ours, theirs]. 0 if they cannot."""
 
     def equal(key: Callable[[Entry], Any]) -> np.ndarray[Any, Any]:
         codes: dict[Any, int] = {}
@@ -106,11 +106,11 @@ def _weights(ours: Sequence[Entry], theirs: Sequence[Entry]) -> np.ndarray[Any, 
     apart = np.abs(np.subtract.outer(left, right))
     same_size, same_primitive = equal(lambda x: x.numbers.size), equal(lambda x: x.operation.primitive)
     hints = [
-        (2.0, equal(lambda x: (x.operation.place.line, x.operation.place.backward))),
-        (2.0, equal(lambda x: (x.operation.place.scope, x.operation.place.backward))),
+        (2.0, equal(lambda x: (x.operation.location.line, x.operation.location.backward))),
+        (2.0, equal(lambda x: (x.operation.location.scope, x.operation.location.backward))),
         (1.0, equal(lambda x: x.operation.shape[-1:])),
         (3.0, apart < 0.02),
     ]
     weights = same_primitive * (1 + sum(weight * hint for weight, hint in hints)) + ~same_primitive * (apart < 1e-5)
-    found: np.ndarray[Any, Any] = (weights * same_size).astype(np.float32)
-    return found
+    result: np.ndarray[Any, Any] = (weights * same_size).astype(np.float32)
+    return result

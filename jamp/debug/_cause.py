@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jamp import _evaluate, _jaxpr
+from jamp import _jaxpr
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxpr import JaxprEqn
-from jamp.debug._finding import number, to_host
+from jamp.debug._nonfinite_search import number, to_host
+from jamp.debug._wider import bind_wider
 
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
@@ -39,14 +39,12 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
 
 def _operands_at(index: tuple[Any, ...], shape: tuple[int, ...], inputs: Sequence[Any]) -> list[float] | None:
     """The real operands of an elementwise operation at an index."""
-    real = all(jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer) for x in inputs)
-    if not inputs or not real or not all(_broadcasts(np.shape(x), shape) for x in inputs):
+    if not inputs or not all(is_floating(x) or jnp.issubdtype(x.dtype, jnp.integer) for x in inputs):
         return None
-    return [float(to_host(x)[tuple(i % n for i, n in zip(index, np.shape(x), strict=False))]) for x in inputs]
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return not shape or (len(shape) == len(to) and all(n in (1, m) for n, m in zip(shape, to, strict=True)))
+    try:
+        return [float(np.broadcast_to(to_host(x), shape)[index]) for x in inputs]
+    except ValueError:  # The shapes are not those of an elementwise operation.
+        return None
 
 
 def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
@@ -55,8 +53,8 @@ def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":
         y = _jaxpr.exponent(eqn)
-    found = (text for names, condition, text in _DOMAINS if name in names and condition(x, y))
-    return next((text.format(x=number(x), y=number(y), name=name) for text in found), None)
+    texts = (text for names, condition, text in _DOMAINS if name in names and condition(x, y))
+    return next((text.format(x=number(x), y=number(y), name=name) for text in texts), None)
 
 
 # Primitives, a condition on their operands x and y, and the message. The first condition that holds is reported.
@@ -93,17 +91,16 @@ _WHOLE = {
 def _overflow(
     eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], position: int, index: tuple[Any, ...]
 ) -> str | None:
-    """Describe an overflow by the number that a wider dtype gives in its place, or return None."""
+    """Describe an overflow by the result that a wider dtype gives, or return None."""
     dtype = jnp.result_type(outputs[position])
     end = float(jnp.finfo(dtype).max)
-    # bfloat16 has the range of float32.
+    # bfloat16 has the range of float32, so it takes float64.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    if jnp.finfo(dtype).bits == 64 or _jaxpr.has_body(eqn):  # a body runs only at its own dtypes
+    if jnp.finfo(dtype).bits == 64 or _jaxpr.has_body(eqn):  # A body runs only at its own dtypes.
         return None
     try:
         with jax.enable_x64(True):
-            result = _again(eqn, inputs, wide_dtype)[position]
-            value = float(to_host(result)[index])
+            value = float(to_host(bind_wider(eqn, inputs, wide_dtype)[position])[index])
     except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
         return None  # The operation does not exist in the wider dtype.
     exponential = _kind(_jaxpr.name(eqn))
@@ -118,12 +115,3 @@ def _overflow(
 
 def _kind(name: str) -> str:
     return "exp " if name in ("exp", "exp2", "expm1", "sinh", "cosh") else ""
-
-
-def _again(eqn: JaxprEqn, inputs: Sequence[Any], dtype: np.dtype[Any]) -> list[Any]:
-    """The results of an equation with its floating operands in a wider dtype."""
-    for narrow in {x.dtype for x in (*_jaxpr.avals(eqn.outvars), *_jaxpr.avals(eqn.invars)) if is_floating(x)}:
-        eqn = _evaluate.replace_dtype(eqn, narrow, dtype)
-    args = [lax.convert_element_type(x, dtype) if is_floating(x) else x for x in inputs]
-    avals = [a.update(dtype=dtype, weak_type=False) if is_floating(a) else a for a in _jaxpr.avals(eqn.outvars)]
-    return _evaluate.bind(eqn, args, avals)

@@ -93,23 +93,23 @@ def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     closed = jax.make_jaxpr(flat)(*call.leaves)
     operations, results = observe(closed, call.leaves)
     compiled = jax.jit(flat)(*call.leaves)
-    tree = call.result_structure  # The new values of an NNX module stay out of it.
+    tree = call.result_structure  # without the new values of an NNX module
     pairs = [(x, y.array) for x, y in zip(compiled, results, strict=True) if is_floating(x)]
     return _Run(operations, results[: tree.num_leaves], tree, max((_apart(*pair) for pair in pairs), default=0.0))
 
 
 def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[float, float]]]]:
-    """The rows, and of each entry of both sides the difference and the unit of rounding."""
+    """The rows, and for each entry of both sides its difference, and the unit roundoff with its amplification."""
     known: list[dict[int, tuple[float, float]]] = [{}, {}]
     sides = aligned.ours, aligned.theirs
 
     def carried(side: int, entry: Entry) -> list[tuple[float, float]]:
-        """The differences and units of the operands of an entry, weighted as in its result."""
+        """The differences and unit roundoffs of the operands of an entry, times their weights in its result."""
         weights = [(k, _weight(entry, sides[side][k])) for k in entry.reads if k in known[side]]
         return [(known[side][k][0] * weight, known[side][k][1] * weight) for k, weight in weights]
 
     def add_alone(side: int, k: int) -> None:
-        """Add an operation that only one function has: it differs as much as its operands."""
+        """Add an operation that only one function has. Its difference is that of its operands."""
         entry = sides[side][k]
         reads = carried(side, entry)
         unit = max([gain(entry.numbers) * _unit(entry.operation), *(unit for _, unit in reads)])
@@ -136,9 +136,9 @@ def _rows(aligned: Alignment) -> tuple[list[ComparedRow], list[dict[int, tuple[f
         near = [z for z, _ in reads if z <= JUMP * max(apart, unit)]
         rows.append(
             ComparedRow(
-                *(a.primitive, a.place.line, a.place.scope, str(a.dtype)),
-                *(b.primitive, b.place.line, b.place.scope, str(b.dtype)),
-                *(a.place.backward, apart, seen * max(near, default=0.0), seen * unit),
+                *(a.primitive, a.location.line, a.location.scope, str(a.dtype)),
+                *(b.primitive, b.location.line, b.location.scope, str(b.dtype)),
+                *(a.location.backward, apart, seen * max(near, default=0.0), seen * unit),
             )
         )
     for k in range(done, len(aligned.theirs)):
@@ -183,13 +183,13 @@ def _only(aligned: Alignment, rows: Sequence[ComparedRow], first: int | None) ->
     stops = [len(side) for side in sides] if first is None else aligned.pairs[first]
     matched = [{pair[side] for pair in aligned.pairs} for side in (0, 1)]
     return tuple(
-        tuple(_name(side[k].operation) for k in range(start + 1, stop) if k not in found)
-        for side, start, stop, found in zip(sides, starts, stops, matched, strict=True)
+        tuple(_name(side[k].operation) for k in range(start + 1, stop) if k not in aligned_here)
+        for side, start, stop, aligned_here in zip(sides, starts, stops, matched, strict=True)
     )
 
 
 def _unit(x: Any) -> float:
-    """Half the distance of 1 to the next number. Float32 has more, because sums may be in another order."""
+    """The unit roundoff of a dtype. For float32 it is larger, because sums may be in another order."""
     if not is_floating(x):
         return 0.0
     eps = float(jnp.finfo(x.dtype).eps)
@@ -197,11 +197,13 @@ def _unit(x: Any) -> float:
 
 
 def _name(x: Operation) -> str:
-    return f"{x.primitive} at {x.place.line or 'an unknown line'}" + f" in {x.place.scope}" * bool(x.place.scope)
+    return f"{x.primitive} at {x.location.line or 'an unknown line'}" + f" in {x.location.scope}" * bool(
+        x.location.scope
+    )
 
 
 def _apart(x: Any, y: Any) -> float:
-    """The relative difference of two arrays. inf if they differ in shape, or in where inf and NaN are."""
+    """The relative difference of two arrays. inf if their shapes differ, or inf and NaN are at other elements."""
     if np.shape(x) != np.shape(y):
         return math.inf
     if not is_inexact(x):

@@ -4,21 +4,22 @@ import dataclasses
 
 from jamp import _table
 
-JUMP = 8.0  # A result that differs by more than this, times what its operands differ by, is not explained by rounding.
+JUMP = 8.0  # A difference is a jump if it is more than 8 times what rounding and the operands explain.
 _SHOWN = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparedRow:
-    """An operation of one function, and the same of the other one. All differences are relative, by the norm.
+    """An operation that both functions have. All differences are relative, by the norm.
 
     Attributes:
       operation, source, scope, dtype: The primitive, the user's line, the name scopes, and the dtype of the result.
       other_operation, other_source, other_scope, other_dtype: The same in the other function.
       backward: Whether it is part of a backward pass.
       difference: How much the results differ, estimated to about 15 %.
-      operands: How much of it the differences of its operands explain. A sum of terms that cancel amplifies them.
-      rounding: How much of it rounding explains: the unit of the coarsest dtype so far. Such a sum amplifies it, too.
+      operands: How much of it the differences of its operands explain. A sum whose terms cancel amplifies them.
+      rounding: How much of it rounding explains: the unit roundoff of the coarsest dtype among this operation and those
+        before it, with the same amplification.
       reaches_results: Whether a result still shows the difference. That of masked values does not.
     """
 

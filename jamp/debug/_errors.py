@@ -16,7 +16,7 @@ from jamp._arguments import Call, paths
 from jamp._autocast.transform import autocast
 from jamp._cast import check_floating, is_floating
 from jamp.debug._program import ON, Program
-from jamp.debug._rounded import Damage, Data
+from jamp.debug._run_steps import Damage, Data
 
 _LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # for float16: the first with which the gradients are finite
 
@@ -75,7 +75,7 @@ class Errors:
     @functools.cached_property
     def total(self) -> tuple[float, float]:
         """The errors of value and gradients with all roundings. In float16 it lowers a loss scale that overflows."""
-        everything = dict.fromkeys(range(len(self.program.places)), ON)
+        everything = dict.fromkeys(range(len(self.program.sites)), ON)
         for scale in [x for x in _LOSS_SCALES if x <= self._scale]:
             self._scale = jnp.float32(scale)
             errors = self.of(everything)
@@ -90,7 +90,7 @@ class Errors:
         return _distance(pairs[: self._n]), _distance(pairs[self._n :])
 
     def damages(self) -> list[dict[int, Damage]]:
-        """The predicted damage of each place to the value, and to the gradients. Inside scans it has their axes.
+        """The predicted damage of each site to the value, and to the gradients. Inside scans it has an axis for each.
 
         Raises:
           ValueError: If the function or its gradients are not finite in float32.
@@ -105,13 +105,13 @@ class Errors:
         value, gradients = exact[: self._n], exact[self._n :]
         probes = [*_probe(value, 0), *[None] * len(gradients)], [*[None] * len(value), *_probe(gradients, 1)]
         env = env or self.program.run([self._scale, *self._leaves], {}, keep=True)[1]
-        found = self.program.damages(env, probes[: 1 + self.has_gradients])
+        damages = self.program.damages(env, probes[: 1 + self.has_gradients])
         add = lambda first, *rest: functools.reduce(np.add, rest, first)
-        return [{place: jax.tree.map(add, *damages) for place, damages in mine.items()} for mine in found]
+        return [{site: jax.tree.map(add, *parts) for site, parts in by_site.items()} for by_site in damages]
 
 
 def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
-    """The norm of the differences of pairs of arrays, divided by the norm of the second ones."""
+    """The norm of the differences of pairs of arrays, relative to the norm of the second ones."""
     wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs if is_floating(y)]
     size = sum(float(np.sum(y**2)) for _, y in wide)
     error = math.sqrt(sum(float(np.sum((x - y) ** 2)) for x, y in wide))
@@ -121,7 +121,7 @@ def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
 
 
 def _probe(values: Sequence[Any], seed: int) -> list[Any]:
-    """Random signs, divided by the norm of all values. Their product with an error deviates by the relative error."""
+    """Random signs, divided by the norm of all values. The inner product with an error has its relative size."""
     size = math.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in values if is_floating(x))) or math.inf
     keys = jax.random.split(jax.random.key(seed), max(1, len(values)))
     sign = lambda key, x: jax.random.rademacher(key, x.shape, x.dtype) / size

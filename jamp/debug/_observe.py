@@ -1,4 +1,4 @@
-"""Run a function operation by operation, and keep numbers about each result instead of the result."""
+"""Run a function operation by operation, and keep statistics of each result instead of the result."""
 
 import dataclasses
 import math
@@ -14,13 +14,15 @@ from jamp import _evaluate, _jaxpr
 from jamp._cast import cast_leaf, is_floating
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import MOVING, PRODUCTS
-from jamp.debug._walk import Place, Walker
+from jamp._source_line import Location
+from jamp.debug._walk import Walker
+from jamp.debug._wider import bind_wider
 
 _SKETCHES = 24
 
 
 class Numbers(NamedTuple):
-    """Numbers about an array. Those of several arrays add up to those of all.
+    """Statistics of an array. Those of several arrays add up to those of all.
 
     Attributes:
       flat: Sums of all elements with random signs, f32[24]. The mean square of the difference of two of them is an
@@ -45,17 +47,17 @@ class Operation(NamedTuple):
     """An operation that ran.
 
     Attributes:
-      site: The number of its equation.
-      primitive, place: The name of its primitive, and its place in the source.
+      equation: The number of its equation.
+      primitive, location: The name of its primitive, and where it is in the source.
       shape, dtype: Those of its first floating result.
       loops: The loops around it and the iteration of each: the number of the loop's equation, and of the iteration.
       reads: The operations that computed what it reads.
       numbers: Of its first floating result.
     """
 
-    site: int
+    equation: int
     primitive: str
-    place: Place
+    location: Location
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     loops: tuple[tuple[int, int], ...]
@@ -65,25 +67,25 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array, and the indices of the operations that computed it. Moves of data are not among them."""
+    """An array, and the indices of the operations that computed it. Data movement does not count."""
 
     array: Any
     made_by: frozenset[int] = frozenset()
 
 
 class Observer(Walker[Value]):
-    """An evaluation that keeps `Operation`s: arithmetic with a floating result, without moves of data."""
+    """An evaluation that keeps an `Operation` for all arithmetic with a floating result, but not for data movement."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: list[Operation] = []
+        self._operations: list[Operation] = []
 
     def operations(self) -> list[Operation]:
         """All of them, in order, with numbers on the host."""
-        numbers = jax.device_get([x.numbers for x in self._found])
-        return [x._replace(numbers=y) for x, y in zip(self._found, numbers, strict=True)]
+        numbers = jax.device_get([x.numbers for x in self._operations])
+        return [x._replace(numbers=y) for x, y in zip(self._operations, numbers, strict=True)]
 
-    def operation(self, eqn: JaxprEqn, values: list[Value], here: Place) -> list[Value]:
+    def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
         results = _evaluate.bind(eqn, [x.array for x in values], _jaxpr.avals(eqn.outvars))
         made_by = frozenset[int]().union(*(x.made_by for x in values))
         first = next((x for x in results if is_floating(x)), None)
@@ -92,22 +94,17 @@ class Observer(Walker[Value]):
             flat, rows, square, bad = _numbers(first)
             numbers = Numbers(flat, rows, square, _terms(eqn, [x.array for x in values], square), bad, first.size)
             loops = tuple(self.loops)
-            self._found.append(Operation(id(eqn), name, here, first.shape, first.dtype, loops, made_by, numbers))
-            made_by = frozenset({len(self._found) - 1})
+            self._operations.append(Operation(id(eqn), name, here, first.shape, first.dtype, loops, made_by, numbers))
+            made_by = frozenset({len(self._operations) - 1})
         return [Value(x, made_by) for x in results]
 
     def constant(self, array: Any) -> Value:
         return Value(array)
 
-    def array(self, value: Value) -> Any:
-        return value.array
-
     def item(self, value: Value, i: int) -> Value:
         return Value(value.array[i], value.made_by)
 
-    def stack(self, values: list[Value], aval: Any) -> Value:
-        if not values:
-            return Value(jnp.zeros(aval.shape, aval.dtype))
+    def stack(self, values: list[Value]) -> Value:
         return Value(jnp.stack([x.array for x in values]), frozenset().union(*(x.made_by for x in values)))
 
 
@@ -144,10 +141,8 @@ def _terms(eqn: JaxprEqn, operands: Sequence[Any], square: Array) -> Any:
     if name in ("add", "sub", "add_any"):
         return sum(_square(jnp.broadcast_to(x, _jaxpr.avals(eqn.outvars)[0].shape)) for x in operands)
     if name in PRODUCTS and all(map(is_floating, operands[:2])):
-        wide = _evaluate.widened(eqn, {x.dtype for x in operands[:2]}, np.dtype(np.float32))
         squares = [jnp.square(cast_leaf(x, jnp.float32)) for x in operands[:2]]
-        types = [aval.update(dtype=np.dtype(np.float32)) for aval in _jaxpr.avals(eqn.outvars)]
-        return jnp.sum(_evaluate.bind(wide, [*squares, *operands[2:]], types)[0])
+        return jnp.sum(bind_wider(eqn, [*squares, *operands[2:]], np.dtype(np.float32))[0])
     return square
 
 
@@ -163,13 +158,13 @@ def gain(x: Numbers) -> float:
 
 
 def rows_gain(x: Numbers) -> float:
-    """The same for the sums over rows. Arrays whose rows are split are compared by these."""
+    """The same for the sums over rows, by which arrays are compared whose rows are split."""
     rows = _root_mean_square(x.rows)
     return max(1.0, math.sqrt(x.square) / rows) if rows else math.inf
 
 
 def difference(x: Numbers, y: Numbers, same_rows: bool, is_split: bool) -> float:
-    """The relative difference of two arrays, estimated from less if the rows are split or not the same."""
+    """The estimated relative difference of two arrays. It uses fewer statistics if their rows are split or differ."""
     if x.bad != y.bad:
         return math.inf
     norm, other = math.sqrt(x.square), math.sqrt(y.square)

@@ -13,10 +13,10 @@ from jamp import _evaluate, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import REARRANGES
-from jamp._source_line import pattern
+from jamp._source_line import Location, pattern
 from jamp.debug._cause import explain
-from jamp.debug._finding import Finding, Values
-from jamp.debug._walk import Place, Walker
+from jamp.debug._nonfinite_search import Finding, Values
+from jamp.debug._walk import Walker
 
 INF, NAN = 1, 2
 
@@ -70,16 +70,16 @@ class OriginWalker(Walker[Value]):
     """An evaluation that follows inf and NaN.
 
     Attributes:
-      found: The operations that returned inf or NaN for finite inputs, in the order in which they ran.
+      findings: The operations that returned inf or NaN for finite inputs, in the order in which they ran.
       count: The number of operations that ran.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Finding] = []
+        self.findings: list[Finding] = []
         self.count = 0
 
-    def operation(self, eqn: JaxprEqn, values: list[Value], here: Place) -> list[Value]:
+    def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
         self.count += 1
         arrays = [x.array for x in values]
         results = _evaluate.bind(eqn, arrays, _jaxpr.avals(eqn.outvars))
@@ -96,27 +96,22 @@ class OriginWalker(Walker[Value]):
                 here.backward,
                 tuple(map(Values.of, filter(is_inexact, arrays))),
                 tuple(map(Values.of, filter(is_inexact, results))),
-                order=len(self.found),
+                order=len(self.findings),
                 scope=here.scope,
                 parameter=pattern(x.parameter for x in values if x.parameter),
             )
-            self.found.append(origin)
+            self.findings.append(origin)
         parameter = values[0].parameter if _jaxpr.name(eqn) in REARRANGES else ""
         return [Value(x, b, origin if b else None, parameter) for x, b in zip(results, bits, strict=True)]
 
     def constant(self, array: Any) -> Value:
         return known(array, "constant")
 
-    def array(self, value: Value) -> Any:
-        return value.array
-
     def item(self, value: Value, i: int) -> Value:
         if value.origin:
             return known(value.array[i], value.origin, value.parameter)
         return Value(value.array[i], parameter=value.parameter)
 
-    def stack(self, values: list[Value], aval: Any) -> Value:
-        if not values:
-            return Value(jnp.zeros(aval.shape, aval.dtype))
+    def stack(self, values: list[Value]) -> Value:
         arrays = jnp.stack([x.array for x in values])
         return Value(arrays, max(x.bits for x in values), earliest(values))

@@ -11,15 +11,15 @@ import numpy as np
 from jamp._autocast.rules import ACCUMULATE, FLOAT32
 from jamp._primitives import PRODUCTS
 from jamp.debug._errors import Errors
-from jamp.debug._program import OFF, ON
-from jamp.debug._rounded import Damage, Data, Switches
-from jamp.debug._steps import Place
+from jamp.debug._program import OFF, ON, OPERANDS
+from jamp.debug._run_steps import Damage, Data, Switches
+from jamp.debug._steps import Site
 
 _TRIED = 20
 
 
 class _Rule(NamedTuple):
-    """A rule, the roundings that are left at the places it covers, the damage it prevents, and its FLOPs in float32."""
+    """A rule, the roundings that are left at the sites it covers, the damage it prevents, and its FLOPs in float32."""
 
     key: str
     category: str
@@ -29,7 +29,7 @@ class _Rule(NamedTuple):
 
 
 def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
-    """The fewest rules, by the damage that each prevents for its FLOPs. At last they are run with autocast."""
+    """The fewest rules, chosen by the damage that each prevents for its FLOPs. The result is checked with autocast."""
     errors = errors_of({})
     kind = int(errors.has_gradients)
     if not bound > 0 or math.isnan(errors.total[kind]):
@@ -37,14 +37,14 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
         raise ValueError(f"rules() needs a positive bound and an error to bound: {got}.")
     if errors.total[kind] <= bound:
         return {}
-    places = errors.program.places
-    accumulate, float32 = _candidates(places, errors.damages()[kind])
-    error = lambda rules: errors.of(_switches(len(places), rules))[kind]
+    sites = errors.program.sites
+    accumulate, float32 = _candidates(sites, errors.damages()[kind])
+    error = lambda rules: errors.of(_switches(len(sites), rules))[kind]
 
     def is_enough(rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> bool:
         return error([*rules, *others]) <= bound
 
-    for target in (bound, 0.7 * bound, 0.5 * bound):  # With autocast, the last digits differ from those of the search.
+    for target in (bound, 0.7 * bound, 0.5 * bound):  # Autocast rounds a little differently from the search.
         if not is_enough(float32, [], target):
             break
         needed = _fewest(float32, functools.partial(is_enough, others=accumulate, bound=target))
@@ -52,51 +52,43 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
         others = [x for x in accumulate if x.key not in {y.key for y in needed}]
         kept = _fewest(others, functools.partial(is_enough, others=needed, bound=target))
         # The first rule that matches decides, so the longer name stands first.
-        found = {x.key: x.category for x in sorted([*needed, *kept], key=lambda x: -len(x.key))}
+        chosen = {x.key: x.category for x in sorted([*needed, *kept], key=lambda x: -len(x.key))}
         is_all = {i for x in needed for i in x.on}.issuperset(i for x in float32 for i in x.on)
-        if not is_all and errors_of(found).total[kind] <= bound:
-            if message := _nameless(places, needed):
+        if not is_all and errors_of(chosen).total[kind] <= bound:
+            if message := _nameless(sites, needed):
                 warnings.warn(message.strip(), stacklevel=3)
-            return found
+            return chosen
     everything = dict.fromkeys((x.key.partition("[")[0] for x in float32), FLOAT32)
     if (least := errors_of(everything).total[kind]) > bound:
-        raise ValueError(_unreachable(places, float32, least, bound))
+        raise ValueError(_unreachable(sites, float32, least, bound))
     message = f"No smaller set than all products in float32 was found for an error of {bound:g}."
-    warnings.warn(message + _nameless(places, float32), stacklevel=3)
+    warnings.warn(message + _nameless(sites, float32), stacklevel=3)
     return everything
 
 
-def _candidates(places: Sequence[Place], damages: Mapping[int, Damage]) -> tuple[list[_Rule], list[_Rule]]:
+def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage]) -> tuple[list[_Rule], list[_Rule]]:
     """The rules that keep the results of products in float32, and those that keep products in float32."""
     accumulate, float32 = [], []
-    keys = dict.fromkeys((name, x.scope) for x in places for name in sorted(x.operations.keys() & PRODUCTS))
+    keys = dict.fromkeys((name, x.location.scope) for x in sites for name in sorted(x.operations.keys() & PRODUCTS))
     for name, scope in keys:
-        inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.scope}/"
-        covered = [i for i, x in enumerate(places) if name in x.operations and inside(x)]
-        forward = [i for i in covered if not places[i].backward]
+        inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.location.scope}/"
+        covered = [i for i, x in enumerate(sites) if name in x.operations and inside(x)]
+        forward = [i for i in covered if not sites[i].location.backward]
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
-        flops = sum(sum(places[i].operations.values()) for i in covered)
-        results = Switches(ON.operands, OFF.result)
-        accumulate.append(
-            _Rule(
-                key,
-                ACCUMULATE,
-                dict.fromkeys(forward, results),
-                squares("result", [i for i in forward if places[i].scope == scope]),
-                0.0,
-            )
-        )
-        # A rule for a scope covers all places in it. A place with a scope of its own has its own rule, too.
-        own = [i for i in covered if places[i].scope == scope]
+        flops = sum(sum(sites[i].operations.values()) for i in covered)
+        # A rule for a scope covers all sites in it. A site with a scope of its own has its own rule, too.
+        own = [i for i in covered if sites[i].location.scope == scope]
+        prevents = squares("result", [i for i in own if i in forward])
+        accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, OPERANDS), prevents, 0.0))
         prevents = squares("operands", own) + squares("result", own)
         float32.append(_Rule(key, FLOAT32, dict.fromkeys(covered, OFF), prevents, flops))
     by_damage = lambda x: -x.prevents / (x.flops + 1)
     return sorted(accumulate, key=by_damage), sorted(float32, key=by_damage)
 
 
-def _switches(places: int, rules: Sequence[_Rule]) -> Data:
-    on = dict.fromkeys(range(places), ON)
+def _switches(sites: int, rules: Sequence[_Rule]) -> Data:
+    on = dict.fromkeys(range(sites), ON)
     for rule in rules:
         on |= {i: Switches(*map(np.logical_and, on[i], x)) for i, x in rule.on.items()}
     return on
@@ -121,9 +113,10 @@ def _without_needless(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rul
     return kept
 
 
-def _nameless(places: Sequence[Place], rules: Sequence[_Rule]) -> str:
+def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
     """Advice for products that only a rule for all products covers."""
-    lines = sorted({places[i].source for x in rules if "[" not in x.key for i in x.on if not places[i].scope})
+    locations = {sites[i].location for x in rules if "[" not in x.key for i in x.on}
+    lines = sorted({x.line for x in locations if not x.scope})
     if not lines:
         return ""
     return (
@@ -132,9 +125,9 @@ def _nameless(places: Sequence[Place], rules: Sequence[_Rule]) -> str:
     )
 
 
-def _unreachable(places: Sequence[Place], rules: Sequence[_Rule], error: float, bound: float) -> str:
+def _unreachable(sites: Sequence[Site], rules: Sequence[_Rule], error: float, bound: float) -> str:
     covered = {i for rule in rules for i in rule.on}
-    lines = sorted({x.source or x.scope for i, x in enumerate(places) if i not in covered})
+    lines = sorted({x.location.line or x.location.scope for i, x in enumerate(sites) if i not in covered})
     return (
         f"No rules for products bring the error below {bound:g}. With all of them in float32 it is {error:.1e}, "
         f"because other operations round to 16 bit: {', '.join(lines[:5])}."

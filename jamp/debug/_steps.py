@@ -1,4 +1,4 @@
-"""A jaxpr as steps: every operation that rounds to 16 bit has a place, which is a line of source and a layer."""
+"""A jaxpr as steps. Every operation that rounds to 16 bit has a site: a line of source and a layer."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast.decisions import flops
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product
-from jamp._source_line import is_transposed, scope, user_line
+from jamp._source_line import Location
 
 CAST = "convert_element_type"
 LOOPS = ("scan", "while", "cond")
@@ -21,12 +21,10 @@ _INLINED = ("jit", "pjit", "closed_call", "remat2", "remat_opt", "custom_jvp_cal
 
 
 @dataclasses.dataclass
-class Place:
+class Site:
     """The operations of one line and layer that round, forward or backward, in the same loops."""
 
-    source: str
-    scope: str
-    backward: bool
+    location: Location
     steps: tuple[int, ...]  # the lengths of the scans around it
     operations: dict[str, float] = dataclasses.field(default_factory=dict)  # the FLOPs of each primitive
     dtypes: set[str] = dataclasses.field(default_factory=set)
@@ -38,23 +36,23 @@ class Step:
     """An operation, or a loop with its bodies."""
 
     eqn: JaxprEqn
-    place: int | None = None
-    rounds: tuple[bool, ...] = ()  # for each operand, whether it is a narrow one of a product
+    site: int | None = None
+    rounds: tuple[bool, ...] = ()  # for each operand, whether it is a 16-bit operand of a product
     bodies: tuple["Body", ...] = ()
 
     @functools.cached_property
-    def places(self) -> frozenset[int]:
-        """All places in it."""
-        inner = (step.places for body in self.bodies for step in body.steps)
-        return frozenset().union(*inner, () if self.place is None else (self.place,))
+    def sites(self) -> frozenset[int]:
+        """All sites in it."""
+        inner = (step.sites for body in self.bodies for step in body.steps)
+        return frozenset().union(*inner, () if self.site is None else (self.site,))
 
     @functools.cached_property
     def tapped(self) -> frozenset[int]:
-        """All places in it, except those in a while loop, which has no derivative in reverse mode."""
+        """All sites in it, except those in a while loop, which has no derivative in reverse mode."""
         if _jaxpr.name(self.eqn) == "while":
             return frozenset()
         inner = (step.tapped for body in self.bodies for step in body.steps)
-        return frozenset().union(*inner, () if self.place is None else (self.place,))
+        return frozenset().union(*inner, () if self.site is None else (self.site,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,15 +72,15 @@ def is_narrow(aval: Any) -> bool:
 
 
 class Builder:
-    """Reads jaxprs into steps, and collects the places that round."""
+    """Reads jaxprs into steps, and collects the sites that round."""
 
     def __init__(self) -> None:
-        self.places: list[Place] = []
+        self.sites: list[Site] = []
         self.flops = 0.0
         self._index: dict[Any, int] = {}
 
-    def body(self, closed: ClosedJaxpr, parameters: Sequence[str], around: Place) -> Body:
-        """A jaxpr, whose inputs have the paths `parameters`, inside a construct at the place `around`."""
+    def body(self, closed: ClosedJaxpr, parameters: Sequence[str], around: Site) -> Body:
+        """A jaxpr, whose inputs have the paths `parameters`, inside a construct at the site `around`."""
         jaxpr = closed.jaxpr
         known = {v: path for v, path in zip(jaxpr.invars, parameters, strict=True) if path}
         constants, steps = dict(zip(jaxpr.constvars, closed.consts, strict=True)), list[Step]()
@@ -91,11 +89,10 @@ class Builder:
         return Body(jaxpr.invars, constants, _without_casts(steps, outputs), outputs)
 
     def _run(
-        self, steps: list[Step], known: dict[Any, str], around: Place, eqn: JaxprEqn, reads: list[Any]
+        self, steps: list[Step], known: dict[Any, str], around: Site, eqn: JaxprEqn, reads: list[Any]
     ) -> Sequence[Any]:
-        """Add the steps of an equation that is called at the place `around`. Return the variables of its results."""
-        source, layer = user_line(eqn) or around.source, scope(eqn, around.scope)
-        here = Place(source, layer, around.backward or is_transposed(eqn), around.steps)
+        """Add the steps of an equation that is called at the site `around`. Return the variables of its results."""
+        here = Site(around.location.inside(eqn), around.steps)
         bodies, name = _entered(eqn), _jaxpr.name(eqn)
         if name in IDENTITIES:  # The derivative is that of the product.
             return reads[:1]
@@ -107,26 +104,26 @@ class Builder:
         if bodies:
             here.steps += (_jaxpr.iterations(eqn),) * (name == "scan")
             operands = zip(bodies, _jaxpr.body_operands(eqn), strict=True)
-            found = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
-            steps.append(Step(eqn, bodies=tuple(found)))
+            inner = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
+            steps.append(Step(eqn, bodies=tuple(inner)))
             return outs
         times = math.prod(here.steps)
         self.flops += times * flops(eqn)
         if name in REARRANGES and paths[0]:
             known[outs[0]] = paths[0]
-        place = self._place(eqn, here, times, paths) if _rounds(eqn) else None
-        steps.append(Step(eqn, place, tuple(name in PRODUCTS and is_narrow(v.aval) for v in reads)))
+        site = self._site(eqn, here, times, paths) if _rounds(eqn) else None
+        steps.append(Step(eqn, site, tuple(name in PRODUCTS and is_narrow(v.aval) for v in reads)))
         return outs
 
-    def _place(self, eqn: JaxprEqn, here: Place, times: float, paths: Sequence[str]) -> int:
-        key = here.source, here.scope, here.backward, here.steps
-        i = self._index.setdefault(key, len(self.places))
-        if i == len(self.places):
-            self.places.append(here)
-        place, name = self.places[i], _jaxpr.name(eqn)
-        place.operations[name] = place.operations.get(name, 0.0) + times * flops(eqn)
-        place.dtypes.update(str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrow(aval))
-        place.parameters.update(dict.fromkeys(filter(None, paths)))
+    def _site(self, eqn: JaxprEqn, here: Site, times: float, paths: Sequence[str]) -> int:
+        key = here.location, here.steps
+        i = self._index.setdefault(key, len(self.sites))
+        if i == len(self.sites):
+            self.sites.append(here)
+        site, name = self.sites[i], _jaxpr.name(eqn)
+        site.operations[name] = site.operations.get(name, 0.0) + times * flops(eqn)
+        site.dtypes.update(str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrow(aval))
+        site.parameters.update(dict.fromkeys(filter(None, paths)))
         return i
 
 
@@ -148,15 +145,15 @@ def _rounds(eqn: JaxprEqn) -> bool:
 
 
 def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
-    """The steps, where casts that only products read, perhaps moved, do not round: products round their operands."""
-    kept = {v for v in outputs if not _jaxpr.is_literal(v)}  # what anything but a product reads
-    found = []
+    """The steps, without the rounding of casts that only products read. Products round their operands themselves."""
+    kept = {v for v in outputs if not _jaxpr.is_literal(v)}  # what any step but a product or data movement reads
+    backwards = []
     for step in reversed(steps):
         name, outs = _jaxpr.name(step.eqn), step.eqn.outvars
         if name == CAST and kept.isdisjoint(outs):
-            step = dataclasses.replace(step, place=None)
+            step = dataclasses.replace(step, site=None)
         is_move = name in MOVING and name != CAST and kept.isdisjoint(outs)
         if name not in PRODUCTS and not is_move:
             kept.update(v for v in step.eqn.invars if not _jaxpr.is_literal(v))
-        found.append(step)
-    return found[::-1]
+        backwards.append(step)
+    return backwards[::-1]

@@ -1,29 +1,28 @@
 """Evaluate a jaxpr operation by operation on real values. Loops become Python loops."""
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.facts import SEGMENT
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import IDENTITIES
-from jamp._source_line import in_scope, is_transposed, scope, user_line
-
-V = TypeVar("V")  # an array, and what is known about it
+from jamp._source_line import Location, in_scope
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where an operation stands: the user's line, the name scopes, and whether it is part of a backward pass."""
+class Tracked(Protocol):
+    """An array with what a walker tracks about it."""
 
-    line: str = ""
-    scope: str = ""
-    backward: bool = False
+    @property
+    def array(self) -> Any: ...
+
+
+V = TypeVar("V", bound=Tracked)
 
 
 class Walker(abc.ABC, Generic[V]):
@@ -39,43 +38,38 @@ class Walker(abc.ABC, Generic[V]):
         self.loops: list[tuple[int, int]] = []
 
     @abc.abstractmethod
-    def operation(self, eqn: JaxprEqn, values: list[V], here: Place) -> list[V]:
-        """The results of an operation that is not entered."""
+    def operation(self, eqn: JaxprEqn, values: list[V], here: Location) -> list[V]:
+        """Evaluate an operation that has no body to enter."""
 
     @abc.abstractmethod
     def constant(self, array: Any) -> V:
         """A value that is written into the code."""
 
     @abc.abstractmethod
-    def array(self, value: V) -> Any:
-        """The array of a value."""
-
-    @abc.abstractmethod
     def item(self, value: V, i: int) -> V:
         """A value along the first axis, for one iteration of a scan."""
 
     @abc.abstractmethod
-    def stack(self, values: list[V], aval: Any) -> V:
-        """The values of all iterations of a scan, perhaps none, as one of the type `aval`."""
+    def stack(self, values: list[V]) -> V:
+        """The values of all iterations of a scan as one. There is at least one iteration."""
 
-    def run(self, closed: ClosedJaxpr, args: Sequence[V], caller: Place | None = None) -> list[V]:
+    def run(self, closed: ClosedJaxpr, args: Sequence[V], caller: Location | None = None) -> list[V]:
         """Return the results of a jaxpr. Operations without a source line get that of the caller."""
-        run = functools.partial(self._results, caller or Place())
+        run = functools.partial(self._results, caller or Location())
         literal = lambda v: self.constant(_jaxpr.value(v))
         return _evaluate.interpret(closed.jaxpr, [*map(self.constant, closed.consts), *args], run, literal)
 
-    def _results(self, caller: Place, eqn: JaxprEqn, values: list[V]) -> list[V]:
+    def _results(self, caller: Location, eqn: JaxprEqn, values: list[V]) -> list[V]:
         if _jaxpr.name(eqn) in IDENTITIES:
             return values[:1]
-        backward = caller.backward or is_transposed(eqn)
-        here = Place(user_line(eqn) or caller.line, scope(eqn, caller.scope), backward)
+        here = caller.inside(eqn)
         bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _ENTER else None
         if bodies is None:
             return self.operation(eqn, values, here)
         return _ENTER[_jaxpr.name(eqn)](self, eqn, bodies, values, functools.partial(self._inside, here, id(eqn)))
 
     def _inside(
-        self, here: Place, loop: int, step: str, body: ClosedJaxpr, args: Sequence[V], iteration: int | None = None
+        self, here: Location, loop: int, step: str, body: ClosedJaxpr, args: Sequence[V], iteration: int | None = None
     ) -> list[V]:
         self.path.append(step)
         self.loops += [] if iteration is None else [(loop, iteration)]
@@ -92,7 +86,7 @@ class Inside(Protocol):
     ) -> list[Any]: ...
 
 
-Bodies = Sequence["ClosedJaxpr"]
+Bodies = Sequence[ClosedJaxpr]
 
 
 def _call(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
@@ -103,14 +97,14 @@ def _call(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
 
 
 def _cond(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
-    branch = int(np.clip(walker.array(values[0]), 0, len(bodies) - 1))
+    branch = int(np.clip(values[0].array, 0, len(bodies) - 1))
     return inside(f"cond, branch {branch}", bodies[branch], values[1:])
 
 
 def _while(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
     n, carry = _jaxpr.condition_constants(eqn), _jaxpr.carry(eqn)
     consts, state, iteration = values[n : carry.start], values[carry.start :], 0
-    while walker.array(inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state], iteration)[0]):
+    while inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state], iteration)[0].array:
         state = inside(f"while, iteration {iteration}", bodies[1], [*consts, *state], iteration)
         iteration += 1
     return state
@@ -127,19 +121,10 @@ def _scan(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
         state = results[: len(carry)]
         rows.append(results[len(carry) :])
     rows = rows[::-1] if is_reverse else rows
-    types = _jaxpr.avals(eqn.outvars[len(carry) :])
-    return [*state, *(walker.stack([row[j] for row in rows], aval) for j, aval in enumerate(types))]
+    empty = (walker.constant(jnp.zeros(x.shape, x.dtype)) for x in _jaxpr.avals(eqn.outvars[len(carry) :]))
+    return [*state, *(map(walker.stack, map(list, zip(*rows, strict=True))) if rows else empty)]
 
 
-_ENTER: dict[str, Callable[[Walker[Any], JaxprEqn, Bodies, list[Any], Inside], list[Any]]] = {
-    "jit": _call,
-    "remat2": _call,
-    "custom_jvp_call": _call,
-    "custom_vjp_call": _call,
-    "closed_call": _call,
-    "linear_call": _call,
-    "scaled_call": _call,
-    "cond": _cond,
-    "while": _while,
-    "scan": _scan,
-}
+_CALLS = "jit", "remat2", "custom_jvp_call", "custom_vjp_call", "closed_call", "linear_call", "scaled_call"
+_Enter = Callable[[Walker[Any], JaxprEqn, Bodies, list[Any], Inside], list[Any]]
+_ENTER: dict[str, _Enter] = dict.fromkeys(_CALLS, _call) | {"cond": _cond, "while": _while, "scan": _scan}

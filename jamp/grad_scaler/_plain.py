@@ -9,7 +9,7 @@ from jax import Array
 from jamp._cast import to_float32
 from jamp._step.params import params_for, warn_if_rounded
 from jamp._step.skip import apply_or_keep, update_or_skip
-from jamp._step.state import contains
+from jamp._step.state import check_holds_no_scaler
 
 
 class GradScalerStep(NamedTuple):
@@ -34,11 +34,11 @@ def step_plain(
     `tx` sees float32 gradients and parameters. If `grads_finite` (bool[]) is None, the step is unconditional. An
     `opt_state` with a loss scale of its own raises a ValueError.
     """
-    if contains(opt_state):
-        raise ValueError(
-            "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
-            "GradScaler, or use jamp.value_and_grad(fun, opt_state) and tx.update without a GradScaler."
-        )
+    check_holds_no_scaler(
+        opt_state,
+        "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
+        "GradScaler, or use jamp.value_and_grad(fun, opt_state) and tx.update without a GradScaler.",
+    )
     warn_if_rounded(opt_state, params)
     with_extra_args = optax.with_extra_args_support(tx)
 
@@ -48,5 +48,5 @@ def step_plain(
         return updates, optax.tree.cast_like(new, state)
 
     args = to_float32(grads), opt_state, params_for(opt_state, params)
-    updates, new_state = update(*args) if grads_finite is None else update_or_skip(grads_finite, update, *args)
+    updates, new_state = update_or_skip(grads_finite, update, *args)
     return apply_or_keep(grads_finite, params, updates), new_state

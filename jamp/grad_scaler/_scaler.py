@@ -15,13 +15,13 @@ from jamp._scale.config import loss_scale_for, loss_scale_from_config
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
 from jamp._scale.stats import LossScaleStats
+from jamp._step.accessors import get_loss_scale, get_stats
 from jamp._step.find import scale_of
 from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
 from jamp._step.leaves import with_leaves
-from jamp._step.lookup import get_loss_scale, get_stats
-from jamp._step.misuse import unscales, warn_if_scaled
-from jamp._step.scaling import scale_loss, true_gradients, unscale
+from jamp._step.misuse import note_unscaled, warn_if_scaled
+from jamp._step.scale_unscale import scale_loss, true_gradients, unscale
 from jamp._step.state import ScalerState
 from jamp.grad_scaler._plain import GradScalerStep, step_plain
 from jamp.grad_scaler._pytree import Pytree
@@ -190,7 +190,7 @@ class GradScaler(Pytree):
         given, scale = (scaled_grads, scale_of(self.state)) if grads is None else (grads, None)
         if scaled_grads is None:
             warn_if_scaled(self.state)
-        unscales()
+        note_unscaled()
         checked = check_overflow and self.is_enabled()
         true, finite = true_gradients(given, scale, check=checked, axis_name=self.axis_name)
         if optimizer_step:

@@ -61,16 +61,16 @@ def _array(name: str, value: Any, own: Any) -> Array:
     """A saved value as an array of the shape and dtype of the state's own."""
     expected, kinds = _KINDS.get(own.dtype.kind, _KINDS["f"])
     try:
-        found = np.asarray(value)
+        array = np.asarray(value)
     except ValueError:  # lists of several lengths
-        found = np.asarray(None)
-    fits = found.dtype.kind in kinds and found.shape == own.shape
-    if not fits or (own.dtype.kind == "i" and not np.array_equal(found.astype(own.dtype), found)):
+        array = np.asarray(None)
+    fits = array.dtype.kind in kinds and array.shape == own.shape
+    if not fits or (own.dtype.kind == "i" and not np.array_equal(array.astype(own.dtype), array)):
         raise ValueError(
             f"The state dict has {name}={reprlib.repr(value)}, expected {expected}, {own.dtype.name}{list(own.shape)}. "
             "Load what scaler.state_dict() returned, unchanged, or continue with a new scaler."
         )
-    return jnp.array(found, own.dtype)
+    return jnp.array(array, own.dtype)
 
 
 def _fields(state: ScalerState) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jamp._scale.static import LossScale
 from jamp._scale.stats import LossScaleStats
 from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
 from jamp._step.leaves import replace_node, with_leaves
-from jamp._step.misuse import is_read
+from jamp._step.misuse import note_scale_read
 from jamp._step.state import ScalerState, scaler_of
 
 
@@ -38,9 +38,9 @@ def get_loss_scale(tree: Any) -> Array:
       >>> float(jamp.get_loss_scale(opt_state))
       65536.0
     """
-    found = find_loss_scale_state(tree)
-    is_read(found)
-    return _copy(array_of(found.loss_scale))
+    state = find_loss_scale_state(tree)
+    note_scale_read(state)
+    return _copy(array_of(state.loss_scale))
 
 
 def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
@@ -62,11 +62,11 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
       >>> float(jamp.get_loss_scale(jamp.set_loss_scale(opt_state, 1024.0)))
       1024.0
     """
-    found = find_loss_scale_state(tree)
+    state = find_loss_scale_state(tree)
     # A copy, because the caller may still use the value, and a donated tree must not hold the same buffer twice.
-    scale = jnp.array(jnp.broadcast_to(jnp.asarray(value, jnp.float32), jnp.shape(found.loss_scale)))
-    new = found.with_loss_scale(scale) if hasattr(found, "with_loss_scale") else found._replace(loss_scale=scale)
-    return replace_node(tree, found, with_leaves(found, new))  # in Flax NNX's Variables, if it has any
+    scale = jnp.array(jnp.broadcast_to(jnp.asarray(value, jnp.float32), jnp.shape(state.loss_scale)))
+    new = state.with_loss_scale(scale) if hasattr(state, "with_loss_scale") else state._replace(loss_scale=scale)
+    return replace_node(tree, state, with_leaves(state, new))  # in Flax NNX's Variables, if it has any
 
 
 def reset(tree: Any, loss_scale: LossScale) -> Any:
@@ -89,15 +89,15 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
       >>> float(jamp.get_loss_scale(jamp.reset(opt_state, jamp.DynamicLossScale())))
       65536.0
     """
-    found, new = find_scaler_state(tree), ScalerState.init(loss_scale)
-    if type(found.loss_scale_state) is not type(new.loss_scale_state):
+    state, new = find_scaler_state(tree), ScalerState.init(loss_scale)
+    if type(state.loss_scale_state) is not type(new.loss_scale_state):
         raise ValueError(
-            f"The tree holds a {type(found.loss_scale_state).__name__}, which is not the state of {loss_scale!r}. To "
+            f"The tree holds a {type(state.loss_scale_state).__name__}, which is not the state of {loss_scale!r}. To "
             f"change the kind of loss scale: jamp.convert_loss_scale(tree, {loss_scale!r})."
         )
-    old = scaler_of(found)
+    old = scaler_of(state)
     leaves = [_like(x, y) for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
-    return replace_node(tree, found, found._replace(**with_leaves(old, leaves)._asdict()))
+    return replace_node(tree, state, state._replace(**with_leaves(old, leaves)._asdict()))
 
 
 def _like(x: Array, old: Any) -> Any:
@@ -126,14 +126,14 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
       >>> type(opt_state.loss_scale_state).__name__, float(jamp.get_loss_scale(opt_state))
       ('AdaptiveLossScaleState', 65536.0)
     """
-    found = find_loss_scale_state(tree)
-    old = jnp.asarray(found.loss_scale)
+    state = find_loss_scale_state(tree)
+    old = jnp.asarray(state.loss_scale)
     new = jax.tree.map(lambda x: jnp.broadcast_to(x, old.shape + x.shape), loss_scale.init())
     if not getattr(loss_scale, "is_constant", False):
         bounds = getattr(loss_scale, "min_scale", TINY), getattr(loss_scale, "max_scale", math.inf)
         scale = jnp.clip(old, *(np.float32(x) for x in bounds))
         new = new._replace(loss_scale=jnp.where(jnp.isfinite(scale), scale, new.loss_scale))
-    return replace_node(tree, found, new)
+    return replace_node(tree, state, new)
 
 
 def get_stats(tree: Any) -> LossScaleStats:
@@ -184,15 +184,15 @@ def metrics(tree: Any) -> dict[str, Array]:
       >>> float(jamp.metrics(jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3)))["success_rate"])
       1.0
     """
-    found = find_scaler_state(tree)
-    is_read(found.loss_scale_state)
-    named = _metrics(*map(array_of, (found.loss_scale_state.loss_scale, found.grads_finite)), _stats(found))
+    state = find_scaler_state(tree)
+    note_scale_read(state.loss_scale_state)
+    named = _metrics(*map(array_of, (state.loss_scale_state.loss_scale, state.grads_finite)), _stats(state))
     order = ["loss_scale", "grads_finite", *LossScaleStats._fields, "success_rate"]  # jit sorts the keys
     return {name: named[name] for name in order}
 
 
-def _stats(found: Any) -> LossScaleStats:
-    return LossScaleStats(*map(array_of, found.stats))
+def _stats(state: Any) -> LossScaleStats:
+    return LossScaleStats(*map(array_of, state.stats))
 
 
 # Copies, which outlive a donated state; compiled, so that no constant is transferred to the device.

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from jamp import _table
 from jamp._cast import check_floating
+from jamp._step.accessors import get_loss_scale
 from jamp._step.leaves import is_gradient
-from jamp._step.lookup import get_loss_scale
 
 _STATIC: Any = {"static": True}
 _HEADROOM = 4  # powers of two below overflow. Gradients of activations often exceed those of parameters.

@@ -24,8 +24,7 @@ from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
 from jamp._shard_map import varying
 from jamp._step import retry
-from jamp._step.end import end
-from jamp._step.misuse import remember, users_stacklevel
+from jamp._step.misuse import note_true_gradients, users_stacklevel
 from jamp._step.retry import Scaling
 
 
@@ -34,14 +33,14 @@ class _Derivative(NamedTuple):
 
     Attributes:
       function: The function.
-      moving: Which of its inputs have tangents.
+      differentiated: Which of its inputs have tangents.
       floating: Which of its results have tangents: those that are floating or complex.
       linear: Maps residuals and tangents of inputs to tangents of results.
       residuals: The number of residuals.
     """
 
     function: ClosedJaxpr
-    moving: tuple[int, ...]
+    differentiated: tuple[int, ...]
     floating: tuple[int, ...]
     linear: ClosedJaxpr
     residuals: int
@@ -52,19 +51,19 @@ class _Derivative(NamedTuple):
         return operands[:n], operands[n : n + m], operands[n + m :]
 
     def pull_back(self, inputs: Sequence[Any], used: Sequence[int], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """The gradients of the moving inputs, of some floating results, with a forward pass of its own."""
+        """Compute the forward pass again, and the gradients of the differentiated inputs from some cotangents."""
 
-        def of_moving(*xs: Any) -> list[Any]:
-            results = _evaluate.call(self.function, _evaluate.replaced(inputs, self.moving, xs))
+        def fun(*xs: Any) -> list[Any]:
+            results = _evaluate.call(self.function, _evaluate.replaced(inputs, self.differentiated, xs))
             return [results[self.floating[i]] for i in used]
 
-        return jax.vjp(of_moving, *(inputs[i] for i in self.moving))[1](list(cotangents))
+        return jax.vjp(fun, *(inputs[i] for i in self.differentiated))[1](list(cotangents))
 
 
 @functools.cache
 def scaled_call() -> Any:
     """The primitive that evaluates a function, the jaxpr `jaxpr`. Make it before a trace: see `_jaxpr.core`."""
-    _linear_call(), end(), primitive("barrier")
+    _linear_call(), _no_second_transpose(), primitive("barrier")
 
     def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
         return _evaluate.call(jaxpr, inputs)
@@ -96,9 +95,9 @@ def _linear_call() -> Any:
         return results, [0] * len(results)
 
     def differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        moving = _moving(tangents)
-        of_moving = lambda *xs: run(*_evaluate.replaced(operands, moving, xs), **params)
-        return jax.jvp(of_moving, [operands[i] for i in moving], [tangents[i] for i in moving])
+        indices = _with_tangents(tangents)
+        fun = lambda *xs: run(*_evaluate.replaced(operands, indices, xs), **params)
+        return jax.jvp(fun, [operands[i] for i in indices], [tangents[i] for i in indices])
 
     types = lambda *_, derivative, scaling: (derivative.linear.out_avals, derivative.linear.effects)
     call = _primitive("scaled_linear_call", run, batch, types)
@@ -121,17 +120,17 @@ def _linearize(
     inputs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling
 ) -> tuple[list[Any], list[Any]]:
     """The results and their tangents."""
-    moving = _moving(tangents)
+    differentiated = _with_tangents(tangents)
     floating = tuple(i for i, aval in enumerate(jaxpr.out_avals) if is_inexact(aval))
 
-    def of_moving(*xs: Any) -> tuple[list[Any], list[Any]]:
-        results = _evaluate.call(jaxpr, _evaluate.replaced(inputs, moving, xs))
+    def fun(*xs: Any) -> tuple[list[Any], list[Any]]:
+        results = _evaluate.call(jaxpr, _evaluate.replaced(inputs, differentiated, xs))
         return [results[i] for i in floating], results
 
-    _, push_forward, results = jax.linearize(of_moving, *(inputs[i] for i in moving), has_aux=True)
-    given = [tangents[i] for i in moving]
+    _, push_forward, results = jax.linearize(fun, *(inputs[i] for i in differentiated), has_aux=True)
+    given = [tangents[i] for i in differentiated]
     linear = jax.make_jaxpr(push_forward)(*given)
-    derivative = _Derivative(jaxpr, moving, floating, _evaluate.without_constants(linear), len(linear.consts))
+    derivative = _Derivative(jaxpr, differentiated, floating, _evaluate.without_constants(linear), len(linear.consts))
     pushed = _linear_call().bind(*inputs, *linear.consts, *given, derivative=derivative, scaling=scaling)
     zeros = [ad.Zero(aval.to_tangent_aval()) for aval in jaxpr.out_avals]
     return results, _evaluate.replaced(zeros, floating, pushed)
@@ -140,7 +139,7 @@ def _linearize(
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, derivative: _Derivative, scaling: Scaling
 ) -> list[Array | None]:
-    """The gradients of the moving inputs, and None for the other operands."""
+    """The gradients of the differentiated inputs, and None for the other operands."""
     inputs, residuals, tangents = derivative.split(operands)
     types = [x.aval for x in tangents]
     if any(aval.dtype == jnp.float16 for aval in types):
@@ -169,19 +168,41 @@ def _transpose(
     axes = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}
     kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
     axes |= frozenset().union(*kinds).difference(frozenset(kinds[0]).intersection(*kinds)) if kinds else set()
-    found = retry.true_gradients(
+    gradients = retry.true_gradients(
         functools.partial(_evaluate.call, pull_back),
         again,
         given,
-        [scaling.are_gradients[i] for i in derivative.moving],
+        [scaling.are_gradients[i] for i in derivative.differentiated],
         tuple(sorted(axes)),
         scaling,
     )
     if scaling.retries:
-        found = [end().bind(x) for x in found]
-    remember(found)
-    return [None] * (len(operands) - len(tangents)) + found
+        gradients = [_no_second_transpose().bind(x) for x in gradients]
+    note_true_gradients(gradients)
+    return [None] * (len(operands) - len(tangents)) + gradients
 
 
-def _moving(tangents: Sequence[Any]) -> tuple[int, ...]:
+def _with_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
     return tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+
+
+@functools.cache
+def _no_second_transpose() -> Any:
+    """The identity, as a primitive that ends a backward pass. Its transpose raises a ValueError about `jamp.scaled`.
+
+    Without it, JAX would say that a `while_loop` cannot be differentiated.
+    """
+    identity = _jaxpr.core().Primitive("scaled_gradient")
+    identity.def_impl(lambda x: x)
+    identity.def_abstract_eval(lambda aval: aval)
+    mlir.register_lowering(identity, lambda _, x: [x])
+    batching.defvectorized(identity)
+    ad.deflinear2(identity, _refuse)
+    return identity
+
+
+def _refuse(*_: Any) -> None:
+    raise ValueError(
+        "A gradient of a gradient of jamp.scaled: a second reverse pass cannot pass through the loop that tries again "
+        "with a smaller scale. Write jamp.scaled(fun, retries=0). jax.jacfwd of a gradient needs no such change."
+    )

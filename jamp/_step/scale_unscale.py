@@ -1,4 +1,4 @@
-"""Scale losses and unscale gradients: `scale_loss` and `unscale_and_check`."""
+"""Multiply losses and divide gradients by the loss scale: `scale_loss` and `unscale_and_check`."""
 
 import functools
 import warnings
@@ -12,23 +12,19 @@ from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._shard_map import hashable
-from jamp._step.find import (
-    find_loss_scale_state,
-    find_state_to_unscale,
-    scale_of,
-)
+from jamp._step.find import find_loss_scale_state, find_state_to_unscale, scale_of
 from jamp._step.finite import leaves_finite
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
 from jamp._step.misuse import (
     check_scaled_once,
-    scales,
+    note_scaled_loss,
+    note_unscaled,
     scales_once,
-    unscales,
     users_stacklevel,
     warn_if_frozen,
-    warn_of_order,
 )
+from jamp._step.placement import warn_of_order
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -53,12 +49,12 @@ def scale_loss(loss: Any, state: Any) -> Any:
       >>> float(jamp.scale_loss(jnp.float32(0.5), jamp.StaticLossScale(8.0).init()))
       4.0
     """
-    found = find_loss_scale_state(state)
+    loss_scale_state = find_loss_scale_state(state)
     warn_of_order(state)
     check_scaled_once("scale_loss")
-    if scale_of(found) is not None:
-        scales(found)
-    return _scale_by(loss, found)
+    if scale_of(loss_scale_state) is not None:
+        note_scaled_loss(loss_scale_state)
+    return _scale_by(loss, loss_scale_state)
 
 
 def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
@@ -118,9 +114,8 @@ def unscale_and_check(
       >>> float(grads["w"][0]), bool(finite)
       (2.0, True)
     """
-    found = find_state_to_unscale(state, "unscale_and_check")
-    unscales()
-    scale = scale_of(found)
+    scale = scale_of(find_state_to_unscale(state, "unscale_and_check"))
+    note_unscaled()
     target, check = check_floating("dtype", dtype), scale is not None
     true, grads_finite = true_gradients(grads, scale, check=check, dtype=target, axis_name=axis_name)
     return true, jnp.bool_(True) if grads_finite is None else grads_finite
@@ -163,8 +158,8 @@ def _unscale(grads: list[Any], scale: Array) -> list[Array]:
     scale = lax.optimization_barrier(scale)
     quarter = jnp.where(scale > 2.0**126, jnp.float32(0.25), jnp.float32(1.0))
     reciprocal = 1.0 / (scale * quarter)
-    wide = [jnp.asarray(cast_leaf(g, jnp.float32)) for g in grads]
-    return [multiply(multiply(g, reciprocal), quarter) for g in wide]
+    in_float32 = [jnp.asarray(cast_leaf(g, jnp.float32)) for g in grads]
+    return [multiply(multiply(g, reciprocal), quarter) for g in in_float32]
 
 
 def multiply(x: Array, scale: Array) -> Array:

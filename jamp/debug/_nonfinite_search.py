@@ -87,20 +87,19 @@ class NonfiniteSearch:
     def __str__(self) -> str:
         held = [f"  note    the input {held}" for held in self.inputs[:2]]
         held += [f"  note    and {len(self.inputs) - 2} more inputs hold inf or nan"] if len(self.inputs) > 2 else []
-        if self.finding is None:
+        if (finding := self.finding) is None:
             return "\n".join([self._nothing(), *held])
-        found = self.finding
-        kinds = [kind for kind in ("inf", "nan") if any(getattr(x, kind) for x in found.outputs)]
-        of = "in the backward pass of " if found.backward else ""
-        layer = [found.scope] * bool(found.scope) + [f"with {found.parameter}"] * bool(found.parameter)
+        kinds = [kind for kind in ("inf", "nan") if any(getattr(x, kind) for x in finding.outputs)]
+        of = "in the backward pass of " if finding.backward else ""
+        layer = [finding.scope] * bool(finding.scope) + [f"with {finding.parameter}"] * bool(finding.parameter)
         masked = "  note    no result shows it; the operation that hides it may still give a nan gradient"
         lines = [
-            f"{found.primitive} gave {' and '.join(kinds)}: {found.cause}",
-            f"  line    {of}{found.source or 'unknown'}",
+            f"{finding.primitive} gave {' and '.join(kinds)}: {finding.cause}",
+            f"  line    {of}{finding.source or 'unknown'}",
             *([f"  layer   {' '.join(layer)}"] if layer else []),
-            *([f"  inside  {' > '.join(found.path)}"] if found.path else []),
-            *(f"  input   {x}" for x in found.inputs[:3]),
-            *(f"  output  {x}" for x in found.outputs if x.first is not None),
+            *([f"  inside  {' > '.join(finding.path)}"] if finding.path else []),
+            *(f"  input   {x}" for x in finding.inputs[:3]),
+            *(f"  output  {x}" for x in finding.outputs if x.first is not None),
             *([] if self.reaches_results else [masked]),
         ]
         return "\n".join([*lines, *held][:10])

@@ -18,13 +18,14 @@ from jax.typing import DTypeLike
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
 from jamp.debug._steps import CAST, Body, Step
+from jamp.debug._wider import bind_wider, is_narrower
 
 # At the dtypes they were traced with: they work on bits, or on random keys.
 _AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_bits", "shard_map")
 
 
 class Switches(NamedTuple):
-    """Whether the operations at a place round their operands and their results, bool[] each."""
+    """Whether the operations at a site round their operands and their results, bool[] each."""
 
     operands: Any
     result: Any
@@ -48,13 +49,12 @@ class Damage(NamedTuple):
     size: Any
 
 
-Data = Mapping[int, Any]  # by the index of the place: `Switches` to round, or a `Damage` of zeros to tap
+Data = Mapping[int, Any]  # by the index of the site: `Switches` to round, or a `Damage` of zeros to tap
 
 
 def damage(y: Array, with_operands: Array, cotangent: Array, dtype: DTypeLike) -> Damage:
-    """The damage of rounding operands, which gives `with_operands` in place of `y`, and of rounding that to `dtype`."""
-    low = rounded(with_operands, dtype)
-    errors = [with_operands - y, low - with_operands]
+    """The damage of rounding operands, which gives `with_operands` instead of `y`, and of rounding that to `dtype`."""
+    errors = [with_operands - y, rounded(with_operands, dtype) - with_operands]
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
@@ -90,18 +90,14 @@ _tap.defvjp(
 )
 
 
-def wide() -> np.dtype[Any]:
+def reference_dtype() -> np.dtype[Any]:
     """The dtype of the reference: float64 if x64 is on, else float32."""
     return np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
 
 
-def _widens(aval: Any) -> bool:
-    return is_floating(aval) and aval.dtype.itemsize < wide().itemsize
-
-
 def widen(x: Any) -> Any:
     """A narrower floating value in the dtype of the reference."""
-    return jnp.asarray(x, wide()) if _widens(x) else x
+    return jnp.asarray(x, reference_dtype()) if is_narrower(x, reference_dtype()) else x
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
@@ -131,30 +127,28 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
     for step in steps:
         xs = [_read(env, v) for v in step.eqn.invars]
         if step.bodies:
-            mine = {i: data[i] for i in step.places if i in data}
+            mine = {i: data[i] for i in step.sites if i in data}
             results = _LOOPS[_jaxpr.name(step.eqn)](step, mine, xs)
         else:
-            results = _operate(step, None if step.place is None else data.get(step.place), xs)
+            results = _operate(step, None if step.site is None else data.get(step.site), xs)
         env.update(zip(step.eqn.outvars, results, strict=True))
 
 
 def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     eqn, before, after = step.eqn, _jaxpr.avals(step.eqn.invars), _jaxpr.avals(step.eqn.outvars)
     if _jaxpr.name(eqn) in _AS_TRACED or _jaxpr.has_body(eqn):
-        given = [x.astype(aval.dtype) if _widens(aval) else x for x, aval in zip(xs, before, strict=True)]
+        given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(xs, before, strict=True)]
         return list(map(widen, _evaluate.bind(eqn, given, after)))
-    types = [aval.update(dtype=wide()) if _widens(aval) else aval for aval in after]
-    widened = _evaluate.widened(eqn, {aval.dtype for aval in (*before, *after) if _widens(aval)}, wide())
-    compute = lambda values: _evaluate.bind(widened, values, types)
+    compute = lambda values: bind_wider(eqn, values, reference_dtype())
     if data is None:
         return compute(xs)
     reads = zip(xs, before, step.rounds, strict=True)
-    low = [rounded(x, aval.dtype) if rounds else x for x, aval, rounds in reads]
+    rounded_xs = [rounded(x, aval.dtype) if rounds else x for x, aval, rounds in reads]
     if isinstance(data, Damage):
         results = compute(xs)
-        others = compute(list(map(lax.stop_gradient, low))) if any(step.rounds) else results
+        others = compute(list(map(lax.stop_gradient, rounded_xs))) if any(step.rounds) else results
         return [_tap(y, data, z, aval.dtype) for y, z, aval in zip(results, others, after, strict=True)]
-    results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, low, strict=True)])
+    results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
     on = data.operands if _jaxpr.name(eqn) == CAST else data.result
     return [jnp.where(on, rounded(y, aval.dtype), y) for y, aval in zip(results, after, strict=True)]
 

@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 from jamp import _evaluate, _jaxpr
 from jamp._arguments import Call, named, paths
 from jamp._cast import is_inexact
-from jamp.debug._finding import Finding, NonfiniteSearch, Values
+from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
 from jamp.debug._origin import OriginWalker, Value, known, worst
 
 
@@ -46,11 +46,11 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
         flat = call.traceable(fun)
         parameters = paths(fun, args, kwargs)
         forward, results = _walk(flat, call.leaves, parameters)
-        found = _report(forward, results, held)
-        if not grad or (found.finding and found.reaches_results):
-            return found
+        report = _report(forward, results, held)
+        if not grad or (report.finding and report.reaches_results):
+            return report
         both, gradients = _walk(lambda *leaves: _gradients(flat, leaves), call.leaves, parameters)
-        return _report(both, gradients, held, {(f.primitive, f.source) for f in forward.found})
+        return _report(both, gradients, held, {(f.primitive, f.source) for f in forward.findings})
 
     return search
 
@@ -83,7 +83,7 @@ def _report(
     """The result of a search. `forward` has the findings of the forward pass, if the backward pass was run after it."""
     origins = [x.origin for x in results if x.origin is not None]
     seen = [origin for origin in origins if isinstance(origin, Finding)]
-    first = min(seen, key=lambda finding: finding.order) if seen else next(iter(walker.found), None)
+    first = min(seen, key=lambda finding: finding.order) if seen else next(iter(walker.findings), None)
     if first and forward is not None:
         first = dataclasses.replace(first, backward=(first.primitive, first.source) not in forward)
     return NonfiniteSearch(first, bool(seen), held, "constant" in origins, walker.count)
