@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from jamp import _jaxpr
-from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, core, inlinable, is_literal
+from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, inlinable, is_literal
 
 Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # an equation and its operands to its results
 
@@ -20,10 +21,10 @@ def closed_jaxpr(
     """Build a closed jaxpr from equations."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     # JAX warns if a Jaxpr is made without a DebugInfo.
-    debug_info = core().DebugInfo("jamp", "jamp", None, None)
+    debug_info = core.DebugInfo("jamp", "jamp", None, None)
     is_high = any(map(_jaxpr.is_high, eqns))
-    jaxpr = core().Jaxpr(list(constants), list(inputs), list(outputs), list(eqns), effects, debug_info, is_high)
-    return core().ClosedJaxpr(jaxpr, list(constants.values()))
+    jaxpr = core.Jaxpr(list(constants), list(inputs), list(outputs), list(eqns), effects, debug_info, is_high)
+    return core.ClosedJaxpr(jaxpr, list(constants.values()))
 
 
 def without_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -34,7 +35,7 @@ def without_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def call(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr."""
-    values: list[Any] = core().jaxpr_as_fun(closed)(*args)
+    values: list[Any] = core.jaxpr_as_fun(closed)(*args)
     return values
 
 
@@ -50,8 +51,8 @@ def evaluate(eqns: Sequence[JaxprEqn], env: Env, needed: Callable[[Var], bool]) 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """Evaluate one equation on values of any dtypes that it accepts. `results` are the types of its results."""
-    inputs = [core().Var(jax.typeof(x)) for x in args]
-    outputs = [core().Var(aval) for aval in results]
+    inputs: list[Any] = [core.Var(jax.typeof(x)) for x in args]
+    outputs = [core.Var(aval) for aval in results]
     env: Env = dict(zip(inputs, args, strict=True))
     evaluate([eqn.replace(invars=inputs, outvars=outputs)], env, lambda v: True)
     return [env[v] for v in outputs]
@@ -76,7 +77,7 @@ def interpret(jaxpr: Jaxpr, values: Sequence[Any], run: Run, literal: Callable[[
 
 def interpret_names(closed: ClosedJaxpr, inputs: Sequence[Any], run: Run) -> list[Any]:
     """Interpret a jaxpr on variables and literals. Its constants become literals."""
-    constants = [core().Literal(x, jax.typeof(x)) for x in closed.consts]
+    constants = [core.Literal(x, jax.typeof(x)) for x in closed.consts]
     return interpret(closed.jaxpr, [*constants, *inputs], run, lambda v: v)
 
 
@@ -113,7 +114,7 @@ def _inlined(
     def run(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         if body := enter(eqn):
             return interpret_names(body, operands, run)
-        outvars = [names[v] if v in names else core().Var(v.aval) for v in eqn.outvars]
+        outvars = [names[v] if v in names else core.Var(v.aval) for v in eqn.outvars]
         eqns.append(eqn.replace(invars=operands, outvars=outvars))
         return outvars
 
@@ -143,7 +144,7 @@ def with_thunk(eqn: JaxprEqn, rewrite: Callable[[ClosedJaxpr], ClosedJaxpr]) -> 
 
     def thunk() -> tuple[Jaxpr, Sequence[Any]]:
         jaxpr, constants = original()
-        closed = rewrite(core().ClosedJaxpr(jaxpr, constants))
+        closed = rewrite(core.ClosedJaxpr(jaxpr, constants))
         return closed.jaxpr, closed.consts
 
     return eqn.replace(params={**eqn.params, "fun_jaxpr_thunk": thunk})

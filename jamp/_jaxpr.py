@@ -5,40 +5,24 @@ This module uses only public modules of JAX. The parameters of primitives are no
 """
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import Sharding
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-else:  # `core` says why they are not imported.
-    ClosedJaxpr = Jaxpr = JaxprEqn = Literal = Var = Any
 
 Env = dict[Any, Any]  # of Var
 
 
-@functools.cache
-def core() -> Any:
-    """`jax.extend.core`, imported when first needed, because it imports Pallas, which takes longer than all of jamp.
-
-    Call it before a trace begins. On jax 0.12 the import changes a configuration that is in the key of JAX's caches.
-    """
-    import jax.extend.core
-    import jax.extend.core.primitives
-
-    return jax.extend.core
-
-
 def is_literal(atom: Var | Literal) -> bool:
     """Whether an operand is a constant written into its equation."""
-    return isinstance(atom, core().Literal)
+    return isinstance(atom, core.Literal)
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
@@ -131,7 +115,7 @@ def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
         return None
     given = params(eqn)
     found = given["branches"] if "branches" in given else [given[key] for key in BODIES if key in given]
-    closed = tuple(j if hasattr(j, "consts") else core().ClosedJaxpr(j, []) for j in found)
+    closed = tuple(j if hasattr(j, "consts") else core.ClosedJaxpr(j, []) for j in found)
     # A body that reads or writes a Ref has inputs that are not arrays.
     types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
     return closed if all(isinstance(x, jax.core.ShapedArray) for x in types) else None
@@ -309,7 +293,7 @@ def exponent(eqn: JaxprEqn) -> int:
 
 def primitive_names() -> frozenset[str]:
     """The names of JAX's own primitives."""
-    listed = core().primitives
+    listed = core.primitives
     return frozenset(getattr(listed, name).name for name in dir(listed) if name.endswith("_p"))
 
 

@@ -5,19 +5,19 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from jamp import _jaxpr
+from jax.extend import core
 
 _ANEW: ContextVar[bool] = ContextVar("anew", default=False)  # whether jamp traces a function for one call only
 
 
 def is_differentiated() -> bool:
     """Whether operations are differentiated as they are called. In a `jit` of its own, a function is not."""
-    return type(_jaxpr.core().find_top_trace(())).__name__ in ("JVPTrace", "LinearizeTrace")
+    return type(core.find_top_trace(())).__name__ in ("JVPTrace", "LinearizeTrace")
 
 
 def is_recorded() -> bool:
     """Whether operations are recorded (`jit`, `scan`). `grad` and `vmap` outside `jit` run them at once."""
-    trace: Any = _jaxpr.core().find_top_trace(())
+    trace: Any = core.find_top_trace(())
     while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":
         trace = getattr(trace, "parent_trace", None)
     return trace is not None

@@ -15,7 +15,6 @@ X = jnp.ones((4, 4))
 # The property starts at a tangent and a sine: after one going forward, before the other going backward.
 forward = spreads(lambda eqn, operands: any(operands) or _jaxpr.name(eqn) == "tan")
 backward = Backward(lambda eqn, results: any(results) or _jaxpr.name(eqn) == "sin")
-_jaxpr.core()
 
 
 def rotate(start, times):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.extend import core
 from jax.tree_util import Partial
 
 from jamp import _evaluate, _jaxpr
@@ -41,7 +42,7 @@ class Rewritten:
             eqns, outputs = list(self.closed.jaxpr.eqns), list(self.closed.jaxpr.outvars)
             for i, v in enumerate(outputs):
                 if self.low[i] and not wanted[i]:
-                    outputs[i] = _jaxpr.core().Var(self._types[i])
+                    outputs[i] = core.Var(self._types[i])
                     eqns.append(_evaluate.convert(v, outputs[i], eqns[-1] if eqns else None))
             constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
             self._done[wanted] = _evaluate.closed_jaxpr(constants, self.closed.jaxpr.invars, outputs, eqns)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend import core
 from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
@@ -98,7 +99,7 @@ def _rounded(eqns: Sequence[JaxprEqn], saved: set[Var]) -> list[JaxprEqn]:
     """
     found = []
     for eqn in eqns:
-        outvars = [_jaxpr.core().Var(v.aval) if v in saved and _dtype(v) == jnp.bfloat16 else v for v in eqn.outvars]
+        outvars = [core.Var(v.aval) if v in saved and _dtype(v) == jnp.bfloat16 else v for v in eqn.outvars]
         found.append(eqn.replace(outvars=outvars))
         for made, v in zip(outvars, eqn.outvars, strict=True):
             if made is not v:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
@@ -105,7 +106,7 @@ def _arithmetic(product: Product) -> Arithmetic:
 
 
 # `lax.stop_gradient`, but a function that is linear as it stands, such as the rule of a custom_jvp, can be transposed.
-_detached = _jaxpr.core().Primitive("detached")
+_detached = core.Primitive("detached")
 _detached.def_impl(lambda x: x)
 _detached.def_abstract_eval(lambda x: x)
 ad.primitive_jvps[_detached] = lambda xs, _: (_detached.bind(*xs), ad.Zero(jax.typeof(xs[0]).to_tangent_aval()))
@@ -115,7 +116,7 @@ mlir.register_lowering(_detached, lambda ctx, x: [x])
 
 # The value of a product, what it read, and its operands, to the value with the derivative of the product. Around it may
 # be vmaps, outermost first: `vmaps` are the axes of their batches in all but the value, where they are the first ones.
-_attach = _jaxpr.core().Primitive("attach")
+_attach = core.Primitive("attach")
 
 
 def _parts(product: Product, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -189,7 +190,7 @@ mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
 # The tangent of a product: the values that were kept and the tangents of the moving operands, in which it is linear, to
 # the tangent of the result. `types` are those of the moving operands. `vmaps` around it are those of `_attach`, and only
 # around 8-bit products: the product of a 16-bit batch is another product.
-_tangent = _jaxpr.core().Primitive("product_tangent")
+_tangent = core.Primitive("product_tangent")
 
 
 def _forward(*inputs: Array, product: Product, moving: tuple[int, ...], **_: Any) -> Array:

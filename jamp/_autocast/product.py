@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from jax.extend import core
 
 from jamp import _jaxpr
 from jamp._autocast.formats import Format
@@ -53,7 +54,7 @@ class Product:
         return f"({self.key}: {self.category} in {name}" + f", weight: {weights}" * bool(weights) + ")"
 
 
-_product = _jaxpr.core().Primitive("product")
+_product = core.Primitive("product")
 
 
 def equation(product: Product, operands: Sequence[Any], result: Any, like: JaxprEqn) -> JaxprEqn:
@@ -81,8 +82,9 @@ def as_traced(eqn: JaxprEqn) -> JaxprEqn:
     if product is None:
         return eqn
     types = zip(_jaxpr.avals([*eqn.invars[: product.arity], *eqn.outvars]), product.before, strict=True)
-    *operands, result = [_jaxpr.core().Var(aval.update(dtype=dtype)) for aval, dtype in types]
-    return eqn.replace(primitive=product.primitive, params=dict(product.params), invars=operands, outvars=[result])
+    *operands, result = [core.Var(aval.update(dtype=dtype)) for aval, dtype in types]
+    invars: list[Any] = operands
+    return eqn.replace(primitive=product.primitive, params=dict(product.params), invars=invars, outvars=[result])
 
 
 def products(jaxpr: Jaxpr) -> Iterator[Product]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from jamp import _dataflow, _evaluate, _jaxpr
 from jamp._autocast import product as _product
@@ -159,7 +160,7 @@ class _Pass:
             with _jaxpr.context(eqn):
                 aval = _product.result_type(new, _jaxpr.avals(inputs))
             back = trace(inside, _named(move_back), [aval])
-            result = _jaxpr.core().Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
+            result = core.Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
             eqns.append(_product.equation(new, inputs, result, eqn))
             eqns.extend(_evaluate.inline(back, [result], eqn.outvars))
         return [_evaluate.located(item, eqn) for item in eqns]

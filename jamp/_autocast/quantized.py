@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
@@ -217,7 +218,7 @@ def _batch_scale_tangent(args: Sequence[Any], dims: Sequence[Any], *, aval: Any)
 
 
 _derived.defjvp(_derived_rule, symbolic_zeros=True)
-_scale_tangent = _jaxpr.core().Primitive("scale_tangent")
+_scale_tangent = core.Primitive("scale_tangent")
 _scale_tangent.def_impl(_no_derivative)
 _scale_tangent.def_abstract_eval(lambda _, aval: aval)
 ad.primitive_jvps[_scale_tangent] = _no_derivative

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jamp import _evaluate, _jaxpr
+from jamp import _evaluate
 from jamp._barrier import behind_barrier
 from jamp._jaxpr import ClosedJaxpr
 
-_call = _jaxpr.core().Primitive("recomputed")
+_call = core.Primitive("recomputed")
 _call.multiple_results = True
 
 

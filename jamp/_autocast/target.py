@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 
 from jamp import _jaxpr
 from jamp._autocast.rules import ACCUMULATE, GRADIENT, RULES, Rule
@@ -28,13 +29,13 @@ class Target:
 
     def low_var(self, v: Any) -> Var:
         """A variable for a value in 16 bit."""
-        found: Var = _jaxpr.core().Var(v.aval.update(dtype=self.compute_dtype, weak_type=False))
+        found: Var = core.Var(v.aval.update(dtype=self.compute_dtype, weak_type=False))
         return found
 
     def low_literal(self, literal: Any) -> Any:
         """A literal in 16 bit."""
         aval = literal.aval.update(dtype=self.compute_dtype, weak_type=False)
-        return _jaxpr.core().Literal(self._low(literal.val), aval)
+        return core.Literal(self._low(literal.val), aval)
 
     def holds(self, constant: Any) -> bool:
         """Whether a constant is exact in 16 bit."""

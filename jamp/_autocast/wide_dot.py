@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jamp import _evaluate, _jaxpr
@@ -41,11 +42,11 @@ def _is_wide(primitive: Any, operands: Sequence[Array], dtype: Any) -> bool:
 
 
 # It has the name and the parameters of JAX's own.
-_wide_dot = _jaxpr.core().Primitive("dot_general")
+_wide_dot = core.Primitive("dot_general")
 
 
 def _plain(x: Array, y: Array, **params: Any) -> Array:
-    found: Array = _jaxpr.core().primitives.dot_general_p.bind(x, y, **params)
+    found: Array = core.primitives.dot_general_p.bind(x, y, **params)
     return found
 
 
@@ -98,9 +99,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any
 
 
 _wide_dot.def_impl(_run)
-_wide_dot.def_abstract_eval(
-    lambda *avals, **params: _jaxpr.core().primitives.dot_general_p.abstract_eval(*avals, **params)[0]
-)
+_wide_dot.def_abstract_eval(lambda *avals, **params: core.primitives.dot_general_p.abstract_eval(*avals, **params)[0])
 ad.primitive_jvps[_wide_dot] = _jvp
 ad.primitive_transposes[_wide_dot] = _transpose
 batching.primitive_batchers[_wide_dot] = _batch

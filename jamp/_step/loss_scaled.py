@@ -8,7 +8,6 @@ import optax
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jamp import _jaxpr
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, check_loss_scale, is_noop
 from jamp._step import scale_unscale
@@ -68,7 +67,6 @@ def loss_scaled(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018. `torch.amp.GradScaler.step`.
     """
-    _jaxpr.core()  # Importing it during a trace would make jax 0.12 trace the first step twice.
     _check_inner(inner)
     check_loss_scale(loss_scale)
     inner = optax.with_extra_args_support(inner)

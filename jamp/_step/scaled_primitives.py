@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jamp import _evaluate, _jaxpr
-from jamp._barrier import behind_barrier, primitive
+from jamp import _evaluate
+from jamp._barrier import behind_barrier
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
 from jamp._shard_map import varying
@@ -62,8 +63,7 @@ class _Derivative(NamedTuple):
 
 @functools.cache
 def scaled_call() -> Any:
-    """The primitive that evaluates a function, the jaxpr `jaxpr`. Make it before a trace: see `_jaxpr.core`."""
-    _linear_call(), _no_second_transpose(), primitive("barrier")
+    """The primitive that evaluates a function, the jaxpr `jaxpr`."""
 
     def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
         return _evaluate.call(jaxpr, inputs)
@@ -107,7 +107,7 @@ def _linear_call() -> Any:
 
 
 def _primitive(name: str, run: Callable[..., Any], batch: Callable[..., Any], types: Callable[..., Any]) -> Any:
-    call = _jaxpr.core().Primitive(name)
+    call = core.Primitive(name)
     call.multiple_results = True
     call.def_impl(run)
     call.def_effectful_abstract_eval(types)
@@ -192,7 +192,7 @@ def _no_second_transpose() -> Any:
 
     Without it, JAX would say that a `while_loop` cannot be differentiated.
     """
-    identity = _jaxpr.core().Primitive("scaled_gradient")
+    identity = core.Primitive("scaled_gradient")
     identity.def_impl(lambda x: x)
     identity.def_abstract_eval(lambda aval: aval)
     mlir.register_lowering(identity, lambda _, x: [x])

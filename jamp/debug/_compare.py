@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp import _jaxpr
 from jamp._arguments import Call
 from jamp._cast import is_floating, is_inexact
 from jamp.debug._align import Alignment, Entry, align
@@ -51,7 +50,6 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
     """
 
     def comparison(*args: Any, **kwargs: Any) -> Comparison:
-        _jaxpr.core()
         here, there = (_run(f, args, kwargs) for f in (fun, other))
         if here.tree != there.tree:
             raise ValueError(f"compare needs functions with the same results, got {here.tree} and {there.tree}.")

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jamp import _evaluate, _jaxpr
+from jamp import _evaluate
 from jamp._arguments import Call, paths
 from jamp._autocast.transform import autocast
 from jamp._cast import check_floating, is_floating
@@ -38,7 +38,6 @@ class Errors:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ):
-        _jaxpr.core()
         call = Call(args, kwargs)
         dtype = check_floating("compute_dtype", compute_dtype)
         self.dtype, self.has_gradients = str(dtype), False

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jamp import _evaluate, _jaxpr
+from jamp import _evaluate
 from jamp._arguments import Call, named, paths
 from jamp._cast import is_inexact
 from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
@@ -40,7 +40,6 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
     """
 
     def search(*args: Any, **kwargs: Any) -> NonfiniteSearch:
-        _jaxpr.core()
         call = Call(args, kwargs)
         held = _nonfinite_inputs(fun, args, kwargs)
         flat = call.traceable(fun)

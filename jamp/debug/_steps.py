@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.decisions import flops
@@ -99,7 +100,7 @@ class Builder:
         if bodies and name in _INLINED:
             return _evaluate.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, here))
         paths = ["" if _jaxpr.is_literal(v) else known.get(v, "") for v in reads]
-        outs = [_jaxpr.core().Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
+        outs = [core.Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
         eqn = eqn.replace(invars=reads, outvars=outs)
         if bodies:
             here.steps += (_jaxpr.iterations(eqn),) * (name == "scan")

@@ -10,7 +10,6 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from jamp import _jaxpr
 from jamp._scale.config import loss_scale_for, loss_scale_from_config
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
@@ -70,7 +69,6 @@ class GradScaler(Pytree):
         growth_factor: float | None = None, backoff_factor: float | None = None, growth_interval: int | None = None,
         min_scale: float | None = None, max_scale: float | None = None, enabled: bool = True, axis_name: Any = None,
     ) -> None:  # fmt: skip
-        _jaxpr.core()  # as in `loss_scaled`
         numbers = {
             "init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor,
             "growth_interval": growth_interval, "min_scale": min_scale, "max_scale": max_scale,
