@@ -19,7 +19,7 @@ from programs import by_operation, reference
 import jamp
 from jamp import _jaxpr
 from jamp._autocast.cast import cast
-from jamp._autocast.lower import Lower
+from jamp._autocast.lower import lower
 from jamp._autocast.rules import RULES
 from jamp._autocast.target import Target
 
@@ -295,7 +295,7 @@ def test_a_parameter_that_a_later_release_invents_is_carried_through():
         closed = jax.make_jaxpr(fun)(W, X)
         eqns = [e.replace(params={**e.params, "invented": 3}) if _jaxpr.bodies(e) else e for e in closed.jaxpr.eqns]
         later = jax.extend.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
-        rewritten = Lower()(cast(later, Target(F16, RULES)))
+        rewritten = lower(cast(later, Target(F16, RULES)))
         assert operand_dtypes(rewritten, ["dot_general"]) == {F16}
         assert [e.params["invented"] for e in rewritten.jaxpr.eqns if "invented" in e.params] == [3]
 

@@ -16,7 +16,7 @@ from jax.tree_util import Partial
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.facts import Input
-from jamp._autocast.lower import Lower
+from jamp._autocast.lower import lower
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._shard_map import trace
@@ -96,7 +96,7 @@ class _Call(NamedTuple):
         stored = [i >= (n if residuals_from is None else residuals_from) for i in range(n)]
         rewritten = self.rewrite(closed, inputs, backward=backward, stored=stored)
         low = [x and y for x, y in zip(rewritten.low, stored, strict=True)]
-        return _evaluate.call(Lower()(rewritten.at(low)), args)
+        return _evaluate.call(lower(rewritten.at(low)), args)
 
 
 def is_entered(eqn: JaxprEqn, manual: bool) -> bool:
@@ -129,7 +129,7 @@ def enter(
 
     def thunk(closed: ClosedJaxpr) -> ClosedJaxpr:
         outputs = [False] * len(closed.out_avals)
-        return Lower()(rewrite(closed, known, backward=False, stored=outputs).at(outputs))
+        return lower(rewrite(closed, known, backward=False, stored=outputs).at(outputs))
 
     return [_evaluate.with_thunk(entered, thunk)]
 

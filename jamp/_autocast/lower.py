@@ -31,19 +31,24 @@ from jamp._primitives import PRODUCTS
 from jamp._shard_map import trace
 
 
-class Lower:
-    """Maps a jaxpr to the same function without the primitive `product`. Equal products are lowered once."""
+def lower(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same function without the primitive `product`."""
+    return _Pass().run(closed, None)
+
+
+class _Pass:
+    """Lowers jaxprs, and equal products once."""
 
     def __init__(self) -> None:
-        self._bodies: dict[Any, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
+        self._bodies: dict[Any, ClosedJaxpr] = {}
         self._products: dict[Any, ClosedJaxpr] = {}
 
-    def __call__(self, closed: ClosedJaxpr, inside: JaxprEqn | None = None) -> ClosedJaxpr:
+    def run(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
         """Lower a jaxpr, which may be inside a shard_map."""
         key = id(closed.jaxpr), inside
-        if key not in self._bodies:  # With the jaxpr, so that no other one gets its id.
-            self._bodies[key] = closed, self._lower(closed, inside)
-        return self._bodies[key][1]
+        if key not in self._bodies:
+            self._bodies[key] = self._lower(closed, inside)
+        return self._bodies[key]
 
     def _lower(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
         eqns: list[JaxprEqn] = []
@@ -55,7 +60,7 @@ class Lower:
                 eqns.extend(_evaluate.located(item, eqn) for item in items)
             elif bodies:
                 around = eqn if _jaxpr.name(eqn) == "shard_map" else inside
-                new = [self(body, around) for body in bodies]
+                new = [self.run(body, around) for body in bodies]
                 is_same = all(x is y for x, y in zip(new, bodies, strict=True))
                 eqns.append(eqn if is_same else _evaluate.with_bodies(eqn, new, eqn.invars, eqn.outvars))
             else:

@@ -14,7 +14,7 @@ from jamp import _jaxpr
 from jamp._arguments import Call
 from jamp._autocast.cast import cast
 from jamp._autocast.formats import Float8, Format, Int8
-from jamp._autocast.lower import Lower
+from jamp._autocast.lower import lower
 from jamp._autocast.product import products
 from jamp._autocast.quantize import quantize
 from jamp._autocast.recompute import recompute
@@ -41,8 +41,7 @@ class Passes(NamedTuple):
         """The jaxpr to evaluate."""
         if not any(product.format for product in products(self.decided.jaxpr)):
             return self.traced
-        lower = Lower()
-        return lower(recompute(self.decided, lower) if recomputes else self.decided)
+        return lower(recompute(self.decided) if recomputes else self.decided)
 
 
 def passes(

@@ -1,0 +1,98 @@
+"""Which values of a segment (see `recompute.py`) are kept for the backward pass. The others are computed again.
+
+The results of products and other expensive operations are kept. For cheap operations, bytes decide:
+
+- A value is computed again if that reads at most four times its size. Sums over many terms are therefore kept, and so
+  is now and then a value in a long chain of residual additions.
+- A value that depends on no product, such as the cast of a weight or a dropout mask, is computed again only if it is
+  larger than the values it is computed from, as the broadcast of a mask is.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jamp import _evaluate, _jaxpr
+from jamp._cast import is_inexact
+from jamp._dataflow import Flags
+from jamp._jaxpr import JaxprEqn, Var
+from jamp._primitives import CHEAP, MOVING
+
+_READS = 4  # a value is computed again if that reads at most this many times its size
+
+
+def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool]) -> set[Var]:
+    """The values that the backward pass does not compute again. `live` inputs depend on a product."""
+    alive = {v for v, x in zip(inputs, live, strict=True) if x}
+    # For each value, the bytes that are read of each kept value to compute it.
+    sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in inputs}
+    chosen, narrowed = set[Var](), _narrowed(eqns)
+    for eqn in eqns:
+        reads = _variables(eqn)
+        may, depends = is_recomputed(eqn), is_live(eqn, [v in alive for v in reads])
+        for out in eqn.outvars:
+            found: dict[Var, float] = {}
+            for v in reads:
+                # An operation that only moves data, such as a slice, may read only a part.
+                share = min(1.0, _size(out) / (_size(v) or 1.0)) if _jaxpr.name(eqn) in MOVING else 1.0
+                for source, size in sources[v].items():
+                    found[source] = max(found.get(source, 0.0), size * share)
+            read = sum(found.values())
+            # An 8-bit value counts as the 16-bit one that it is rounded from.
+            size = max(nbytes(out), 2 * _size(out))
+            if not may or out in narrowed or read > (_READS * size if depends else nbytes(out) - 1):
+                chosen.add(out)
+                found = {out: nbytes(out)}
+            sources[out] = found
+            if depends:
+                alive.add(out)
+    return chosen
+
+
+def _narrowed(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The narrower values to keep in place of results of products that are only scaled and cast to them."""
+    readers: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for v in _variables(eqn):
+            readers.setdefault(v, []).append(eqn)
+    found: set[Var] = set()
+    for eqn in eqns:
+        if is_recomputed(eqn) or len(eqn.outvars) != 1:
+            continue
+        v = product = eqn.outvars[0]
+        while len(readers.get(v, [])) == 1 and nbytes(v) >= nbytes(product):
+            (reader,) = readers[v]
+            if not is_recomputed(reader) or len(reader.outvars) != 1 or _size(reader.outvars[0]) != _size(product):
+                break
+            v = reader.outvars[0]
+            found.update([v] if nbytes(v) < nbytes(product) else [])
+    return found
+
+
+def nbytes(v: Any) -> float:
+    """The bytes of a value. A symbolic dimension counts as 1."""
+    return _size(v) * float(getattr(v.aval.dtype, "itemsize", 4))
+
+
+def _size(v: Any) -> float:
+    """The number of elements. A symbolic dimension counts as 1."""
+    return float(math.prod(n for n in v.aval.shape if isinstance(n, int)))
+
+
+def _variables(eqn: JaxprEqn) -> list[Any]:
+    return [v for v in eqn.invars if not _jaxpr.is_literal(v)]
+
+
+def is_live(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation depend on a live value, or on a product or other expensive operation.
+
+    Forward.
+    """
+    return any(operands) or (any(is_inexact(v.aval) for v in _variables(eqn)) and not is_recomputed(eqn))
+
+
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether an equation may be computed again."""
+    if body := _evaluate.body_of_call(eqn):
+        return all(map(is_recomputed, body.jaxpr.eqns))
+    return _jaxpr.name(eqn) in CHEAP
