@@ -1,8 +1,8 @@
 """Recompute: keep fewer values for the backward pass, and compute the cheap ones again.
 
 `recompute` maps a jaxpr to one that computes the same. A *segment* is straight-line code between constructs such as
-loops. It becomes a `jax.checkpoint` whose policy keeps the values that `kept.py` chooses, which have a name. No product,
-random number or collective is computed twice.
+loops. It becomes a `jax.checkpoint` whose policy keeps the values that `kept.py` chooses, which have a name. No
+product, random number or collective is computed twice.
 """
 
 import functools
@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from jamp import _dataflow, _evaluate, _jaxpr
 from jamp._autocast.facts import SEGMENT
 from jamp._autocast.kept import is_live, is_recomputed, kept, nbytes
+from jamp._autocast.lower import lower
 from jamp._autocast.product import name_of
+from jamp._barrier import unless_tpu
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
@@ -65,7 +68,8 @@ class _Pass:
 
         def close(stop: int) -> None:
             start = stop - len(segment)
-            for piece in [range(start, stop)] if around.loop else _cut(jaxpr.eqns, range(start, stop), last_uses):
+            is_whole = around.loop or _convolves(segment)
+            for piece in [range(start, stop)] if is_whole else _cut(jaxpr.eqns, range(start, stop), last_uses):
                 members = [jaxpr.eqns[i] for i in piece]
                 outputs = [v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop]
                 eqns.extend(self._segment(members, outputs, is_alive, around))
@@ -107,7 +111,8 @@ class _Pass:
         key = _evaluate.fingerprint(inputs, outputs, eqns), flags, around
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             body = _evaluate.closed_jaxpr({}, inputs, outputs, eqns)
-            call = jax.named_scope(SEGMENT)(jax.jit(_checkpointed(body, flags, around.loop)))
+            named = jax.named_scope(SEGMENT)  # of the call, and of the checkpoint in it
+            call = named(jax.jit(named(_checkpointed(body, flags, around.loop))))
             self._segments[key] = trace(around.inside, call, body.in_avals).eqns[0]
         return [self._segments[key].replace(invars=inputs, outvars=outputs)]
 
@@ -120,26 +125,54 @@ def _checkpointed(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> C
     for eqn in eqns:
         results = [core.Var(v.aval) if v in chosen else v for v in eqn.outvars]
         named.append(eqn.replace(outvars=results))
-        pairs = zip(results, eqn.outvars, strict=True)
-        named.extend(_evaluate.located(_naming(result, v), eqn) for result, v in pairs if result is not v)
+        for value, v in zip(results, eqn.outvars, strict=True):
+            if v in chosen:
+                name = _jaxpr.with_name_for(_name_equation(), v.aval).replace(invars=[value], outvars=[v])
+                named.append(_evaluate.located(name, eqn))
     body = _evaluate.closed_jaxpr({}, inputs, outputs, named)
 
+    is_special = _convolves(eqns) and not in_loop
+
     def segment(*args: Array) -> list[Array]:
-        return _evaluate.call(body, args)
+        return _evaluate.call(lower(body) if is_special else body, args)  # Its rule is traced after all passes.
 
-    # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
     policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
-    return jax.checkpoint(segment, policy=policy, prevent_cse=not in_loop)
-
-
-def _naming(value: Any, result: Var) -> JaxprEqn:
-    """The equation that names a value that is kept."""
-    return _jaxpr.with_name_for(_name_equation(), value.aval).replace(invars=[value], outvars=[result])
+    # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
+    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (in_loop or is_special))
+    return _behind_barrier_unless_tpu(call) if is_special else call
 
 
 @functools.cache
 def _name_equation() -> JaxprEqn:
     return jax.make_jaxpr(lambda x: checkpoint_name(x, _KEPT))(0.0).eqns[0]
+
+
+def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """A function whose backward pass gets what it keeps behind a barrier, but on TPUs.
+
+    For convolutions, XLA:TPU needs half as much memory again with a barrier (docs/design.md has the figures).
+    """
+
+    @jax.custom_jvp
+    def call(*args: Array) -> list[Array]:
+        return fun(*args)
+
+    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i])]
+        of_moving = lambda *xs: fun(*_evaluate.replaced(primals, moving, xs))
+        results, push_forward = jax.linearize(of_moving, *(primals[i] for i in moving))
+        values, structure = jax.tree.flatten(push_forward)
+        push_forward = jax.tree.unflatten(structure, unless_tpu(values))
+        return results, push_forward(*(tangents[i] for i in moving))
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call
+
+
+def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether more than half of the products are convolutions."""
+    names = [name for eqn in eqns if (name := name_of(eqn)) in PRODUCTS]
+    return names.count("conv_general_dilated") > len(names) / 2
 
 
 def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> list[range]:
