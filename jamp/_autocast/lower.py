@@ -144,9 +144,10 @@ def _pushed(
         types = tuple(map(jax.typeof, xs[len(xs) - len(moving) :]))
         return _tangent.bind(*xs, product=product, moving=moving, types=types, aval=of_one, vmaps=())
 
-    for axes in reversed(vmaps):
+    for size, axes in reversed(list(zip(out.shape, vmaps, strict=False))):
         read, operands = _parts(product, axes)
-        push = jax.vmap(push, (*_arithmetic(product).kept(product, read, moving), *(operands[i] for i in moving)))
+        in_axes = *_arithmetic(product).kept(product, read, moving), *(operands[i] for i in moving)
+        push = jax.vmap(push, in_axes, axis_size=size)
     return push(*_arithmetic(product).kept(product, _parts(product, inputs)[0], moving), *given)
 
 
@@ -192,8 +193,8 @@ ad.primitive_transposes[_attach] = _attach_transpose
 batching.primitive_batchers[_attach] = _attach_batch
 mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
 
-# The tangent of a product: the values that were kept and the tangents of the moving operands, in which it is linear, to
-# the tangent of the result. `types` are those of the moving operands. `vmaps` around it are those of `_attach`, and only
+# The tangent of a product: from the values that were kept, and the tangents of the moving operands, in which it is
+# linear. `types` are those of the moving operands. `vmaps` around it are those of `_attach`, and only
 # around 8-bit products: the product of a 16-bit batch is another product.
 _tangent = core.Primitive("product_tangent")
 
@@ -246,24 +247,24 @@ def _pulled_back(
 def _batch(inputs: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     product, moving, aval = params["product"], params["moving"], params["aval"]
     n, arithmetic = len(inputs) - len(moving), _arithmetic(product)
+    size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
     if isinstance(arithmetic, Rounded):
         values = dict(zip(others_of(product, moving), zip(inputs[:n], axes[:n], strict=True), strict=True))
         tangents = zip(moving, zip(inputs[n:], axes[n:], strict=True), strict=True)
-        terms = [_batch_one(product, arithmetic, i, {**values, i: x}) for i, x in tangents]
+        terms = [_batch_one(product, arithmetic, i, {**values, i: x}, size) for i, x in tangents]
         return functools.reduce(ad.add_tangents, terms), 0
-    size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
     changes = {"aval": aval.update(shape=(size, *aval.shape)), "vmaps": (tuple(axes), *params["vmaps"])}
     return _tangent.bind(*inputs, **{**params, **changes}), 0
 
 
-def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int, tuple[Any, Any]]) -> Any:
+def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int, tuple[Any, Any]], size: int) -> Any:
     """The tangent of a batch, linear in the i-th operand: another product, with moves around it.
 
     So the gradient of a weight that a batch shares is one product that sums over the batch.
     """
     xs, axes = zip(*(operands[j] for j in sorted(operands)), strict=True)
     multiply = lambda *ys: arithmetic.value(product, ys)
-    closed = jax.make_jaxpr(jax.vmap(multiply, axes))(
+    closed = jax.make_jaxpr(jax.vmap(multiply, axes, axis_size=size))(
         *(arithmetic.rounded(x) if j == i else x for j, x in enumerate(xs))
     )
 

@@ -22,7 +22,7 @@ from jamp._autocast.kept import is_live, is_recomputed, kept, nbytes
 from jamp._autocast.lower import lower
 from jamp._autocast.product import name_of
 from jamp._barrier import unless_tpu
-from jamp._cast import is_inexact
+from jamp._cast import is_floating, is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
 from jamp._shard_map import trace
@@ -121,7 +121,9 @@ def _checkpointed(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> C
     """A segment as a function that keeps some of its values for the backward pass."""
     eqns, outputs = _evaluate.flattened(closed)
     inputs, named = closed.jaxpr.invars, list[JaxprEqn]()
-    chosen = kept(eqns, inputs, live)
+    # JAX rounds the floats that a checkpoint keeps, which makes large E4M3 NaN. `packed` has their bytes.
+    is_float8 = lambda aval: is_floating(aval) and aval.dtype.itemsize == 1
+    chosen = {v for v in kept(eqns, inputs, live) if not is_float8(v.aval)}
     for eqn in eqns:
         results = [core.Var(v.aval) if v in chosen else v for v in eqn.outvars]
         named.append(eqn.replace(outvars=results))
