@@ -225,3 +225,22 @@ def test_a_product_with_a_constant_beyond_the_range_stays_float32_with_its_reaso
         assert row.operation == "dot_general"
     forced = jamp.autocast(lambda x: x @ jnp.full((N, N), 1e6), F16, rules={"dot_general": "compute"})
     assert not np.isfinite(forced(W)).any()
+
+
+@pytest.mark.parametrize("which", ["both", "first", "second"])
+def test_a_batch_of_tangents_of_one_operand_and_one_tangent_of_the_other(which):
+    fun = jamp.autocast(lambda w, x: jnp.sum(x @ w, 0), BF16)
+    tangents = [jnp.stack([y, 2 * y]) if which in ("both", name) else y for y, name in ((W, "first"), (X, "second"))]
+    axes = [0 if t.ndim > y.ndim else None for t, y in zip(tangents, (W, X), strict=True)]
+    push = lambda dw, dx: jax.jvp(fun, (W, X), (dw, dx))[1]
+    one_by_one = [push(*(t if a is None else t[i] for t, a in zip(tangents, axes, strict=True))) for i in range(2)]
+    np.testing.assert_allclose(jax.vmap(push, axes)(*tangents), jnp.stack(one_by_one), rtol=1e-2)
+
+
+def test_a_transposed_function_is_differentiated_like_any_other():
+    """`jax.linear_transpose` meets products that no derivative has gone through."""
+    loss = lambda way: lambda w, g: jnp.sum(jax.linear_transpose(lambda x: way(w, x), X)(g)[0] ** 2)
+    low, plain = jamp.autocast(lambda w, x: x @ w, BF16), lambda w, x: x @ w
+    mine, truth = jax.grad(loss(low), (0, 1))(W, X @ W), jax.grad(loss(plain), (0, 1))(W, X @ W)
+    for x, y in zip(mine, truth, strict=True):
+        assert np.linalg.norm(x - y) < 2e-2 * np.linalg.norm(y)
