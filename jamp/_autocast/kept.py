@@ -4,8 +4,8 @@ The results of products and other expensive operations are kept. For cheap opera
 
 - A value is computed again if that reads at most four times its size. Sums over many terms are therefore kept, and so
   is now and then a value in a long chain of residual additions.
-- A value that depends on no product, such as the cast of a weight or a dropout mask, is computed again only if it is
-  larger than the values it is computed from, as the broadcast of a mask is.
+- A value that depends on no product, such as a dropout mask, is kept if it is smaller than the values that it is
+  computed from. The broadcast of a mask and a transposed weight are not.
 """
 
 import math
@@ -40,7 +40,7 @@ def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool]) 
             read = sum(found.values())
             # An 8-bit value counts as the 16-bit one that it is rounded from.
             size = max(nbytes(out), 2 * _size(out))
-            if not may or out in narrowed or read > (_READS * size if depends else nbytes(out) - 1):
+            if not may or out in narrowed or read > (_READS * size if depends else nbytes(out)):
                 chosen.add(out)
                 found = {out: nbytes(out)}
             sources[out] = found
