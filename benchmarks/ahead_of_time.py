@@ -97,7 +97,9 @@ def facts(program: Any) -> dict[str, float | None]:
 
 
 def kept(loss: Any, params: Any, batch: Any) -> float:
-    """The megabytes that `jax.vjp` keeps from the forward pass, without the parameters."""
-    megabytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e6
-    residuals = jax.eval_shape(lambda p, b: jax.vjp(lambda p: loss(p, b), p)[1], params, batch)
-    return megabytes(residuals) - megabytes(params)
+    """The megabytes that `jax.vjp` keeps from the forward pass: of what it keeps, all that is not an argument."""
+    residuals = lambda p, b: jax.tree.leaves(jax.vjp(lambda p: loss(p, b), p)[1])
+    jaxpr = jax.make_jaxpr(residuals)(params, batch).jaxpr
+    arguments = set(jaxpr.invars)
+    made = [v.aval for v in jaxpr.outvars if not hasattr(v, "val") and v not in arguments]
+    return float(sum(x.size * x.dtype.itemsize for x in made) / 1e6)

@@ -15,7 +15,7 @@ import optax
 import pytest
 from trees import assert_close, bits
 
-from benchmarks import timing
+from benchmarks import ahead_of_time, timing
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.report import __main__ as report, accuracy, step as report_step
 from benchmarks.step import peers, train
@@ -132,3 +132,11 @@ def test_the_loss_scale_works_in_every_dynamic_run_of_the_overflow_study():
 def test_an_interval_is_that_of_student_s_distribution():
     low, high = accuracy.interval(np.array([0.0, 0.002, 0.004, 0.002, 0.002]))
     assert (low, high) == pytest.approx((0.002 - 0.001348, 0.002 + 0.001348), abs=1e-6)  # 2.132 * 0.001414 / 5**0.5
+
+
+def test_what_is_kept_is_counted_without_the_arguments():
+    x, w = jnp.ones((512, 256)), jnp.ones((256, 128))
+    kept = lambda fun: 1e6 * ahead_of_time.kept(fun, w, x) / 4
+    assert kept(lambda w, x: jnp.sum(x @ w)) == 0  # x
+    assert kept(lambda w, x: jnp.sum(jnp.sin(x @ w))) == 512 * 128  # x, and the cosine
+    assert kept(lambda w, x: jnp.sum((x @ w.astype(jnp.bfloat16).astype(jnp.float32)) ** 2)) == 512 * 128  # 2 x @ w
