@@ -392,6 +392,27 @@ def test_what_is_computed_again_holds_no_product_no_callback_and_nothing_of_your
     assert not segments(layer, recompute=False)
 
 
+def test_the_products_of_a_custom_jvp_are_not_computed_again():
+    @jax.custom_jvp
+    def gated(x, w):
+        return jnp.tanh(x @ w) * (x @ w.T)
+
+    @gated.defjvp
+    def rule(primals, tangents):
+        (x, w), (dx, _) = primals, tangents
+        a, b, da, db = x @ w, x @ w.T, dx @ w, dx @ w.T
+        return jnp.tanh(a) * b, (1 - jnp.tanh(a) ** 2) * b * da + jnp.tanh(a) * db
+
+    def loss(x, w):
+        return jnp.sum(jnp.cos(gated(jnp.sin(x @ w), w)) @ w)
+
+    def count(fun):
+        jaxpr = jax.make_jaxpr(jax.grad(fun))(normal(64, 64), normal(64, 64))
+        return sum(eqn.primitive.name in PRODUCTS for eqn in equations(jaxpr))
+
+    assert count(jamp.autocast(loss, jnp.bfloat16)) == count(loss)
+
+
 def test_equal_layers_share_a_segment_but_not_if_their_constants_differ_in_a_sign():
     def fun(x, w):
         for zero in (0.0, 0.0, 0.0, 0.0, -0.0, 0.0, 0.0):

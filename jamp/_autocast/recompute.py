@@ -205,6 +205,8 @@ def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
     if eqn.effects or _jaxpr.name(eqn) == "name":
         return False
+    if _jaxpr.name(eqn) == "custom_jvp_call" and holds_product(eqn):  # Its rule would multiply again.
+        return False
     if _jaxpr.name(eqn) in ("jit", "custom_jvp_call"):
         body = _evaluate.body_of_call(eqn)
         return body is not None and all(map(_is_plain, body.jaxpr.eqns))
