@@ -392,6 +392,13 @@ def test_what_is_computed_again_holds_no_product_no_callback_and_nothing_of_your
     assert not segments(layer, recompute=False)
 
 
+def test_a_sort_is_not_computed_again_for_the_order_that_its_derivative_needs():
+    loss = lambda x, w: jnp.sum(jnp.cos(jnp.sort(jnp.sin(x @ w), -1)) @ w)
+    args = normal(64, 64), normal(64, 64)
+    count = lambda f: sum(eqn.primitive.name == "sort" for eqn in equations(jax.make_jaxpr(jax.grad(f))(*args)))
+    assert count(jamp.autocast(loss, jnp.bfloat16)) == count(loss) == 1
+
+
 def test_the_products_of_a_custom_jvp_are_not_computed_again():
     @jax.custom_jvp
     def gated(x, w):

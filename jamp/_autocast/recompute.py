@@ -138,10 +138,14 @@ def _checkpointed(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> C
     def segment(*args: Array) -> list[Array]:
         return _evaluate.call(lower(body) if is_special else body, args)  # Its rule is traced after all passes.
 
-    policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
     # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
-    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (in_loop or is_special))
+    call = jax.checkpoint(segment, policy=_is_kept, prevent_cse=not (in_loop or is_special))
     return _behind_barrier_unless_tpu(call) if is_special else call
+
+
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """The policy of a segment. Expensive operations without a name are those of derivative rules, as that of sort."""
+    return params.get("name") == _KEPT or primitive.name in EXPENSIVE | PRODUCTS
 
 
 @functools.cache
