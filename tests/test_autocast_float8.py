@@ -345,3 +345,11 @@ def test_a_configuration_is_hashable_and_what_it_cannot_be_is_an_error():
     ):
         with pytest.raises(ValueError, match=match):
             jamp.Float8(**options)
+
+
+def test_the_backward_pass_keeps_the_bytes_of_operands_and_no_float32_copy_of_a_weight():
+    x, w = normal(256, 128), normal(128, 128, seed=1)
+    loss = jamp.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w.T) @ w), F8)
+    jaxpr = jax.make_jaxpr(lambda w: jax.tree.leaves(jax.vjp(loss, w)[1]))(w).jaxpr
+    kept = [v.aval for v in jaxpr.outvars if v not in jaxpr.invars]
+    assert {str(aval.dtype) for aval in kept if aval.size > 1} == {"bfloat16", "uint8"}

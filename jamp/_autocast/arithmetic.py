@@ -30,7 +30,7 @@ class Arithmetic(Protocol):
         """The product of operands from `read`."""
 
     def kept(self, product: Product, operands: Sequence[Array], moving: Sequence[int]) -> list[Array]:
-        """What the tangent needs of the operands from `read`."""
+        """What the tangent needs of the operands from `read`: some of them, as `lower` asks for their vmap axes too."""
 
     def tangent(self, product: Product, moving: Sequence[int], kept: Sequence[Array], tangents: Sequence[Any]) -> Array:
         """The tangent of the product, from those of the moving operands."""

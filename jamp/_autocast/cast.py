@@ -45,7 +45,7 @@ class Output(NamedTuple):
 
     Attributes:
       consumed: Whether it is consumed (`facts.consumes`).
-      stored: Whether it is 16 bit if it is stored so, even if other operations read it.
+      stored: Whether it is 16 bit if it is the result of a product, perhaps moved, even if others read it too.
     """
 
     consumed: bool = False
@@ -175,7 +175,7 @@ class _Body:
     def _enter(self, eqn: JaxprEqn) -> None:
         if not is_entered(eqn, self._place.manual):
             return self._copy(eqn, low=False)
-        # Float32 are a carry, and operands whose gradient is a sum over the steps of a loop or over devices.
+        # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
         name, carry = _jaxpr.name(eqn), _jaxpr.carry(eqn)
         wide = range(carry.stop) if name != "shard_map" else [i for i, x in enumerate(splits(eqn)) if not x]
         known = [

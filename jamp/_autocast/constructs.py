@@ -52,7 +52,7 @@ class Rewritten:
 class Rewrite(Protocol):
     """Rewrites a jaxpr. `backward` says that it is the backward rule of a custom_vjp.
 
-    `stored` outputs are 16 bit if they are stored so, even if other operations read them.
+    `stored` outputs that are results of products, perhaps moved, are 16 bit, even if other operations read them too.
     """
 
     def __call__(

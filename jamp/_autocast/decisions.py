@@ -183,7 +183,7 @@ def cause(eqn: JaxprEqn) -> str:
             return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
         return f"it is a kernel, or an operation of a library, that autocast does not know; {_WAY_OUT}"
     if _jaxpr.bodies(eqn) is not None:
-        return f"it is a custom rule with symbolic zeros inside shard_map; {_WAY_OUT}"
+        return f"it is a custom rule with symbolic zeros, or that closes over arrays, inside shard_map; {_WAY_OUT}"
     if _jaxpr.is_known(eqn):
         return f"it reads or writes a Ref; {_WAY_OUT}"
     return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"

@@ -4,8 +4,9 @@ The results of products and other expensive operations are kept. For cheap opera
 
 - A value is computed again if that reads at most four times its size. Sums over many terms are therefore kept, and so
   is now and then a value in a long chain of residual additions.
-- A value that depends on no product, such as a dropout mask, is kept if it is smaller than the values that it is
-  computed from. The broadcast of a mask and a transposed weight are not.
+- A value that depends on no product is kept if it has at most two thirds of the bytes that it is computed from, as a
+  dropout mask has. The broadcast of a mask, and a weight that is transposed or scaled, are computed again.
+- JAX rounds the floats that a checkpoint keeps, which makes large E4M3 NaN. So no float8 value is kept, but its bytes.
 """
 
 import math
@@ -13,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jamp import _evaluate, _jaxpr
-from jamp._cast import is_inexact
+from jamp._cast import is_floating, is_inexact
 from jamp._dataflow import Flags
 from jamp._jaxpr import JaxprEqn, Var
 from jamp._primitives import CHEAP, MOVING
 
 _READS = 4  # a value is computed again if that reads at most this many times its size
+_READS_OF_NO_PRODUCT = 1.5
 
 
 def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool]) -> set[Var]:
@@ -38,9 +40,10 @@ def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool]) 
                 for source, size in sources[v].items():
                     found[source] = max(found.get(source, 0.0), size * share)
             read = sum(found.values())
-            # An 8-bit value counts as the 16-bit one that it is rounded from.
+            # A value of 8 bits counts as one of 16, which it is rounded from.
             size = max(nbytes(out), 2 * _size(out))
-            if not may or out in narrowed or read > (_READS * size if depends else nbytes(out)):
+            limit = _READS * size if depends else _READS_OF_NO_PRODUCT * nbytes(out)
+            if (not may or out in narrowed or read > limit) and not _is_float8(out.aval):
                 chosen.add(out)
                 found = {out: nbytes(out)}
             sources[out] = found
@@ -67,6 +70,10 @@ def _narrowed(eqns: Sequence[JaxprEqn]) -> set[Var]:
             v = reader.outvars[0]
             found.update([v] if nbytes(v) < nbytes(product) else [])
     return found
+
+
+def _is_float8(aval: Any) -> bool:
+    return is_floating(aval) and aval.dtype.itemsize == 1
 
 
 def nbytes(v: Any) -> float:

@@ -31,7 +31,7 @@ from jamp._shard_map import trace
 from jamp._source_line import is_transposed
 
 _FLOAT32 = np.dtype(np.float32)
-_NOT_REACHED = "it is in a custom derivative or a linear solve"
+_NOT_REACHED = "it is in a function with a derivative rule of its own"
 
 
 def quantize(closed: ClosedJaxpr, config: Format, rules: Mapping[str, Rule]) -> ClosedJaxpr:

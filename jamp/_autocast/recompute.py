@@ -22,7 +22,7 @@ from jamp._autocast.kept import is_live, is_recomputed, kept, nbytes
 from jamp._autocast.lower import lower
 from jamp._autocast.product import name_of
 from jamp._barrier import unless_tpu
-from jamp._cast import is_floating, is_inexact
+from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
 from jamp._shard_map import trace
@@ -55,7 +55,7 @@ class _Pass:
         self._bodies: dict[Any, ClosedJaxpr] = {}
         self._segments: dict[Any, JaxprEqn] = {}
 
-    def run(self, closed: ClosedJaxpr, live: Sequence[bool], around: "_Around", end: int | None = None) -> ClosedJaxpr:
+    def run(self, closed: ClosedJaxpr, live: Sequence[bool], around: _Around, end: int | None = None) -> ClosedJaxpr:
         """Rewrite a jaxpr. `live` inputs depend on a product."""
         jaxpr = closed.jaxpr
         key = id(jaxpr), tuple(live), around, end
@@ -88,7 +88,7 @@ class _Pass:
         self._bodies[key] = _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
         return self._bodies[key]
 
-    def _construct(self, eqn: JaxprEqn, live: Sequence[bool], around: "_Around") -> JaxprEqn:
+    def _construct(self, eqn: JaxprEqn, live: Sequence[bool], around: _Around) -> JaxprEqn:
         """An equation that is in no segment, with segments in its bodies if they are part of the same function."""
         bodies = _jaxpr.bodies(eqn)
         if _jaxpr.name(eqn) not in ("jit", "scan", "cond", "shard_map", "scaled_call") or bodies is None:
@@ -99,7 +99,7 @@ class _Pass:
         return _evaluate.with_bodies(eqn, new, eqn.invars, eqn.outvars)
 
     def _segment(
-        self, eqns: list[JaxprEqn], outputs: list[Var], live: dict[Var, bool], around: "_Around"
+        self, eqns: list[JaxprEqn], outputs: list[Var], live: dict[Var, bool], around: _Around
     ) -> list[JaxprEqn]:
         """The equations of a segment, as they are or in one call."""
         if not any(map(_is_worth_it, eqns)):
@@ -121,9 +121,7 @@ def _checkpointed(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> C
     """A segment as a function that keeps some of its values for the backward pass."""
     eqns, outputs = _evaluate.flattened(closed)
     inputs, named = closed.jaxpr.invars, list[JaxprEqn]()
-    # JAX rounds the floats that a checkpoint keeps, which makes large E4M3 NaN. `packed` has their bytes.
-    is_float8 = lambda aval: is_floating(aval) and aval.dtype.itemsize == 1
-    chosen = {v for v in kept(eqns, inputs, live) if not is_float8(v.aval)}
+    chosen = kept(eqns, inputs, live)
     for eqn in eqns:
         results = [core.Var(v.aval) if v in chosen else v for v in eqn.outvars]
         named.append(eqn.replace(outvars=results))
