@@ -347,7 +347,7 @@ def test_a_configuration_is_hashable_and_what_it_cannot_be_is_an_error():
             jamp.Float8(**options)
 
 
-def test_the_backward_pass_keeps_the_bytes_of_operands_and_no_float32_copy_of_a_weight():
+def test_the_backward_pass_keeps_bytes_of_operands_and_no_float32_copy():
     x, w = normal(256, 128), normal(128, 128, seed=1)
     loss = jamp.autocast(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w.T) @ w), F8)
     jaxpr = jax.make_jaxpr(lambda w: jax.tree.leaves(jax.vjp(loss, w)[1]))(w).jaxpr

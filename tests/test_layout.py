@@ -157,7 +157,9 @@ def test_the_functions_and_classes_at_the_top_are_these_apart_from_states():
 
 
 def test_the_programs_of_the_readme_and_the_quick_start_use_ten_names_of_the_top():
-    pages = "".join((ROOT.parent / page).read_text() for page in ("README.md", "docs/quick-start.md"))
+    pages = "".join(
+        (Path(__file__).resolve().parents[1] / page).read_text() for page in ("README.md", "docs/quick-start.md")
+    )
     programs = "".join(re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL))
     assert len({*re.findall(r"\bjamp\.(\w+)", programs)} & {*TOP}) <= 10
 
