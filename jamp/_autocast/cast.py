@@ -119,9 +119,10 @@ class _Body:
             self._enter(eqn)
         else:
             is_product = name in PRODUCTS
-            is_back = (is_transposed(eqn) or self._place.backward) and not self._consumed.intersection(eqn.outvars)
+            is_back = is_product and (is_transposed(eqn) or self._place.backward)
+            is_gradient = is_back and not self._consumed.intersection(eqn.outvars)
             overflows = is_product and any(map(self._overflows, eqn.invars))
-            key = self._target.rule_key(eqn, self._place.scope, is_back, overflows)
+            key = self._target.rule_key(eqn, self._place.scope, is_gradient, overflows)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
             is_low = self._runs_low(eqn, category) and not _jaxpr.has_body(eqn)
@@ -136,11 +137,13 @@ class _Body:
         if category in (COMPUTE, ACCUMULATE):
             others = {aval.dtype for aval in _jaxpr.avals(eqn.invars) if is_inexact(aval)}
             return bool(floats) and others <= {_FLOAT32, self._target.compute_dtype}
+        if category != WIDEST:
+            return False
         arrays = [v for v in floats if self._number(v) is None]
         numbers = [x for x in map(self._number, floats) if x is not None]
         # Not of several arrays: a vmap around autocast may copy one of them, which has the sum as its cotangent.
         is_exact = all(map(self._is_low, arrays)) and all(map(self._target.holds, numbers))
-        return category == WIDEST and len(arrays) == 1 and is_exact
+        return len(arrays) == 1 and is_exact
 
     def _copy(self, eqn: JaxprEqn, low: bool) -> None:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""

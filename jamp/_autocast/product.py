@@ -92,9 +92,9 @@ def products(jaxpr: Jaxpr) -> Iterator[Product]:
     for eqn in jaxpr.eqns:
         if product := of(eqn):
             yield product
-        else:
-            for inner, _ in _jaxpr.inner(eqn):
-                yield from products(inner)
+        elif _jaxpr.name(eqn) in _jaxpr.CONSTRUCTS:
+            for body in _jaxpr.bodies(eqn) or ():
+                yield from products(body.jaxpr)
 
 
 def result_type(product: Product, operands: Sequence[Any]) -> Any:
