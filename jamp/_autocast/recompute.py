@@ -136,14 +136,10 @@ def _checkpointed(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> C
     def segment(*args: Array) -> list[Array]:
         return _evaluate.call(lower(body) if is_special else body, args)  # Its rule is traced after all passes.
 
+    policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
     # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
-    call = jax.checkpoint(segment, policy=_is_kept, prevent_cse=not (in_loop or is_special))
+    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (in_loop or is_special))
     return _behind_barrier_unless_tpu(call) if is_special else call
-
-
-def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """The policy of a segment. Expensive operations without a name are those of derivative rules, as that of sort."""
-    return params.get("name") == _KEPT or primitive.name in EXPENSIVE | PRODUCTS
 
 
 @functools.cache
@@ -207,8 +203,8 @@ def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
     if eqn.effects or _jaxpr.name(eqn) == "name":
         return False
-    if _jaxpr.name(eqn) == "custom_jvp_call" and holds_product(eqn):  # Its rule would multiply again.
-        return False
+    if _jaxpr.name(eqn) == "sort" or (_jaxpr.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
+        return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
     if _jaxpr.name(eqn) in ("jit", "custom_jvp_call"):
         body = _evaluate.body_of_call(eqn)
         return body is not None and all(map(_is_plain, body.jaxpr.eqns))
