@@ -495,3 +495,14 @@ def test_an_output_that_cannot_be_traced_is_named():
 
     with pytest.raises(TypeError, match=r"describe returns str 'a' at result\['names'\]\[0\], which cannot be traced"):
         jamp.autocast(describe, jnp.float16)(jnp.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_layer_that_is_called_with_different_constant_weights_is_cast_once(dtype):
+    layer, weights = jax.jit(lambda x, w: jnp.tanh(x @ w)), [normal(8, 8, seed=i) for i in range(6)]
+    fun = lambda x: functools.reduce(layer, weights, x)
+    jaxpr = jax.make_jaxpr(jamp.autocast(fun, dtype, recompute=False))(normal(4, 8))
+    calls = [id(eqn.params["jaxpr"].jaxpr) for eqn in jaxpr.jaxpr.eqns if eqn.params.get("name") == "<lambda>"]
+    # The first reads an argument, and no operation reads the result of the last.
+    assert len(calls) == 6
+    assert len(set(calls[1:-1])) == 1

@@ -353,3 +353,15 @@ def test_the_backward_pass_keeps_bytes_of_operands_and_no_float32_copy():
     jaxpr = jax.make_jaxpr(lambda w: jax.tree.leaves(jax.vjp(loss, w)[1]))(w).jaxpr
     kept = [v.aval for v in jaxpr.outvars if v not in jaxpr.invars]
     assert {str(aval.dtype) for aval in kept if aval.size > 1} == {"bfloat16", "uint8"}
+
+
+def test_an_8_bit_product_has_the_scopes_of_the_traced_one_once():
+    with_scope = jax.named_scope("layer")(lambda x, w: x @ w)
+    fun = jamp.autocast(lambda x, w: with_scope(with_scope(x, w), w), F8, recompute=False)
+    stacks = [
+        str(eqn.source_info.name_stack)
+        for eqn in equations(jax.make_jaxpr(fun)(normal(256, 128), normal(128, 128)))
+        if eqn.primitive.name == "attach"
+    ]
+    assert stacks
+    assert all(stack.count("layer") == 1 for stack in stacks)

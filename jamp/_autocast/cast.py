@@ -7,6 +7,7 @@ Each product casts its own operands, so that cotangents are added in float32. A 
 read as float32 and cast by each of them (XLA merges equal casts). With one reader, it is passed on in 16 bit.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -59,7 +60,8 @@ class _Pass:
         self.target = target
         self.consumed = _dataflow.Backward(facts.consumes)
         self.computed = _dataflow.spreads(facts.computes)
-        self.constants = _dataflow.Forward(facts.fills, facts.join_constants, facts.as_constant)
+        as_constant = functools.partial(facts.as_constant, target.overflows)
+        self.constants = _dataflow.Forward(facts.fills, facts.join_constants, as_constant)
         self._done: dict[Any, tuple[ClosedJaxpr, Rewritten]] = {}
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, outputs: Sequence[Output]) -> Rewritten:
@@ -219,12 +221,12 @@ class _Body:
     def _number(self, atom: Atom) -> Any:
         """The number that a value is filled with, if it is a constant; else None."""
         constant = self._constant(atom)
-        return constant.value.value if constant and constant.is_number else None
+        return constant.number.value if constant and constant.number else None
 
     def _overflows(self, atom: Atom) -> bool:
         """Whether a value is a float32 constant, and has elements beyond the range of the compute dtype."""
         constant = self._constant(atom) if is_float32(atom.aval) else None
-        return constant is not None and self._target.overflows(constant.value.value)
+        return constant is not None and (constant.large or self._target.overflows(self._number(atom)))
 
     def _is_stored(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit."""

@@ -1,5 +1,6 @@
 """What the passes know about values and places, and the analyses that find it out."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +26,12 @@ class Constant(NamedTuple):
     """A value that is a constant of the function, perhaps moved.
 
     Attributes:
-      value: A number that the whole value is filled with, or an array with its elements.
-      is_number: Whether it is the number.
+      number: The number that the whole value is filled with, or None.
+      large: Whether it is an array with elements beyond the range of the compute dtype.
     """
 
-    value: Bits
-    is_number: bool
+    number: Bits | None
+    large: bool = False
 
 
 class Input(NamedTuple):
@@ -87,11 +88,11 @@ def fills(eqn: JaxprEqn, operands: list[Constant | None]) -> Constant | None:
     (constant,), (before,), (after, *_) = operands, _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
     if constant is None or before.dtype == after.dtype:
         return constant
-    if not constant.is_number:  # An array is only asked for its largest element.
+    if constant.number is None:
         return constant if is_float32(after) else None
     if is_inexact(before) and not is_inexact(after):  # Of a number out of range, platforms differ.
         return None
-    return Constant(Bits(np.asarray(constant.value.value, before.dtype).astype(after.dtype)[()]), True)
+    return Constant(Bits(np.asarray(constant.number.value, before.dtype).astype(after.dtype)[()]))
 
 
 def join_constants(x: Constant | None, y: Constant | None) -> Constant | None:
@@ -99,13 +100,12 @@ def join_constants(x: Constant | None, y: Constant | None) -> Constant | None:
     return x if x == y else None
 
 
-def as_constant(value: Any) -> Constant | None:
-    """The fact about a constant of a jaxpr. None if this process cannot read it."""
-    if isinstance(value, (bool, int, float, complex, np.generic)) or (np.ndim(value) == 0 and not _is_array(value)):
-        return Constant(Bits(value), True)
-    is_here = _is_array(value) and not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
-    return Constant(Bits(value), False) if is_here or isinstance(value, np.ndarray) else None
+def as_constant(overflows: Callable[[Any], bool], value: Any) -> Constant | None:
+    """The fact about a constant of a jaxpr. None if this process cannot read it.
 
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array)
+    Of an array, no more than whether it `overflows`: bodies that are called with different weights are cast once.
+    """
+    if not isinstance(value, jax.Array):
+        return Constant(Bits(value)) if np.ndim(value) == 0 else Constant(None, overflows(value))
+    is_here = not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
+    return Constant(None, overflows(value)) if is_here else None

@@ -41,15 +41,15 @@ class _Pass:
     """Lowers jaxprs, and equal products once."""
 
     def __init__(self) -> None:
-        self._bodies: dict[Any, ClosedJaxpr] = {}
+        self._bodies: dict[Any, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
         self._products: dict[Any, ClosedJaxpr] = {}
 
     def run(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
         """Lower a jaxpr, which may be inside a shard_map."""
         key = id(closed.jaxpr), inside
-        if key not in self._bodies:
-            self._bodies[key] = self._lower(closed, inside)
-        return self._bodies[key]
+        if key not in self._bodies:  # With the jaxpr, so that no other one gets its id.
+            self._bodies[key] = closed, self._lower(closed, inside)
+        return self._bodies[key][1]
 
     def _lower(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
         eqns: list[JaxprEqn] = []
@@ -196,8 +196,8 @@ batching.primitive_batchers[_attach] = _attach_batch
 mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
 
 # The tangent of a product: from the values that were kept, and the tangents of the moving operands, in which it is
-# linear. `types` are those of the moving operands. `vmaps` around it are those of `_attach`, and only
-# around 8-bit products: the product of a 16-bit batch is another product.
+# linear. `types` are those of the moving operands. `vmaps` around it are as those of `_attach`, and only around 8-bit
+# products: the product of a 16-bit batch is another product.
 _tangent = core.Primitive("product_tangent")
 
 

@@ -155,15 +155,15 @@ class _Pass:
         )
         inputs, move_back = [*operands, *packs], matrix.moves[2]
         if move_back is None:
-            eqns.append(_product.equation(new, inputs, eqn.outvars[0], eqn))
+            back, result = None, eqn.outvars[0]
         else:
             with _jaxpr.context(eqn):
                 aval = _product.result_type(new, _jaxpr.avals(inputs))
             back = trace(inside, _named(move_back), [aval])
             result = core.Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
-            eqns.append(_product.equation(new, inputs, result, eqn))
-            eqns.extend(_evaluate.inline(back, [result], eqn.outvars))
-        return [_evaluate.located(item, eqn) for item in eqns]
+        after = _evaluate.inline(back, [result], eqn.outvars) if back else []
+        located = [[_evaluate.located(item, eqn) for item in items] for items in (eqns, after)]
+        return [*located[0], _product.equation(new, inputs, result, eqn), *located[1]]
 
     def _run(
         self, eqns: list[JaxprEqn], key: Any, fun: Callable[..., Any], operands: Sequence[Any], inside: JaxprEqn | None
