@@ -506,3 +506,10 @@ def test_a_layer_that_is_called_with_different_constant_weights_is_cast_once(dty
     # The first reads an argument, and no operation reads the result of the last.
     assert len(calls) == 6
     assert len(set(calls[1:-1])) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_random_key_that_the_function_closes_over_is_left_alone(dtype):
+    key, w = jax.random.key(0), normal(8, 8)
+    fun = lambda x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0)
+    assert distance(jamp.autocast(fun, dtype)(w), fun(w)) < 2e-2

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jamp import _jaxpr
@@ -105,7 +106,8 @@ def as_constant(overflows: Callable[[Any], bool], value: Any) -> Constant | None
 
     Of an array, no more than whether it `overflows`: bodies that are called with different weights are cast once.
     """
-    if not isinstance(value, jax.Array):
-        return Constant(Bits(value)) if np.ndim(value) == 0 else Constant(None, overflows(value))
-    is_here = not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
-    return Constant(None, overflows(value)) if is_here else None
+    if not isinstance(value, jax.Array) and np.ndim(value) == 0:
+        return Constant(Bits(value))
+    is_here = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    is_number = is_here and jnp.issubdtype(value.dtype, np.number)  # and not a random key
+    return Constant(None, overflows(value)) if is_number else None
