@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp import _jaxpr
-from jamp._cast import is_float32, is_inexact
+from jamp._cast import is_float32, is_floating, is_inexact
 from jamp._dataflow import Flags
 from jamp._evaluate import Bits
 from jamp._jaxpr import JaxprEqn
@@ -109,5 +109,5 @@ def as_constant(overflows: Callable[[Any], bool], value: Any) -> Constant | None
     if not isinstance(value, jax.Array) and np.ndim(value) == 0:
         return Constant(Bits(value))
     is_here = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    is_number = is_here and jnp.issubdtype(value.dtype, np.number)  # and not a random key
-    return Constant(None, overflows(value)) if is_number else None
+    is_real = is_here and (is_floating(value) or jnp.issubdtype(value.dtype, np.integer))  # and no random key
+    return Constant(None, overflows(value)) if is_real else None
