@@ -36,6 +36,7 @@ FLOORS = [
     {"_cast", "_jaxpr"},
     {
         "_evaluate",
+        "_fingerprint",
         "_arguments",
         "_barrier",
         "_dataflow",

@@ -12,7 +12,6 @@ from jax import Array
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.product import Dtype, Product
-from jamp._autocast.rules import GRADIENT
 from jamp._autocast.wide_dot import multiply, multiply_back
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import PRODUCTS
@@ -21,7 +20,7 @@ Run = Callable[[JaxprEqn, list[Any]], Any]  # evaluates a traced product
 
 
 class Arithmetic(Protocol):
-    """The arithmetic of a format. `moving` are the operands that have a tangent."""
+    """The arithmetic of a format. `perturbed` are the operands that have a tangent."""
 
     def read(self, product: Product, operands: Sequence[Array]) -> list[Array]:
         """The operands to multiply, from those of the product."""
@@ -29,16 +28,18 @@ class Arithmetic(Protocol):
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
         """The product of operands from `read`."""
 
-    def kept(self, product: Product, operands: Sequence[Array], moving: Sequence[int]) -> list[Array]:
+    def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
         """What the tangent needs of the operands from `read`: some of them, as `lower` asks for their vmap axes too."""
 
-    def tangent(self, product: Product, moving: Sequence[int], kept: Sequence[Array], tangents: Sequence[Any]) -> Array:
-        """The tangent of the product, from those of the moving operands."""
+    def tangent(
+        self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
+    ) -> Array:
+        """The tangent of the product, from those of the perturbed operands."""
 
     def cotangents(
-        self, product: Product, moving: Sequence[int], types: Sequence[Any], kept: Sequence[Array], g: Array
+        self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
     ) -> list[Array]:
-        """The cotangents of the moving operands, which have these types, from that of the result."""
+        """The cotangents of the perturbed operands, which have these types, from that of the result."""
 
 
 class Rounded(NamedTuple):
@@ -50,27 +51,29 @@ class Rounded(NamedTuple):
         return list(map(self.rounded, operands))
 
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
-        bind = multiply_back if product.key.endswith(f"[{GRADIENT}]") else multiply
+        bind = multiply_back if product.is_gradient else multiply
         return bind(product.primitive, operands, dict(product.params), product.dtype)
 
-    def kept(self, product: Product, operands: Sequence[Array], moving: Sequence[int]) -> list[Array]:
-        return [operands[j] for j in others_of(product, moving)]
+    def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
+        return [operands[j] for j in others_of(product, perturbed)]
 
-    def tangent(self, product: Product, moving: Sequence[int], kept: Sequence[Array], tangents: Sequence[Any]) -> Array:
-        values = dict(zip(others_of(product, moving), kept, strict=True))
+    def tangent(
+        self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
+    ) -> Array:
+        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
         terms = []
-        for i, t in zip(moving, tangents, strict=True):
+        for i, t in zip(perturbed, tangents, strict=True):
             operands = {**values, i: self.rounded(t)}
             terms.append(self.value(product, [operands[j] for j in sorted(operands)]))
         return sum(terms[1:], start=terms[0])
 
     def cotangents(
-        self, product: Product, moving: Sequence[int], types: Sequence[Any], kept: Sequence[Array], g: Array
+        self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
     ) -> list[Array]:
-        values = dict(zip(others_of(product, moving), kept, strict=True))
+        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
         g = g.astype(self.dtype)  # from float32, or from a third dtype that the code asked for
         results = []
-        for i, aval in zip(moving, types, strict=True):
+        for i, aval in zip(perturbed, types, strict=True):
             operands = [g, *(values[j] for j in sorted(values) if j != i)]
             run = lambda eqn, args, aval=aval: multiply_back(eqn.primitive, args, _jaxpr.params(eqn), aval.dtype)
             given = list(map(jax.typeof, operands))
@@ -82,9 +85,9 @@ class Rounded(NamedTuple):
         return x.astype(self.dtype) if x.dtype == jnp.float32 else x
 
 
-def others_of(product: Product, moving: Sequence[int]) -> list[int]:
-    """The operands that the tangents of the moving ones are multiplied with."""
-    return [j for j in range(product.arity) if any(i != j for i in moving)]
+def others_of(product: Product, perturbed: Sequence[int]) -> list[int]:
+    """The operands that the tangents of the perturbed ones are multiplied with."""
+    return [j for j in range(product.arity) if any(i != j for i in perturbed)]
 
 
 def cotangent(product: Product, i: int, aval: Any, types: Sequence[Any], values: Sequence[Any], run: Run) -> Any:

@@ -146,15 +146,15 @@ def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         # Differentiates only inputs that have a tangent, because the author's rule may ask which ones have.
-        moving = [i for i, t in enumerate(tangents) if is_inexact(inputs[i]) and not isinstance(t, SymbolicZero)]
+        perturbed = [i for i, t in enumerate(tangents) if is_inexact(inputs[i]) and not isinstance(t, SymbolicZero)]
 
         def original(*values: Any) -> Any:
-            fun = _as_function_of(eqn, values[:n], moving)
-            results, derivatives = jax.jvp(fun, [values[i] for i in moving], list(values[n:]))
+            fun = _as_function_of(eqn, values[:n], perturbed)
+            results, derivatives = jax.jvp(fun, [values[i] for i in perturbed], list(values[n:]))
             return [*results, *(derivatives[i] for i in floating)]
 
-        types, values = [*inputs, *(inputs[i] for i in moving)], [*primals, *(tangents[i] for i in moving)]
-        weights = [not x.computed for x in (*call.known, *(call.known[i] for i in moving))]
+        types, values = [*inputs, *(inputs[i] for i in perturbed)], [*primals, *(tangents[i] for i in perturbed)]
+        weights = [not x.computed for x in (*call.known, *(call.known[i] for i in perturbed))]
         results = call.replay(original, types, values, weights=weights)
         derivatives = _evaluate.replaced(list(map(_no_tangent, outputs)), floating, results[len(outputs) :])
         return results[: len(outputs)], derivatives
@@ -176,19 +176,19 @@ def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
 
     def forward(*primals: Any) -> tuple[list[Any], Any]:
         xs = [x.value for x in primals] if asks else primals
-        moving = [i for i, x in enumerate(primals) if is_inexact(inputs[i]) and (not asks or x.perturbed)]
+        perturbed = [i for i, x in enumerate(primals) if is_inexact(inputs[i]) and (not asks or x.perturbed)]
         traced: list[Any] = []
 
         def original(*values: Any) -> Any:
-            results, pull_back = jax.vjp(_as_function_of(eqn, values, moving), *(values[i] for i in moving))
+            results, pull_back = jax.vjp(_as_function_of(eqn, values, perturbed), *(values[i] for i in perturbed))
             residuals, structure = jax.tree.flatten(pull_back)
             traced[:] = structure, [jax.typeof(x) for x in residuals]
             return [*results, *residuals]
 
         values = call.replay(original, inputs, xs, residuals_from=len(outputs))
         # The static values reach the backward rule in the function of a Partial.
-        dtypes = [jax.typeof(xs[i]).dtype for i in moving]
-        rest = functools.partial(_pull_back, call, moving, dtypes, *traced)
+        dtypes = [jax.typeof(xs[i]).dtype for i in perturbed]
+        rest = functools.partial(_pull_back, call, perturbed, dtypes, *traced)
         return values[: len(outputs)], Partial(rest, *values[len(outputs) :])
 
     fun.defvjp(forward, lambda rest, cotangents: rest(cotangents=cotangents), symbolic_zeros=asks)
@@ -198,7 +198,7 @@ def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
 
 def _pull_back(
     call: _Call,
-    moving: Sequence[int],
+    perturbed: Sequence[int],
     dtypes: Sequence[Any],
     structure: Any,
     types: Sequence[Any],
@@ -222,7 +222,7 @@ def _pull_back(
         backward=True,
     )
     cotangents = [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
-    return tuple(_evaluate.replaced([None] * len(inputs), moving, cotangents))
+    return tuple(_evaluate.replaced([None] * len(inputs), perturbed, cotangents))
 
 
 def _no_tangent(aval: Any) -> Any:

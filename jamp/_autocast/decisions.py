@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,26 @@ def decisions(closed: ClosedJaxpr, target: Target, parameters: dict[Any, str], m
 
     `parameters` are the paths of its inputs. `manual` says that it is inside a shard_map.
     """
-    return list(_Walk(target).walk(closed, dict(parameters), [False] * len(closed.in_avals), 1, "", "", "", manual))
+    around = _Around(1, "", "", "", manual)
+    return list(_Walk(target).walk(closed, dict(parameters), [False] * len(closed.in_avals), around))
+
+
+class _Around(NamedTuple):
+    """The constructs around a jaxpr.
+
+    Attributes:
+      times: How often it runs.
+      source: The user's line of the innermost.
+      scope: The name scopes, as the report shows them.
+      path: The name scopes, as rules match them.
+      manual: Whether one is a shard_map.
+    """
+
+    times: int
+    source: str
+    scope: str
+    path: str
+    manual: bool
 
 
 class _Walk:
@@ -65,38 +84,29 @@ class _Walk:
         self._target = target
         self._stored = _dataflow.spreads(_is_stored)
 
-    def walk(
-        self,
-        closed: ClosedJaxpr,
-        parameters: dict[Any, str],
-        low: Flags,
-        times: int,
-        source: str,
-        caller: str,
-        path: str,
-        manual: bool,
-    ) -> Iterator[Decision]:
-        """The decisions about a jaxpr. `low` inputs are stored in 16 bit. `path` is the name stack around it."""
+    def walk(self, closed: ClosedJaxpr, parameters: dict[Any, str], low: Flags, around: _Around) -> Iterator[Decision]:
+        """The decisions about a jaxpr. `low` inputs are stored in 16 bit."""
         stored = self._stored(closed, low)
         for eqn in closed.jaxpr.eqns:
-            product, line, place = _product.of(eqn), user_line(eqn) or source, scope(eqn, caller)
+            product, line, place = _product.of(eqn), user_line(eqn) or around.source, scope(eqn, around.scope)
             reads = [None if _jaxpr.is_literal(v) else parameters.get(v) for v in eqn.invars]
             if _jaxpr.name(eqn) in REARRANGES and reads[0]:
                 parameters.update(dict.fromkeys(eqn.outvars, reads[0]))
             if _jaxpr.name(eqn) in IDENTITIES or (in_scope(eqn, QUANTIZE) and not product):
                 continue
-            key, category = self._decide(eqn, product, path, manual)
+            key, category = self._decide(eqn, product, around)
             operands = self._stored.read(stored, eqn.invars)
             if category == ENTERED:
                 carry, name = _jaxpr.carry(eqn), _jaxpr.name(eqn)
-                into = self._stored.into(eqn, operands)
+                into, path = self._stored.into(eqn, operands), scope_path(eqn, around.path)
+                inner = _Around(
+                    around.times * _jaxpr.iterations(eqn), line, place, path, around.manual or name == "shard_map"
+                )
                 bodies = zip(_jaxpr.bodies(eqn) or (), _jaxpr.body_operands(eqn), into, strict=True)
                 for body, places, inputs in bodies:
                     given = zip(body.jaxpr.invars, places, strict=True)
                     known = {v: x for v, j in given if j not in carry and (x := reads[j])}
-                    n, around = times * _jaxpr.iterations(eqn), scope_path(eqn, path)
-                    is_manual = manual or name == "shard_map"
-                    yield from self.walk(body, known, inputs, n, line, place, around, is_manual)
+                    yield from self.walk(body, known, inputs, inner)
                 continue
             results = self._stored.read(stored, eqn.outvars)
             before = _dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results)
@@ -105,9 +115,9 @@ class _Walk:
                 before = ", ".join(map(str, product.before[:-1])), str(product.before[-1])
                 after = _as_multiplied(eqn, product), after[1]
             paths = [x for x in reads[: product.arity if product else None] if x]
-            yield Decision(as_traced(eqn), product, key, category, before, after, times, line, place, paths)
+            yield Decision(as_traced(eqn), product, key, category, before, after, around.times, line, place, paths)
 
-    def _decide(self, eqn: JaxprEqn, product: Product | None, path: str, manual: bool) -> tuple[str, str]:
+    def _decide(self, eqn: JaxprEqn, product: Product | None, around: _Around) -> tuple[str, str]:
         """The key of the rule for an equation, and the category, as `cast` decides."""
         if product:
             return product.key, product.category
@@ -115,8 +125,8 @@ class _Walk:
         if in_scope(eqn, FULL_PRECISION):
             return name, REGION
         if name in _jaxpr.CONSTRUCTS and name not in rules:
-            return name, ENTERED if is_entered(eqn, manual) else NOT_ENTERED
-        key = self._target.rule_key(eqn, path, False, False)
+            return name, ENTERED if is_entered(eqn, around.manual) else NOT_ENTERED
+        key = self._target.rule_key(eqn, around.path, False, False)
         return key, rules[key].category if key in rules else NO_RULE
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jamp import _jaxpr
 from jamp._cast import is_float32, is_floating, is_inexact
 from jamp._dataflow import Flags
-from jamp._evaluate import Bits
+from jamp._fingerprint import Bits
 from jamp._jaxpr import JaxprEqn
 from jamp._primitives import COPIES, MOVES, MOVING
 

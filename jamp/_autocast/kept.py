@@ -23,15 +23,15 @@ _READS = 4  # a value is computed again if that reads at most this many times it
 _READS_OF_NO_PRODUCT = 1.5
 
 
-def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool]) -> set[Var]:
-    """The values that the backward pass does not compute again. `live` inputs depend on a product."""
-    alive = {v for v, x in zip(inputs, live, strict=True) if x}
+def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], flags: Sequence[bool]) -> set[Var]:
+    """The values that the backward pass does not compute again. `flags` say which inputs are activations."""
+    activations = {v for v, x in zip(inputs, flags, strict=True) if x}
     # For each value, the bytes that are read of each kept value to compute it.
     sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in inputs}
     chosen, narrowed = set[Var](), _narrowed(eqns)
     for eqn in eqns:
         reads = _variables(eqn)
-        may, depends = is_recomputed(eqn), is_live(eqn, [v in alive for v in reads])
+        may, depends = is_recomputed(eqn), is_activation(eqn, [v in activations for v in reads])
         for out in eqn.outvars:
             found: dict[Var, float] = {}
             for v in reads:
@@ -48,7 +48,7 @@ def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], live: Sequence[bool]) 
                 found = {out: nbytes(out)}
             sources[out] = found
             if depends:
-                alive.add(out)
+                activations.add(out)
     return chosen
 
 
@@ -90,8 +90,8 @@ def _variables(eqn: JaxprEqn) -> list[Any]:
     return [v for v in eqn.invars if not _jaxpr.is_literal(v)]
 
 
-def is_live(eqn: JaxprEqn, operands: Flags) -> bool:
-    """Whether the results of an equation depend on a live value, or on a product or other expensive operation.
+def is_activation(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation are activations: they depend on a product or other expensive operation.
 
     Forward.
     """

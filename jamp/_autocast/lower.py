@@ -134,23 +134,23 @@ def _parts(product: Product, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequ
 def _pushed(
     product: Product,
     vmaps: Sequence[Any],
-    moving: tuple[int, ...],
+    perturbed: tuple[int, ...],
     out: Any,
     inputs: Sequence[Any],
     given: Sequence[Any],
 ) -> Any:
-    """The tangent of a product, whose value has the type `out`, from those `given` of its moving operands."""
+    """The tangent of a product, whose value has the type `out`, from those `given` of its perturbed operands."""
     of_one = out.update(shape=out.shape[len(vmaps) :])
 
     def push(*xs: Any) -> Any:
-        types = tuple(map(jax.typeof, xs[len(xs) - len(moving) :]))
-        return _tangent.bind(*xs, product=product, moving=moving, types=types, aval=of_one, vmaps=())
+        types = tuple(map(jax.typeof, xs[len(xs) - len(perturbed) :]))
+        return _tangent.bind(*xs, product=product, perturbed=perturbed, types=types, aval=of_one, vmaps=())
 
     for size, axes in reversed(list(zip(out.shape, vmaps, strict=False))):
         read, operands = _parts(product, axes)
-        in_axes = *_arithmetic(product).kept(product, read, moving), *(operands[i] for i in moving)
+        in_axes = *_arithmetic(product).residuals(product, read, perturbed), *(operands[i] for i in perturbed)
         push = jax.vmap(push, in_axes, axis_size=size)
-    return push(*_arithmetic(product).kept(product, _parts(product, inputs)[0], moving), *given)
+    return push(*_arithmetic(product).residuals(product, _parts(product, inputs)[0], perturbed), *given)
 
 
 def _attach_jvp(
@@ -158,22 +158,22 @@ def _attach_jvp(
 ) -> tuple[Any, Any]:
     out = _attach.bind(*primals, product=product, vmaps=vmaps)
     given = dict(enumerate(_parts(product, tangents[1:])[1]))
-    moving = tuple(i for i, t in given.items() if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0)
-    if not moving:
+    perturbed = tuple(i for i, t in given.items() if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0)
+    if not perturbed:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _pushed(product, vmaps, moving, jax.typeof(out), primals[1:], [given[i] for i in moving])
+    return out, _pushed(product, vmaps, perturbed, jax.typeof(out), primals[1:], [given[i] for i in perturbed])
 
 
 def _attach_transpose(g: Any, *inputs: Any, product: Product, vmaps: tuple[Any, ...]) -> list[Any]:
     """The cotangents if a product is linear in an operand as it stands, without having been differentiated."""
     _, operands = _parts(product, inputs[1:])
-    moving = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
+    perturbed = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     none = [None] * len(inputs)
-    if isinstance(g, ad.Zero) or not moving:
+    if isinstance(g, ad.Zero) or not perturbed:
         return none
-    push = lambda *given: _pushed(product, vmaps, moving, jax.typeof(g), inputs[1:], given)
-    found = jax.linear_transpose(push, *(operands[i].aval for i in moving))(g)
-    return _evaluate.replaced(none, [len(inputs) - product.arity + i for i in moving], found)
+    push = lambda *given: _pushed(product, vmaps, perturbed, jax.typeof(g), inputs[1:], given)
+    found = jax.linear_transpose(push, *(operands[i].aval for i in perturbed))(g)
+    return _evaluate.replaced(none, [len(inputs) - product.arity + i for i in perturbed], found)
 
 
 def _attach_batch(
@@ -195,19 +195,19 @@ ad.primitive_transposes[_attach] = _attach_transpose
 batching.primitive_batchers[_attach] = _attach_batch
 mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
 
-# The tangent of a product: from the values that were kept, and the tangents of the moving operands, in which it is
-# linear. `types` are those of the moving operands. `vmaps` around it are as those of `_attach`, and only around 8-bit
+# The tangent of a product: from the residuals, and the tangents of the perturbed operands, in which it is linear.
+# `types` are those of the perturbed operands. `vmaps` around it are as those of `_attach`, and only around 8-bit
 # products: the product of a 16-bit batch is another product.
 _tangent = core.Primitive("product_tangent")
 
 
-def _forward(*inputs: Array, product: Product, moving: tuple[int, ...], **_: Any) -> Array:
-    n = len(inputs) - len(moving)
-    return _arithmetic(product).tangent(product, moving, inputs[:n], inputs[n:])
+def _forward(*inputs: Array, product: Product, perturbed: tuple[int, ...], **_: Any) -> Array:
+    n = len(inputs) - len(perturbed)
+    return _arithmetic(product).tangent(product, perturbed, inputs[:n], inputs[n:])
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    n = len(primals) - len(params["moving"])
+    n = len(primals) - len(params["perturbed"])
     out, tangent = _tangent.bind(*primals, **params), ad.Zero(params["aval"].to_tangent_aval())
     if not all(isinstance(t, ad.Zero) for t in tangents[n:]):
         tangent = _tangent.bind(*primals[:n], *map(ad.instantiate_zeros, tangents[n:]), **params)
@@ -221,38 +221,38 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 def _transpose(g: Any, *inputs: Any, **params: Any) -> list[Any]:
     linear = [i for i, x in enumerate(inputs) if ad.is_undefined_primal(x)]
-    n, cotangents = len(inputs) - len(params["moving"]), list[Any]([None] * len(inputs))
+    n, cotangents = len(inputs) - len(params["perturbed"]), list[Any]([None] * len(inputs))
     if isinstance(g, ad.Zero):
         return cotangents
     if linear[0] >= n:
         every = _pulled_back(g, inputs[:n], **params)
         found = [every[i - n] for i in linear]
-    else:  # A second derivative: it is linear in a value that was kept, too.
+    else:  # A second derivative: it is linear in a residual, too.
         fun = lambda *xs: _forward(*_evaluate.replaced(inputs, linear, xs), **params)
         found = jax.linear_transpose(fun, *(inputs[i].aval for i in linear))(g)
     return _evaluate.replaced(cotangents, linear, found)
 
 
 def _pulled_back(
-    g: Any, kept: Sequence[Any], *, product: Product, moving: tuple[int, ...], types: Any, aval: Any, vmaps: Any
+    g: Any, residuals: Sequence[Any], *, product: Product, perturbed: tuple[int, ...], types: Any, aval: Any, vmaps: Any
 ) -> list[Any]:
-    """The cotangents of the moving operands."""
+    """The cotangents of the perturbed operands."""
     if not vmaps:
-        return _arithmetic(product).cotangents(product, moving, types, kept, g)
-    (axes, *inner), n = vmaps, len(kept)
-    one = functools.partial(_pulled_back, product=product, moving=moving, types=types, aval=aval, vmaps=inner)
-    found = jax.vmap(lambda g, *xs: one(g, xs), (0, *axes[:n]))(g, *kept)
+        return _arithmetic(product).cotangents(product, perturbed, types, residuals, g)
+    (axes, *inner), n = vmaps, len(residuals)
+    one = functools.partial(_pulled_back, product=product, perturbed=perturbed, types=types, aval=aval, vmaps=inner)
+    found = jax.vmap(lambda g, *xs: one(g, xs), (0, *axes[:n]))(g, *residuals)
     # An operand that all examples share gets the sum.
     return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, axes[n:], strict=True)]
 
 
 def _batch(inputs: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    product, moving, aval = params["product"], params["moving"], params["aval"]
-    n, arithmetic = len(inputs) - len(moving), _arithmetic(product)
+    product, perturbed, aval = params["product"], params["perturbed"], params["aval"]
+    n, arithmetic = len(inputs) - len(perturbed), _arithmetic(product)
     size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
     if isinstance(arithmetic, Rounded):
-        values = dict(zip(others_of(product, moving), zip(inputs[:n], axes[:n], strict=True), strict=True))
-        tangents = zip(moving, zip(inputs[n:], axes[n:], strict=True), strict=True)
+        values = dict(zip(others_of(product, perturbed), zip(inputs[:n], axes[:n], strict=True), strict=True))
+        tangents = zip(perturbed, zip(inputs[n:], axes[n:], strict=True), strict=True)
         terms = [_batch_one(product, arithmetic, i, {**values, i: x}, size) for i, x in tangents]
         return functools.reduce(ad.add_tangents, terms), 0
     changes = {"aval": aval.update(shape=(size, *aval.shape)), "vmaps": (tuple(axes), *params["vmaps"])}
@@ -276,9 +276,9 @@ def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int
             return [(y, any(flags)) for y in moved(eqn, args)]
         (j,) = [j for j, flag in enumerate(flags) if flag]
         new = dataclasses.replace(product, primitive=eqn.primitive, params=tuple(_jaxpr.params(eqn).items()))
-        kept, result = [*args[:j], *args[j + 1 :]], eqn.outvars[0].aval
+        residuals, result = [*args[:j], *args[j + 1 :]], eqn.outvars[0].aval
         types = (jax.typeof(args[j]),)
-        tangent = _tangent.bind(*kept, args[j], product=new, moving=(j,), types=types, aval=result, vmaps=())
+        tangent = _tangent.bind(*residuals, args[j], product=new, perturbed=(j,), types=types, aval=result, vmaps=())
         return [(tangent, False)]
 
     # Every value goes with a flag: whether it is a move of the tangent.

@@ -14,6 +14,7 @@ from jax.extend import core
 
 from jamp import _jaxpr
 from jamp._autocast.formats import Format
+from jamp._autocast.rules import GRADIENT
 from jamp._jaxpr import Jaxpr, JaxprEqn
 
 Dtype: TypeAlias = np.dtype[Any]
@@ -47,6 +48,11 @@ class Product:
     def arity(self) -> int:
         """The number of operands of the traced product."""
         return len(self.before) - 1
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is the gradient of a weight, by the rule that keeps those in float32."""
+        return self.key.endswith(f"[{GRADIENT}]")
 
     def __repr__(self) -> str:
         name = "its traced dtypes" if self.format is None else self.format.name

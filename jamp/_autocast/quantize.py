@@ -52,24 +52,24 @@ def is_candidate(product: Product) -> bool:
 class _Pass:
     def __init__(self, config: Format, rules: Mapping[str, Rule]):
         self._config, self._rules = config, rules
-        self._made, self._feeding = _dataflow.spreads(_is_made), _dataflow.Backward(_feeds)
+        self._after_product, self._feeding = _dataflow.spreads(_is_after_product), _dataflow.Backward(_feeds)
         self._done: dict[Any, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
         self._traced: dict[Any, ClosedJaxpr] = {}
 
     def run(
-        self, closed: ClosedJaxpr, made: tuple[bool, ...], feeding: tuple[bool, ...], inside: JaxprEqn | None
+        self, closed: ClosedJaxpr, after: tuple[bool, ...], feeding: tuple[bool, ...], inside: JaxprEqn | None
     ) -> ClosedJaxpr:
-        """Quantize a jaxpr. `made` inputs depend on a product, and later products read the `feeding` outputs."""
-        key = id(closed.jaxpr), made, feeding, inside
+        """Quantize a jaxpr. `after` inputs depend on a product, and later products read the `feeding` outputs."""
+        key = id(closed.jaxpr), after, feeding, inside
         if key not in self._done:  # With the jaxpr, so that no other one gets its id.
-            self._done[key] = closed, self._quantize(closed, made, feeding, inside)
+            self._done[key] = closed, self._quantize(closed, after, feeding, inside)
         return self._done[key][1]
 
     def _quantize(
-        self, closed: ClosedJaxpr, made: tuple[bool, ...], feeding: tuple[bool, ...], inside: JaxprEqn | None
+        self, closed: ClosedJaxpr, after: tuple[bool, ...], feeding: tuple[bool, ...], inside: JaxprEqn | None
     ) -> ClosedJaxpr:
         jaxpr = closed.jaxpr
-        is_made = self._made(closed, made)
+        is_after_product = self._after_product(closed, after)
         is_fed_on = self._feeding(jaxpr, feeding)
         sources: dict[Any, Var] = {}  # for the result of a cast, its operand
         pairs: dict[Any, list[Var]] = {}  # the 8-bit values and the scales of a value
@@ -80,13 +80,13 @@ class _Pass:
                 sources[eqn.outvars[0]] = eqn.invars[0]
             product = _product.of(eqn)
             if product and is_candidate(product):
-                is_attention = all(self._made.read(is_made, eqn.invars[:2]))
+                is_attention = all(self._after_product.read(is_after_product, eqn.invars[:2]))
                 why = self._why_not(eqn, product, is_attention, eqn.outvars[0] in is_fed_on)
                 eqns.extend([_with(eqn, reason=why)] if why else self._multiply(eqn, product, sources, pairs, inside))
             elif bodies and name in KEEPS_RESULTS:
                 eqns.append(_evaluate.with_bodies(eqn, list(map(_not_reached, bodies)), eqn.invars, eqn.outvars))
             elif bodies:
-                known = self._made.into(eqn, self._made.read(is_made, eqn.invars))
+                known = self._after_product.into(eqn, self._after_product.read(is_after_product, eqn.invars))
                 later = self._feeding.into(eqn, _dataflow.flags(eqn.outvars, is_fed_on))
                 around = eqn if name == "shard_map" else inside
                 new = [self.run(b, tuple(x), tuple(y), around) for b, x, y in zip(bodies, known, later, strict=True)]
@@ -220,7 +220,7 @@ def _source(sources: dict[Any, Var], v: Any) -> tuple[Any, Any]:
     return v, frozenset(low)
 
 
-def _is_made(eqn: JaxprEqn, operands: Flags) -> bool:
+def _is_after_product(eqn: JaxprEqn, operands: Flags) -> bool:
     """Whether the results of an equation depend on a product. Forward."""
     return any(operands) or holds_product(eqn)
 

@@ -92,40 +92,43 @@ class Quantized(NamedTuple):
         unpacked = [self._unpacked(pairs[:2]), self._unpacked(pairs[2:])]
         return self._dot(multiply, product.primitive, dict(product.params), unpacked, sizes, product.dtype)
 
-    def kept(self, product: Product, operands: Sequence[Array], moving: Sequence[int]) -> list[Array]:
+    def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
         """The pairs of the operands that tangents are multiplied with, or with scales by row these operands.
 
         A scale cannot vary along an axis that is summed, and the backward products sum other axes. So with scales by
         row, operands are quantized again.
         """
-        sizes, others = operands[2 : product.arity], _others(moving)
+        sizes, others = operands[2 : product.arity], _others(perturbed)
         if self._is_by_row(product):
             return [*sizes, *(operands[j] for j in others)]
         start = product.arity
         return [*sizes, *(x for j in others for x in operands[start + 2 * j : start + 2 * j + 2])]
 
-    def tangent(self, product: Product, moving: Sequence[int], kept: Sequence[Array], tangents: Sequence[Any]) -> Array:
+    def tangent(
+        self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
+    ) -> Array:
         _no_derivative()
 
     def cotangents(
-        self, product: Product, moving: Sequence[int], types: Sequence[Any], kept: Sequence[Array], g: Array
+        self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
     ) -> list[Array]:
         @jax.custom_jvp
-        def pull_back(g: Array, *kept: Array) -> list[Array]:
-            sizes, rest = kept[: product.arity - 2], kept[product.arity - 2 :]
+        def pull_back(g: Array, *residuals: Array) -> list[Array]:
+            sizes, rest = residuals[: product.arity - 2], residuals[product.arity - 2 :]
             # Of each operand: its 8-bit values and scales, or with scales by row, the operand and its 8-bit dtype.
             if self._is_by_row(product):
                 of_g, values = (g, self.config.backward), [(x, self.config.forward) for x in rest]
             else:
                 of_g = quantize(g, self.config.backward)
                 values = [self._unpacked(rest[j : j + 2]) for j in range(0, len(rest), 2)]
-            of = dict(zip(_others(moving), values, strict=True))
+            of = dict(zip(_others(perturbed), values, strict=True))
             return [
-                self._cotangent(product, i, aval, of_g, of[1 - i], sizes) for i, aval in zip(moving, types, strict=True)
+                self._cotangent(product, i, aval, of_g, of[1 - i], sizes)
+                for i, aval in zip(perturbed, types, strict=True)
             ]
 
         pull_back.defjvp(_no_derivative)
-        found: list[Array] = pull_back(g, *kept)
+        found: list[Array] = pull_back(g, *residuals)
         return found
 
     def _cotangent(self, product: Product, i: int, aval: Any, of_g: Any, other: Any, sizes: Sequence[Array]) -> Array:
@@ -184,9 +187,9 @@ class Quantized(NamedTuple):
         return (sums * scale).astype(dtype)
 
 
-def _others(moving: Sequence[int]) -> list[int]:
-    """Which of the two operands the tangents of the moving ones are multiplied with."""
-    return [j for j in range(2) if 1 - j in moving]
+def _others(perturbed: Sequence[int]) -> list[int]:
+    """Which of the two operands the tangents of the perturbed ones are multiplied with."""
+    return [j for j in range(2) if 1 - j in perturbed]
 
 
 def _no_derivative(*_: Any, **__: Any) -> NoReturn:

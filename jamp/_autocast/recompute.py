@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from jamp import _dataflow, _evaluate, _jaxpr
+from jamp import _dataflow, _evaluate, _fingerprint, _jaxpr
 from jamp._autocast.facts import SEGMENT
-from jamp._autocast.kept import is_live, is_recomputed, kept, nbytes
+from jamp._autocast.kept import is_activation, is_recomputed, kept, nbytes
 from jamp._autocast.lower import lower
 from jamp._autocast.product import name_of
 from jamp._barrier import unless_tpu
@@ -29,6 +29,9 @@ from jamp._shard_map import trace
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 _PRODUCTS = 6  # of a segment, more or less: those of a layer
+# JAX differentiates the bodies of these. A while has no gradient, a custom rule replaces the derivative of its body,
+# and in a `jax.checkpoint` the user has decided.
+_ENTERED = ("jit", "scan", "cond", "shard_map", "scaled_call")
 _KEPT = "jamp.kept"  # the name of the values that are kept
 
 
@@ -51,17 +54,17 @@ class _Around(NamedTuple):
 
 class _Pass:
     def __init__(self) -> None:
-        self._live = _dataflow.spreads(is_live)
+        self._activations = _dataflow.spreads(is_activation)
         self._bodies: dict[Any, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
         self._segments: dict[Any, JaxprEqn] = {}
 
-    def run(self, closed: ClosedJaxpr, live: Sequence[bool], around: _Around, end: int | None = None) -> ClosedJaxpr:
-        """Rewrite a jaxpr. `live` inputs depend on a product."""
+    def run(self, closed: ClosedJaxpr, flags: Sequence[bool], around: _Around, end: int | None = None) -> ClosedJaxpr:
+        """Rewrite a jaxpr. `flags` say which inputs are activations."""
         jaxpr = closed.jaxpr
-        key = id(jaxpr), tuple(live), around, end
+        key = id(jaxpr), tuple(flags), around, end
         if key in self._bodies:
             return self._bodies[key][1]
-        is_alive = self._live(closed, live)
+        activations = self._activations(closed, flags)
         eqns: list[JaxprEqn] = []
         segment: list[JaxprEqn] = []
         last_uses = _jaxpr.last_uses(jaxpr)
@@ -72,7 +75,7 @@ class _Pass:
             for piece in [range(start, stop)] if is_whole else _cut(jaxpr.eqns, range(start, stop), last_uses):
                 members = [jaxpr.eqns[i] for i in piece]
                 outputs = [v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop]
-                eqns.extend(self._segment(members, outputs, is_alive, around))
+                eqns.extend(self._segment(members, outputs, activations, around))
             segment.clear()
 
         for i, eqn in enumerate(jaxpr.eqns):
@@ -81,26 +84,27 @@ class _Pass:
                 segment.append(eqn)
             else:
                 close(i)
-                flags = self._live.read(is_alive, eqn.invars)
-                eqns.append(self._construct(eqn, flags, around) if is_before_end else eqn)
+                of_operands = self._activations.read(activations, eqn.invars)
+                eqns.append(self._construct(eqn, of_operands, around) if is_before_end else eqn)
         close(len(jaxpr.eqns))
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         new = _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
         self._bodies[key] = closed, new  # With the jaxpr, so that no other one gets its id.
         return new
 
-    def _construct(self, eqn: JaxprEqn, live: Sequence[bool], around: _Around) -> JaxprEqn:
-        """An equation that is in no segment, with segments in its bodies if they are part of the same function."""
+    def _construct(self, eqn: JaxprEqn, flags: Sequence[bool], around: _Around) -> JaxprEqn:
+        """An equation that is in no segment, with segments in its bodies."""
         bodies = _jaxpr.bodies(eqn)
-        if _jaxpr.name(eqn) not in ("jit", "scan", "cond", "shard_map", "scaled_call") or bodies is None:
+        if _jaxpr.name(eqn) not in _ENTERED or bodies is None:
             return eqn
         inside = eqn if _jaxpr.name(eqn) == "shard_map" else around.inside
         around = _Around(around.loop or _jaxpr.name(eqn) == "scan", inside)
-        new = [self.run(body, flags, around) for body, flags in zip(bodies, self._live.into(eqn, live), strict=True)]
+        into = self._activations.into(eqn, flags)
+        new = [self.run(body, given, around) for body, given in zip(bodies, into, strict=True)]
         return _evaluate.with_bodies(eqn, new, eqn.invars, eqn.outvars)
 
     def _segment(
-        self, eqns: list[JaxprEqn], outputs: list[Var], live: dict[Var, bool], around: _Around
+        self, eqns: list[JaxprEqn], outputs: list[Var], activations: dict[Var, bool], around: _Around
     ) -> list[JaxprEqn]:
         """The equations of a segment, as they are or in one call."""
         if not any(map(_is_worth_it, eqns)):
@@ -108,8 +112,8 @@ class _Pass:
         defined = {v for eqn in eqns for v in eqn.outvars}
         reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
         inputs = list(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
-        flags = tuple(live[v] for v in inputs)
-        key = _evaluate.fingerprint(inputs, outputs, eqns), flags, around
+        flags = tuple(activations[v] for v in inputs)
+        key = _fingerprint.fingerprint(inputs, outputs, eqns), flags, around
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             body = _evaluate.closed_jaxpr({}, inputs, outputs, eqns)
             named = jax.named_scope(SEGMENT)  # of the call, and of the checkpoint in it
@@ -118,11 +122,11 @@ class _Pass:
         return [self._segments[key].replace(invars=inputs, outvars=outputs)]
 
 
-def _checkpointed(closed: ClosedJaxpr, live: Sequence[bool], in_loop: bool) -> Callable[..., list[Array]]:
+def _checkpointed(closed: ClosedJaxpr, flags: Sequence[bool], in_loop: bool) -> Callable[..., list[Array]]:
     """A segment as a function that keeps some of its values for the backward pass."""
     eqns, outputs = _evaluate.flattened(closed)
     inputs, named = closed.jaxpr.invars, list[JaxprEqn]()
-    chosen = kept(eqns, inputs, live)
+    chosen = kept(eqns, inputs, flags)
     for eqn in eqns:
         results = [core.Var(v.aval) if v in chosen else v for v in eqn.outvars]
         named.append(eqn.replace(outvars=results))
@@ -158,12 +162,12 @@ def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[...,
         return fun(*args)
 
     def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i])]
-        of_moving = lambda *xs: fun(*_evaluate.replaced(primals, moving, xs))
-        results, push_forward = jax.linearize(of_moving, *(primals[i] for i in moving))
+        perturbed = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i])]
+        of_perturbed = lambda *xs: fun(*_evaluate.replaced(primals, perturbed, xs))
+        results, push_forward = jax.linearize(of_perturbed, *(primals[i] for i in perturbed))
         values, structure = jax.tree.flatten(push_forward)
         push_forward = jax.tree.unflatten(structure, unless_tpu(values))
-        return results, push_forward(*(tangents[i] for i in moving))
+        return results, push_forward(*(tangents[i] for i in perturbed))
 
     call.defjvp(rule, symbolic_zeros=True)
     return call
@@ -212,7 +216,9 @@ def _is_plain(eqn: JaxprEqn) -> bool:
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes a large float32 array. A symbolic size is large."""
+    """Whether an equation computes a large array that may be computed again. A symbolic size is large."""
+    if body := _jaxpr.inlinable(eqn):
+        return any(map(_is_worth_it, body.jaxpr.eqns))
     sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
     is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
     return is_large and _jaxpr.name(eqn) not in MOVING and is_recomputed(eqn)

@@ -8,7 +8,7 @@ from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
-from jamp import _evaluate
+from jamp import _evaluate, _fingerprint
 from jamp._arguments import is_array
 from jamp._jaxpr import ClosedJaxpr, Jaxpr
 from jamp._precompute.split import Level, Split, inlined, split
@@ -90,8 +90,8 @@ class _Late:
 def _early_key(parts: Split) -> Any:
     """Equal for traces that compute equal values from the parameters. Constants of the late part alone may differ."""
     jaxpr, consts = _without_dead_code(parts.early)
-    code = _evaluate.fingerprint(jaxpr.invars, jaxpr.outvars, jaxpr.eqns, sources=False)
-    return code, tuple(parts.passed), *map(_evaluate.Bits, consts)
+    code = _fingerprint.fingerprint(jaxpr.invars, jaxpr.outvars, jaxpr.eqns, sources=False)
+    return code, tuple(parts.passed), *map(_fingerprint.Bits, consts)
 
 
 def _without_dead_code(early: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jamp import _evaluate, _jaxpr
+from jamp import _fingerprint, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
 from jamp._source_line import Location, user_line
@@ -58,7 +58,7 @@ class _Segment:
             return id(self)
         active, eqns = set(self.active), [step.eqn for step in self.steps]
         flags = tuple(v in active for v in self.reads), tuple(step.site is None for step in self.steps)
-        return _evaluate.fingerprint(self.reads, self.writes, eqns, sources=False), flags
+        return _fingerprint.fingerprint(self.reads, self.writes, eqns, sources=False), flags
 
     @functools.cached_property
     def run_forward(self) -> Callable[..., Any]:
