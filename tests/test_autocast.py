@@ -360,6 +360,13 @@ def test_residuals_kept_for_the_backward_pass_shrink():
     assert saved(jamp.autocast(loss, jnp.float16)) < 0.7 * saved(loss)
 
 
+def test_an_operation_that_is_not_computed_again_keeps_nothing_of_its_call():
+    count = lambda fun: sum(x.nbytes for x in jax.tree.leaves(jax.vjp(fun, normal(64, 64), normal(64, 64))[1]))
+    layer = lambda x: jnp.tanh(jnp.exp(jnp.sin(lax.cumsum(x, 0))))
+    plain, called = (lambda x, w, f=f: jnp.sum(f(x @ w) @ w) for f in (layer, jax.jit(layer)))
+    assert count(jamp.autocast(called, BF16)) == count(jamp.autocast(plain, BF16)) < 0.7 * count(plain)
+
+
 def test_what_is_computed_again_holds_no_product_no_callback_and_nothing_of_yours():
     seen = []
 
