@@ -7,6 +7,8 @@ from ._autocast import (
     autocast as autocast,
     autocast_report as autocast_report,
     full_precision as full_precision,
+    memory_report as memory_report,
+    recompute as recompute,
 )
 from ._cast import cast_floating as cast_floating, check_castable as check_castable
 from ._health import LossScaleError as LossScaleError, check_health as check_health

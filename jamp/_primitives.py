@@ -39,6 +39,11 @@ EXPENSIVE = _names(
     "triangular_solve tridiagonal tridiagonal_solve approx_top_k reduce_precision sort top_k"
 )
 
+# They communicate between devices.
+COLLECTIVES = _names(
+    "all_gather all_gather_invariant all_to_all collective_permute pmax pmin ppermute psum psum_invariant "
+    "ragged_all_to_all reduce_scatter"
+)
 # Random bits, tokens, Refs and calls. They run as they were traced, and are not computed again.
 OTHERS = _names(
     "after_all axis_index call create_token custom_lin custom_linear_solve empty2 eval_jaxpr get ragged_all_to_all "
@@ -65,7 +70,7 @@ CUBIC = {
 # Of a product that autocast has lowered. They return their first operand.
 IDENTITIES = _names("attach detached")
 # Cheap and deterministic. They terminate on any input, also on NaN.
-CHEAP = MOVES | COPIES | ARITHMETIC | {"detached"}
+CHEAP = MOVES | COPIES | ARITHMETIC | IDENTITIES
 # They compute nothing.
 MOVING = MOVES | TRANSFERS | COPIES | GATHERS | IDENTITIES
 # The result is the first operand, a part or a rearrangement of it. A parameter keeps its path through them.

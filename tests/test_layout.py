@@ -21,7 +21,7 @@ PACKAGES = {name_of(path) for path in ROOT.rglob("__init__.py")}
 
 # The functions and classes of `jamp`. A new one replaces another, or needs a reason.
 TOP = [
-    "autocast", "autocast_report", "full_precision", "Float8", "Int8", "precompute",
+    "autocast", "autocast_report", "full_precision", "Float8", "Int8", "precompute", "recompute", "memory_report",
     "cast_floating", "check_castable", "all_finite",
     "value_and_grad", "grad", "scaled", "scale_loss", "unscale_and_check",
     "loss_scaled", "master_params", "stochastic_rounding", "quantized_state",
@@ -93,10 +93,14 @@ ORDER = {
         "matrix_product",
         "quantize",
         "kept",
+        "flops",
+        "segments",
+        "budget",
         "recompute",
         "passes",
         "decisions",
         "transform",
+        "memory",
         "report",
     ],
 }

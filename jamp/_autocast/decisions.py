@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from jamp import _dataflow, _jaxpr
 from jamp._autocast import product as _product
 from jamp._autocast.constructs import is_entered
 from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT_ENTERED, QUANTIZE, REGION
+from jamp._autocast.flops import flops
 from jamp._autocast.passes import Passes
 from jamp._autocast.product import Product, as_traced, products
 from jamp._autocast.rules import GRADIENT, RULES, YOURS
@@ -19,7 +19,7 @@ from jamp._autocast.target import Target
 from jamp._cast import is_float32, is_floating
 from jamp._dataflow import Flags
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
-from jamp._primitives import CUBIC, IDENTITIES, MOVING, PRODUCTS, REARRANGES
+from jamp._primitives import IDENTITIES, PRODUCTS, REARRANGES
 from jamp._source_line import in_scope, scope, scope_path, user_line
 
 _WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
@@ -164,23 +164,6 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for inner, _ in _jaxpr.inner(eqn):
             yield from all_equations(inner)
-
-
-def flops(eqn: JaxprEqn) -> float:
-    """Two for each multiply-add of a product, one for each element of any other arithmetic. A symbolic size is 1.
-
-    Linear algebra counts as textbooks do.
-    """
-    known = lambda sizes: math.prod(n for n in sizes if isinstance(n, int))
-    sizes = [known(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
-    name = _jaxpr.name(eqn)
-    if name in PRODUCTS:
-        return 2.0 * sizes[-1] * known([_jaxpr.summed_terms(eqn)])
-    if name in CUBIC:
-        return CUBIC[name] * max(sizes[len(eqn.invars) :]) * known(_jaxpr.avals(eqn.invars)[0].shape[-1:])
-    if name in RULES:
-        return 0.0 if name in MOVING else float(max(sizes))
-    return float(sum(times * flops(e) for inner, times in _jaxpr.inner(eqn) for e in inner.eqns))
 
 
 def cause(eqn: JaxprEqn) -> str:

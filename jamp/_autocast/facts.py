@@ -18,6 +18,7 @@ from jamp._primitives import COPIES, MOVES, MOVING
 # an autocast function, of what `quantize` adds, and of a call that `recompute` made.
 FULL_PRECISION, AUTOCAST = "jamp.full_precision", "jamp.autocast"
 QUANTIZE, SEGMENT = "jamp.quantize", "jamp.segment"
+KEPT = "jamp.kept"  # the name of the values that a segment keeps
 # The categories of equations that no rule decides.
 ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
 _SUMS = frozenset({"add", "add_any", "psum", "psum_invariant", "reduce_scatter", "reduce_sum"})

@@ -1,4 +1,4 @@
-"""Which values of a segment (see `recompute.py`) are kept for the backward pass. The others are computed again.
+"""Which values of a segment (see `segments.py`) are kept for the backward pass. The others are computed again.
 
 The results of products and other expensive operations are kept. For cheap operations, bytes decide:
 
@@ -6,32 +6,70 @@ The results of products and other expensive operations are kept. For cheap opera
   is now and then a value in a long chain of residual additions.
 - A value that depends on no product is kept if it has at most two thirds of the bytes that it is computed from, as a
   dropout mask has. The broadcast of a mask, and a weight that is transposed or scaled, are computed again.
+- An argument of the function that is cast or moved is computed again, because the argument is there anyway.
 - JAX rounds the floats that a checkpoint keeps, which makes large E4M3 NaN. So no float8 value is kept, but its bytes.
+
+A memory budget (`budget.py`) keeps fewer values than these.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating, is_inexact
-from jamp._dataflow import Flags
 from jamp._jaxpr import JaxprEqn, Var
-from jamp._primitives import CHEAP, MOVING
+from jamp._primitives import CHEAP, IDENTITIES, MOVING
 
 _READS = 4  # a value is computed again if that reads at most this many times its size
 _READS_OF_NO_PRODUCT = 1.5
 
 
-def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], flags: Sequence[bool]) -> set[Var]:
-    """The values that the backward pass does not compute again. `flags` say which inputs are activations."""
-    activations = {v for v, x in zip(inputs, flags, strict=True) if x}
+class Origin(NamedTuple):
+    """What a value is computed from. A constant is none of these but `argument`.
+
+    Attributes:
+      argument: It is an argument of the function or a constant, perhaps cast or moved.
+      activation: It depends on a product or other expensive operation.
+      perturbed: A floating-point argument of the function can change it.
+    """
+
+    argument: bool = False
+    activation: bool = False
+    perturbed: bool = False
+
+
+def origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
+    """The origin of the results of an equation. Forward; `join` joins."""
+    # A bool that depends on floats has no derivative.
+    inexact = [is_inexact(v.aval) for v in eqn.invars]
+    return Origin(
+        all(x.argument for x in operands) and _jaxpr.name(eqn) in CHEAP & MOVING,
+        any(x.activation for x in operands) or (any(inexact) and not is_recomputed(eqn)),
+        any(x.perturbed and y for x, y in zip(operands, inexact, strict=True)) and _jaxpr.name(eqn) != "stop_gradient",
+    )
+
+
+def join(x: Origin, y: Origin) -> Origin:
+    """The origin of a value from one of two places."""
+    return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed)
+
+
+CONSTANT = Origin(argument=True)
+
+
+def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], origins: Sequence[Origin]) -> set[Var]:
+    """The values that the backward pass does not compute again. `origins` are those of the inputs."""
+    known: dict[Any, Origin] = dict(zip(inputs, origins, strict=True))
     # For each value, the bytes that are read of each kept value to compute it.
     sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in inputs}
     chosen, narrowed = set[Var](), _narrowed(eqns)
     for eqn in eqns:
         reads = _variables(eqn)
-        may, depends = is_recomputed(eqn), is_activation(eqn, [v in activations for v in reads])
+        may, here = (
+            is_recomputed(eqn),
+            origin(eqn, [CONSTANT if _jaxpr.is_literal(v) else known[v] for v in eqn.invars]),
+        )
         for out in eqn.outvars:
             found: dict[Var, float] = {}
             for v in reads:
@@ -42,13 +80,13 @@ def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], flags: Sequence[bool])
             read = sum(found.values())
             # A value of 8 bits counts as one of 16, which it is rounded from.
             size = max(nbytes(out), 2 * _size(out))
-            limit = _READS * size if depends else _READS_OF_NO_PRODUCT * nbytes(out)
-            if (not may or out in narrowed or read > limit) and not _is_float8(out.aval):
+            limit = _READS * size if here.activation else _READS_OF_NO_PRODUCT * nbytes(out)
+            is_expensive = not may or out in narrowed or read > limit
+            if is_expensive and not here.argument and not _is_float8(out.aval):
                 chosen.add(out)
                 found = {out: nbytes(out)}
             sources[out] = found
-            if depends:
-                activations.add(out)
+            known[out] = here
     return chosen
 
 
@@ -87,15 +125,9 @@ def _size(v: Any) -> float:
 
 
 def _variables(eqn: JaxprEqn) -> list[Any]:
-    return [v for v in eqn.invars if not _jaxpr.is_literal(v)]
-
-
-def is_activation(eqn: JaxprEqn, operands: Flags) -> bool:
-    """Whether the results of an equation are activations: they depend on a product or other expensive operation.
-
-    Forward.
-    """
-    return any(operands) or (any(is_inexact(v.aval) for v in _variables(eqn)) and not is_recomputed(eqn))
+    """The variables that an equation reads to compute its results."""
+    operands = eqn.invars[:1] if _jaxpr.name(eqn) in IDENTITIES else eqn.invars
+    return [v for v in operands if not _jaxpr.is_literal(v)]
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jamp import _jaxpr
 from jamp._arguments import Call
+from jamp._autocast.budget import MemoryBudget
 from jamp._autocast.cast import cast
 from jamp._autocast.formats import Float8, Format, Int8
 from jamp._autocast.lower import lower
@@ -37,11 +38,12 @@ class Passes(NamedTuple):
     format: Format | None
     manual: bool
 
-    def to_evaluate(self, recomputes: bool) -> ClosedJaxpr:
+    def to_evaluate(self, recomputes: bool, budget: MemoryBudget) -> ClosedJaxpr:
         """The jaxpr to evaluate."""
-        if not any(product.format for product in products(self.decided.jaxpr)):
+        is_cast = any(product.format for product in products(self.decided.jaxpr))
+        if not is_cast and budget == 1.0:
             return self.traced
-        return lower(recompute(self.decided) if recomputes else self.decided)
+        return lower(recompute(self.decided, budget) if recomputes else self.decided)
 
 
 def passes(

@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr, _table
 from jamp._arguments import paths
-from jamp._autocast.decisions import Decision, all_equations, cause, decisions, flops
+from jamp._autocast.decisions import Decision, all_equations, cause, decisions
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
+from jamp._autocast.flops import flops
 from jamp._autocast.formats import Format
 from jamp._autocast.passes import passes
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, FLOAT32, RULES, WIDEST

@@ -9,6 +9,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jamp import _evaluate
+from jamp._autocast.budget import MemoryBudget, check_budget
 from jamp._autocast.decisions import warnings_of
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
 from jamp._autocast.formats import Format
@@ -24,6 +25,7 @@ def autocast(
     *,
     rules: Mapping[str, str] | None = None,
     recompute: bool = True,
+    memory_budget: MemoryBudget = 1.0,
 ) -> Callable[P, R]:
     """Run the matrix products of a function in 16 bit, and the operations between them in float32.
 
@@ -43,6 +45,7 @@ def autocast(
         that have "head" in their name stack (`jax.named_scope`, names of Linen modules).
       recompute: False keeps the float32 values that the backward pass needs in memory. Inside your own
         `jax.checkpoint`, only its policy decides.
+      memory_budget: How much the backward pass may keep, as in `jamp.recompute`. At 1.0 all products are kept.
 
     Returns:
       A function like `fun`, whose results have the structure, shapes, dtypes and weak types that those of `fun` have.
@@ -64,6 +67,9 @@ def autocast(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are those of
       `torch.autocast`.
     """
+    check_budget(memory_budget)
+    if not recompute and memory_budget != 1.0:
+        raise ValueError(f"memory_budget={memory_budget!r} computes values again, which recompute=False forbids.")
     trace = passes(fun, compute_dtype, rules)
 
     @functools.wraps(fun)
@@ -72,7 +78,7 @@ def autocast(
         for message in warnings_of(traced):
             warnings.warn(message, stacklevel=2)
         with jax.named_scope(AUTOCAST):
-            values = _evaluate.call(traced.to_evaluate(recompute), traced.call.leaves)
+            values = _evaluate.call(traced.to_evaluate(recompute, memory_budget), traced.call.leaves)
         return traced.call.finish(values)
 
     return with_casts

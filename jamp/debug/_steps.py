@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from jamp import _evaluate, _jaxpr
-from jamp._autocast.decisions import flops
+from jamp._autocast.flops import flops
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product
 from jamp._source_line import Location

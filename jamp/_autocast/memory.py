@@ -1,0 +1,345 @@
+"""`recompute`, which keeps less for the backward pass of any function, and `memory_report`, which says what is kept."""
+
+import dataclasses
+import functools
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import AxisType
+
+from jamp import _evaluate, _jaxpr, _table
+from jamp._arguments import Call
+from jamp._autocast import recompute as _recompute
+from jamp._autocast.budget import Memory, MemoryBudget, Occurrence, Value, check_budget, choose
+from jamp._autocast.decisions import all_equations
+from jamp._autocast.facts import KEPT, SEGMENT
+from jamp._autocast.segments import ENTERED, code
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._source_line import in_scope, is_transposed, pattern, scope, user_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R]:
+    """Compute values again in the backward pass of a function, so that it keeps no more than a budget.
+
+    It is `jax.checkpoint` that chooses by itself what to keep, and it needs no change in the model. Cheap operations
+    (norms, activations, softmax) are computed again first, at any budget. Below 1.0 the results of products are dropped
+    too, those first that free the most bytes for the FLOPs of computing them again: the scores of attention, then
+    products with few terms, at last everything but the inputs of segments of about a layer. It enters jit, scan, cond
+    and shard_map. Your own `jax.checkpoint` stays as it is, and so do collectives. `memory_report` shows the choice.
+
+    The choice depends on shapes only, so that a program is the same on every host. It takes every floating-point
+    argument to be differentiated.
+
+    Args:
+      fun: A function of arrays, or pytrees of them, and any other arguments: a loss, or a model. A train step has a
+        gradient in it, whose values are not entered: transform the loss inside.
+      memory_budget: A share from 0 to 1 of the bytes that are kept at 1.0, where every product is kept. Or bytes:
+        "12GiB", "800MB". It bounds what the backward pass keeps of the forward pass, and not parameters, optimizer
+        state or temporaries. The bytes are those of one device inside shard_map and on explicit mesh axes. With
+        automatic sharding a trace sees whole arrays.
+
+    Returns:
+      A function like `fun`. Its results and gradients are those of `fun`, but XLA may round what is computed again
+      differently. Under `jamp.autocast` use the argument `memory_budget` of that.
+
+    Raises:
+      TypeError: If `memory_budget` is no number and no string.
+      ValueError: If it is not in [0, 1], or has an unknown unit.
+
+    Warns:
+      UserWarning: If the least that can be kept is more than the budget. The largest values are named. If the function
+        takes a gradient itself. If bytes are given where arrays are sharded automatically.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> def loss(w, x):
+      ...     for _ in range(4):
+      ...         x = jnp.tanh(x @ w)
+      ...     return jnp.mean(x**2)
+      >>> args = jnp.eye(64), jnp.ones((32, 64))
+      >>> grad = jax.jit(jax.grad(jamp.recompute(loss, 0.5)))(*args)
+      >>> bool(jnp.allclose(grad, jax.grad(loss)(*args), rtol=1e-5))
+      True
+
+    References:
+      Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016. Korthikanti et al., Reducing Activation
+      Recomputation in Large Transformer Models, 2022. The budget is that of `torch._functorch.config`.
+    """
+    check_budget(memory_budget)
+
+    @functools.wraps(fun)
+    def with_budget(*args: P.args, **kwargs: P.kwargs) -> R:
+        call = Call(args, kwargs)
+        closed = _traced(call, fun, "recompute")
+        _warn_of(closed, memory_budget)
+        result: R = call.finish(_evaluate.call(_recompute.recompute(closed, memory_budget), call.leaves))
+        return result
+
+    return with_budget
+
+
+def _traced(call: Call, fun: Callable[..., Any], caller: str) -> ClosedJaxpr:
+    return opened(call.trace(fun, caller))
+
+
+def _warn_of(closed: ClosedJaxpr, budget: MemoryBudget) -> None:
+    if any(map(is_transposed, all_equations(closed.jaxpr))):
+        warnings.warn(
+            "This function takes a gradient itself. What that keeps is not changed: transform the loss inside, "
+            "jax.grad(jamp.recompute(loss, memory_budget)).",
+            stacklevel=3,
+        )
+    meshes = [aval.sharding.mesh for aval in closed.in_avals if hasattr(aval, "sharding")]
+    is_auto = any(
+        kind is AxisType.Auto and size > 1
+        for mesh in meshes
+        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    )
+    if isinstance(budget, str) and is_auto:
+        warnings.warn(
+            f"memory_budget={budget!r} counts the bytes of all devices, because the arguments are sharded over mesh "
+            "axes of type Auto, of which a trace knows nothing. Give a share from 0 to 1 and find it with "
+            "jamp.debug.memory_curve, which reads the compiled program.",
+            stacklevel=3,
+        )
+
+
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A function in which the segments that jamp made are straight-line code again. The outermost budget decides."""
+    eqns: list[JaxprEqn] = []
+
+    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if _jaxpr.name(eqn) == "name" and _jaxpr.params(eqn)["name"] == KEPT:
+            return operands
+        if _jaxpr.name(eqn) == "jit" and in_scope(eqn, SEGMENT) and (body := _inside(eqn)):
+            return _evaluate.interpret_names(body, operands, run)
+        outvars = [jax.extend.core.Var(v.aval) for v in eqn.outvars]
+        bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in ENTERED else None
+        if bodies:
+            eqns.append(_evaluate.with_bodies(eqn, list(map(opened, bodies)), operands, outvars))
+        else:
+            eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        return list(outvars)
+
+    if not any(in_scope(eqn, SEGMENT) for eqn in all_equations(closed.jaxpr)):
+        return closed
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    outputs = _evaluate.interpret(closed.jaxpr, [*constants, *closed.jaxpr.invars], run, lambda v: v)
+    return _evaluate.closed_jaxpr(constants, closed.jaxpr.invars, outputs, eqns)
+
+
+def _inside(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The code of a segment that jamp made, in the calls around it."""
+    body = _evaluate.body_of_call(eqn)
+    while body and len(body.jaxpr.eqns) == 1 and _jaxpr.name(body.jaxpr.eqns[0]) in ("custom_jvp_call", "remat2"):
+        (inner,) = body.jaxpr.eqns
+        if list(inner.invars) != list(body.jaxpr.invars) or list(inner.outvars) != list(body.jaxpr.outvars):
+            return None
+        body = _evaluate.body_of_call(inner)
+    return body
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """One row of a `MemoryReport`: the values that one line of source computes, in all layers.
+
+    Attributes:
+      operation: The primitive that computes them.
+      type: Their dtype and shape: "bfloat16[8,12,1024,1024]". In a loop, those of one step.
+      kept: Whether they are kept for the backward pass. If not, the budget drops them.
+      nbytes: Their bytes in all layers and steps.
+      flops: The FLOPs of computing one of them again where the others are kept, for all of them. inf if it cannot be.
+      count: How many there are.
+      source: The user's line, "model.py:12 (attend)", and after a `>` the innermost line of a package that it calls.
+      scope: The name scopes, such as the names of Linen modules: "h_*/attn" for many layers.
+    """
+
+    operation: str
+    type: str
+    kept: bool
+    nbytes: float
+    flops: float
+    count: int
+    source: str
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """What the backward pass of a function keeps. `str()` is a table, and `rows` is for programs.
+
+    Attributes:
+      rows: Kept and dropped values, the most bytes first.
+      kept: The bytes that are kept.
+      without_budget: The bytes that are kept at a budget of 1.0.
+      flops: The FLOPs that the backward pass computes again.
+      largest: The most bytes that one segment computes again at once.
+      memory_budget: The budget.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    kept: float
+    without_budget: float
+    flops: float
+    largest: float
+    memory_budget: MemoryBudget
+
+    def beside(self, compiled: Any) -> str:
+        """Compare with a compiled gradient, `jax.jit(jax.grad(fun)).lower(*args).compile()`.
+
+        Temporary memory also holds the gradients, what a segment computes again, and what XLA needs in between.
+        """
+        found = compiled.memory_analysis()
+        temporary = found.temp_size_in_bytes
+        rest = temporary - self.kept - self.largest
+        parts = [
+            ("temporary memory, as compiled", temporary),
+            ("kept for the backward pass", self.kept),
+            ("computed again at once, at most", self.largest),
+            ("the rest: gradients of activations, casts and copies", rest),
+        ]
+        return "\n".join(f"{_megabytes(size):>10} MB  {what}" for what, size in parts)
+
+    def __str__(self) -> str:
+        share = self.kept / self.without_budget if self.without_budget else 1.0
+        title = [
+            f"The backward pass keeps {_megabytes(self.kept)} MB, {share:.0%} of the "
+            f"{_megabytes(self.without_budget)} MB without a budget.",
+            f"It computes {self.flops / 1e9:.4g} GFLOP again. GFLOP in a row: to compute its values again.",
+        ]
+        header = ("MB", "share", "GFLOP", "values", "line and layer")
+        lines = [_cells(row, self.without_budget) for row in self.rows if row.nbytes >= 0.005 * self.without_budget]
+        hidden = len(self.rows) - len(lines)
+        more = [f"... and {hidden} rows with less than 0.5 %, in `.rows`"] if hidden else []
+        sections = []
+        for kept, name in ((True, "Kept"), (False, "Dropped by the budget")):
+            chosen = [cells for cells, row in zip(lines, self.rows, strict=False) if row.kept == kept]
+            sections += ["", name, *_table.with_header(header, chosen)] if chosen else []
+        least = "" if self.memory_budget == 1.0 else "less than "
+        next_step = f"To keep less: a memory_budget of {least}{self.memory_budget if least else 0.5}."
+        return "\n".join([*title, *sections, *more, "", next_step])
+
+
+def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) -> Callable[..., MemoryReport]:
+    """Report what the backward pass of a function keeps under `recompute`, without running it.
+
+    For a function under autocast, pass it: `memory_report(jamp.autocast(loss, dtype), 0.5)`. Its arguments and errors
+    are those of `recompute`. Arrays may be given as `jax.ShapeDtypeStruct`.
+
+    Returns:
+      A function of the arguments of `fun` that returns a `MemoryReport`. It traces `fun` and computes nothing.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w)
+      >>> report = jamp.memory_report(loss)(jnp.ones((64, 64)), jnp.ones((256, 64)))
+      >>> [(row.operation, row.type, row.nbytes, row.kept) for row in report.rows]
+      [('dot_general', 'float32[256,64]', 65536.0, True)]
+    """
+    check_budget(memory_budget)
+
+    def report(*args: Any, **kwargs: Any) -> MemoryReport:
+        reports: list[MemoryReport] = []
+
+        def of_shapes(arrays: list[Any]) -> None:
+            given = jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, arrays))
+            reports.append(_report(fun, memory_budget, *given))
+
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+        if not places:
+            return _report(fun, memory_budget, args, kwargs)
+        jax.eval_shape(of_shapes, [leaves[i] for i in places])
+        return reports[0]
+
+    return report
+
+
+def _report(
+    fun: Callable[..., Any], budget: MemoryBudget, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> MemoryReport:
+    closed = _traced(Call(args, kwargs), fun, "memory_report")
+    without = choose(closed, 1.0)
+    memory = without if budget == 1.0 else choose(closed, budget)
+    rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}
+    for value, is_kept, flops in _values(memory):
+        eqn = value.eqn
+        assert eqn is not None  # An argument is in no row.
+        line = next(filter(None, map(user_line, (eqn, *reversed(value.around.eqns)))), "line unknown")
+        key = _jaxpr.name(eqn), value.type, is_kept, line
+        rows.setdefault(key, []).append((value, flops))
+    found = [
+        MemoryRow(
+            operation,
+            kind,
+            is_kept,
+            sum(value.size for value, _ in members),
+            sum(flops for _, flops in members),
+            sum(value.around.times for value, _ in members),
+            line,
+            pattern(filter(None, (_scope(value) for value, _ in members))),
+        )
+        for (operation, kind, is_kept, line), members in rows.items()
+    ]
+    found.sort(key=lambda row: -row.nbytes)
+    return MemoryReport(tuple(found), memory.total, without.total, memory.flops, memory.largest, budget)
+
+
+def _scope(value: Value) -> str:
+    assert value.eqn is not None
+    around = functools.reduce(lambda path, eqn: scope(eqn, path), value.around.eqns, "")
+    return scope(value.eqn, around)
+
+
+def _values(memory: Memory) -> list[tuple[Value, bool, float]]:
+    """The values that are kept or dropped: whether they are kept, and the FLOPs of computing them again."""
+    found: dict[Value, tuple[bool, float]] = {}
+    for x in memory.occurrences.values():
+        for i, eqn in enumerate(e for e in code(x.segment).eqns for _ in e.outvars):
+            x.values[i].eqn = eqn  # of its own lines: the kind is that of an equal layer
+        for i, flops in _dropped(x).items():
+            found[x.values[i]] = False, flops
+    for x in memory.occurrences.values():
+        for i, flops in _prices(x).items():
+            found[x.values[i]] = True, flops
+    others = {value: (True, math.inf) for value, n in memory.readers.items() if n > 0 and value.eqn}
+    return [(value, *rest) for value, rest in (others | found).items() if value.size]
+
+
+def _prices(x: Occurrence) -> dict[int, float]:
+    """The values of a segment that are kept, and the FLOPs of computing each again."""
+    kept = x.point.kept
+    found = (i for i in x.kind.needs(kept)[0] if i >= 0)
+    return {i: x.times * (x.kind.point(kept - {i}, frozenset()).flops - x.point.flops) for i in found}
+
+
+def _dropped(x: Occurrence) -> dict[int, float]:
+    """The values that would be kept without a budget, and the FLOPs of computing each again."""
+    now, first = x.kind.needs(x.point.kept)[0], x.kind.point(x.kind.kept, frozenset())
+    found = (i for i in x.kind.needs(x.kind.kept)[0] if i >= 0 and i not in now)
+    return {i: x.times * (x.kind.point(x.kind.kept - {i}, frozenset()).flops - first.flops) for i in found}
+
+
+def _cells(row: MemoryRow, total: float) -> list[str]:
+    share = f"{row.nbytes / (total or 1):.1%}"
+    again = "-" if row.flops == math.inf else f"{row.flops / 1e9:.1f}"
+    value = f"{row.count} {row.type} {row.operation}".replace("bfloat", "bf").replace("float", "f")
+    line = re.sub(r" \(.*", "", row.source)  # without the function
+    return [_megabytes(row.nbytes), share, again, _middle(value, 34), _middle(f"{line} {row.scope}".rstrip(), 38)]
+
+
+def _middle(text: str, width: int) -> str:
+    """A text with its middle left out if it is too long."""
+    half = (width - 3) // 2
+    return text if len(text) <= width else f"{text[: width - 3 - half]}...{text[-half:]}"
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.1f}" if size >= 1e5 else f"{size / 1e6:.2g}"

@@ -1,0 +1,225 @@
+"""Segments: straight-line code between constructs such as loops.
+
+`Split` cuts a jaxpr, and the bodies of its constructs, into segments of about a layer each. `kept.py` says which values
+of a segment the backward pass keeps, `budget.py` which of these it drops, and `recompute.py` makes it so.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from jamp import _dataflow, _evaluate, _fingerprint, _jaxpr
+from jamp._autocast.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
+from jamp._autocast.product import name_of
+from jamp._cast import is_inexact
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
+from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
+
+_LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
+PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
+# JAX differentiates the bodies of these. A while has no gradient, a custom rule replaces the derivative of its body,
+# and in a `jax.checkpoint` the user has decided.
+ENTERED = ("jit", "scan", "cond", "shard_map", "scaled_call")
+
+
+class Around(NamedTuple):
+    """The constructs around a jaxpr: a loop, and a shard_map."""
+
+    loop: bool = False
+    inside: JaxprEqn | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Straight-line code.
+
+    Attributes:
+      eqns, inputs, outputs: The code, what it reads, and what is read after it.
+      origins: Those of the inputs.
+      around: The constructs around it.
+      is_worth_it: Whether computing something in it again frees memory.
+      convolves: Whether more than half of its products are convolutions.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+    origins: tuple[Origin, ...]
+    around: Around
+    is_worth_it: bool
+    convolves: bool
+
+    def key(self, sources: bool) -> Any:
+        """What equal segments have in common. With `sources`, they come from the same lines."""
+        return _fingerprint.fingerprint(self.inputs, self.outputs, self.eqns, sources), self.origins, self.around
+
+
+class Construct(NamedTuple):
+    """A construct that is entered."""
+
+    eqn: JaxprEqn
+    bodies: list["Body"]
+
+
+Part: TypeAlias = Segment | Construct | JaxprEqn
+
+
+class Body(NamedTuple):
+    """A jaxpr in parts: segments, constructs, and equations that are in neither."""
+
+    closed: ClosedJaxpr
+    parts: list[Part]
+    origins: dict[Var, Origin]
+
+
+class Code(NamedTuple):
+    """The equations of a segment in which jit calls are inlined, and the values in it that are kept."""
+
+    eqns: list[JaxprEqn]
+    inputs: Sequence[Var]
+    outputs: list[Any]
+    kept: set[Var]
+
+
+def key_of(eqn: JaxprEqn) -> Any:
+    """What equal constructs have in common."""
+    inputs: list[Any] = [v for v in eqn.invars if not _jaxpr.is_literal(v)]
+    return _fingerprint.fingerprint(inputs, eqn.outvars, [eqn], sources=False)
+
+
+def code(segment: Segment) -> Code:
+    """A segment as it is computed and differentiated. The variables of its inputs stay."""
+    closed = _evaluate.closed_jaxpr({}, segment.inputs, segment.outputs, segment.eqns)
+    eqns, outputs = _evaluate.flattened(closed)
+    return Code(eqns, segment.inputs, outputs, kept(eqns, segment.inputs, segment.origins))
+
+
+class Split:
+    """Cuts jaxprs into segments.
+
+    Args:
+      products: How many products a segment has, more or less.
+      whole: The keys of the constructs that are part of a segment, and so computed again as a whole.
+      cut_convolutions: Whether code with convolutions is cut. It pays if products are computed again.
+    """
+
+    def __init__(
+        self,
+        products: int = PRODUCTS_OF_A_SEGMENT,
+        whole: frozenset[Any] = frozenset(),
+        cut_convolutions: bool = False,
+    ):
+        self._origins = _dataflow.Forward(origin, join, lambda value: CONSTANT)
+        self._bodies: dict[Any, Body] = {}
+        self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
+
+    def function(self, closed: ClosedJaxpr) -> Body:
+        """A function in parts.
+
+        Operations after the last product are in no segment, because the backward pass reads their values at once.
+        """
+        eqns = closed.jaxpr.eqns
+        last = max((i for i, eqn in enumerate(eqns) if holds_product(eqn)), default=-1)
+        arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
+        return self._body(closed, arguments, Around(), last + 1)
+
+    def _body(self, closed: ClosedJaxpr, inputs: Sequence[Origin], around: Around, end: int | None = None) -> Body:
+        jaxpr = closed.jaxpr
+        key = id(jaxpr), tuple(inputs), around, end
+        if key in self._bodies:  # With the jaxpr, so that no other one gets its id.
+            return self._bodies[key]
+        origins = self._origins(closed, inputs)
+        parts: list[Part] = []
+        straight: list[JaxprEqn] = []
+        last_uses = _jaxpr.last_uses(jaxpr)
+
+        def close(stop: int) -> None:
+            if not straight:
+                return
+            whole = range(stop - len(straight), stop)
+            is_one = around.loop or (_convolves(straight) and not self._cut_convolutions)
+            for piece in [whole] if is_one else _cut(jaxpr.eqns, whole, last_uses, self._products):
+                members = tuple(jaxpr.eqns[i] for i in piece)
+                outputs = tuple(v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop)
+                parts.append(_segment(members, outputs, origins, around))
+            straight.clear()
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            is_before_end = end is None or i < end
+            if is_before_end and (_is_plain(eqn) or (self._whole and key_of(eqn) in self._whole)):
+                straight.append(eqn)
+                continue
+            close(i)
+            bodies = _jaxpr.bodies(eqn) if is_before_end and _jaxpr.name(eqn) in ENTERED else None
+            if bodies is None:
+                parts.append(eqn)
+                continue
+            is_manual = _jaxpr.name(eqn) == "shard_map"
+            inner = Around(around.loop or _jaxpr.name(eqn) == "scan", eqn if is_manual else around.inside)
+            into = self._origins.into(eqn, self._origins.read(origins, eqn.invars))
+            parts.append(Construct(eqn, [self._body(*x, inner) for x in zip(bodies, into, strict=True)]))
+        close(len(jaxpr.eqns))
+        self._bodies[key] = Body(closed, parts, origins)
+        return self._bodies[key]
+
+
+def _segment(
+    eqns: tuple[JaxprEqn, ...], outputs: tuple[Var, ...], origins: dict[Var, Origin], around: Around
+) -> Segment:
+    defined = {v for eqn in eqns for v in eqn.outvars}
+    reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
+    inputs = tuple(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
+    convolves = _convolves(eqns) and not around.loop
+    is_worth_it = any(map(_is_worth_it, eqns))
+    return Segment(eqns, inputs, outputs, tuple(origins[v] for v in inputs), around, is_worth_it, convolves)
+
+
+def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
+    names = [name for eqn in eqns if (name := name_of(eqn)) in PRODUCTS]
+    return names.count("conv_general_dilated") > len(names) / 2
+
+
+def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
+    """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut."""
+    counts = itertools.accumulate((holds_product(eqns[i]) for i in whole), initial=0)
+    before = dict(zip([*whole, whole.stop], counts, strict=True))  # the number of products before each equation
+    least, most = 0.75 * products, 1.5 * products
+    if before[whole.stop] <= most:
+        return [whole]
+    change = [0.0] * (whole.stop + 2)  # of the bytes that cross a cut in front of an equation
+    for i in whole:
+        for v in eqns[i].outvars:
+            change[i + 1] += nbytes(v)
+            change[max(i, min(last_uses.get(v, -1), whole.stop)) + 1] -= nbytes(v)
+    crossing = list(itertools.accumulate(change))
+    found, start = [], whole.start
+    while before[whole.stop] - before[start] > most:
+        ends = [j for j in range(start + 1, whole.stop) if least <= before[j] - before[start] <= most]
+        if not ends:  # a single call holds more products
+            break
+        end = min(ends, key=crossing.__getitem__)
+        found.append(range(start, end))
+        start = end
+    return [*found, range(start, whole.stop)]
+
+
+def _is_plain(eqn: JaxprEqn) -> bool:
+    """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
+    if eqn.effects or _jaxpr.name(eqn) == "name":
+        return False
+    if _jaxpr.name(eqn) == "sort" or (_jaxpr.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
+        return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
+    if _jaxpr.name(eqn) in ("jit", "custom_jvp_call"):
+        body = _evaluate.body_of_call(eqn)
+        return body is not None and all(map(_is_plain, body.jaxpr.eqns))
+    return name_of(eqn) in CHEAP | EXPENSIVE | PRODUCTS or not _jaxpr.has_body(eqn)
+
+
+def _is_worth_it(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes a large array that may be computed again. A symbolic size is large."""
+    if body := _jaxpr.inlinable(eqn):
+        return any(map(_is_worth_it, body.jaxpr.eqns))
+    sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
+    is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
+    return is_large and _jaxpr.name(eqn) not in MOVING and is_recomputed(eqn)
