@@ -1,17 +1,15 @@
 """A memory budget: which of the values that `kept.py` keeps are computed again after all.
 
 Of each segment, `Kind` finds what its derivative reads, and so which values are kept and how many FLOPs are computed
-again for any choice. It proposes a few choices (`Point`), from all values kept to none, each of which drops next what
-frees the most bytes for its FLOPs. `Memory` adds up the bytes of a whole function: a value that several segments read
-counts once, and one in a loop counts for every step. `choose` drops values, the best price first, until the bytes are
-within the budget.
+again for any choice. It proposes a few choices (`Point`), from all values kept to none. `Memory` adds up the bytes of a
+whole function: a value that several segments read counts once, and one in a loop counts for every step. `choose` drops
+values, the best price first, until the bytes are within the budget.
 
 The choice depends on shapes only, so it is the same on every host. It takes every floating-point argument of the
 function to be differentiated.
 """
 
 import functools
-import heapq
 import itertools
 import math
 import re
@@ -48,6 +46,7 @@ _NEVER_AGAIN = COLLECTIVES | frozenset(
     ("after_all", "create_token", "get", "random_gamma", "rng_bit_generator", "rng_uniform", "swap")
 )
 _UNKNOWN = 1e18  # the FLOPs of a primitive that jamp does not know, which is therefore kept until last
+_GROUPS = 9  # so many values of a segment, or groups of equal ones, are kept or dropped in all combinations
 _RANDOM = 60.0  # FLOPs for 32 random bits: threefry has 20 rounds of three operations for two numbers
 
 
@@ -151,25 +150,32 @@ class Kind:
         return Point(kept | free, sum(self.sizes[i] for i in found if i >= 0 and i not in free), cost)
 
     def points(self, free: frozenset[int]) -> list[Point]:
-        """The choices that may be best, from all values kept to none: each keeps less and computes more again."""
+        """The choices that may be best, from all values kept to none: each keeps less and computes more again.
+
+        All combinations of some groups of values are tried.
+        """
         if free not in self._points:
-            point = self.point(self.kept, free)
-            found, left = [point], set(self.kept - free)
-            # The value with the best price is dropped next. A price that was found earlier is looked up again.
-            prices = [(_price(point, self.point(self.kept - {i}, free)), i) for i in left]
-            heapq.heapify(prices)
-            while prices:
-                _, i = heapq.heappop(prices)
-                new = self.point(frozenset(left - {i}), free)
-                price = _price(point, new)
-                if prices and price > prices[0][0] and price < math.inf:
-                    heapq.heappush(prices, (price, i))
-                    continue
-                left.remove(i)
-                point = new
-                found.append(point)
-            self._points[free] = _pareto([x for x in found if x.flops < math.inf])
+            groups = self._groups(self.kept - free)
+            fixed = self.kept.difference(*groups)
+            found = [
+                self.point(fixed.union(*chosen), free)
+                for n in range(len(groups) + 1)
+                for chosen in itertools.combinations(groups, n)
+            ]
+            self._points[free] = _pareto(found)
         return self._points[free]
+
+    def _groups(self, values: frozenset[int]) -> list[frozenset[int]]:
+        """The values that may be dropped, each large one by itself. If those are many, equal ones are together."""
+        may_be_dropped = sorted(i for i in values if self._needs[i][1] < math.inf)
+        least = 0.01 * sum(self.sizes[i] for i in values)
+        large = [i for i in may_be_dropped if self.sizes[i] >= least]
+        members: dict[Any, set[int]] = {}
+        for i in large:
+            members.setdefault((self.sizes[i], self._needs[i][1]) if len(large) > _GROUPS else i, set()).add(i)
+        groups = sorted(map(frozenset, members.values()), key=lambda x: -sum(self.sizes[i] for i in x))[:_GROUPS]
+        rest = frozenset(may_be_dropped).difference(*groups)
+        return [*groups, rest] if rest else groups
 
 
 def _price(x: Point, y: Point) -> float:

@@ -14,7 +14,7 @@ from jamp._autocast.kept import CONSTANT, Origin, is_recomputed, join, kept, nby
 from jamp._autocast.product import name_of
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
-from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
+from jamp._primitives import CHEAP, EXPENSIVE, IDENTITIES, MOVING, PRODUCTS, holds_product
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
@@ -120,7 +120,9 @@ class Split:
         Operations after the last product are in no segment, because the backward pass reads their values at once.
         """
         eqns = closed.jaxpr.eqns
-        last = max((i for i, eqn in enumerate(eqns) if holds_product(eqn)), default=-1)
+        # The last product may be one that was lowered, with its derivative after it.
+        is_product = lambda eqn: holds_product(eqn) or _jaxpr.name(eqn) in IDENTITIES
+        last = max((i for i, eqn in enumerate(eqns) if is_product(eqn)), default=-1)
         arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
         return self._body(closed, arguments, Around(), last + 1)
 

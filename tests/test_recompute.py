@@ -1,0 +1,424 @@
+"""A memory budget: `jamp.recompute`, `autocast(..., memory_budget=...)` and `jamp.memory_report`."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxprs import PRODUCTS, equations, normal
+from processes import run_python
+
+import jamp
+from jamp import _jaxpr
+from jamp._autocast.budget import Kind, Memory, choose
+from jamp._autocast.segments import Segment, Split
+
+WIDTH, HEADS, TOKENS, LAYERS = 32, 4, 32, 4
+SHAPES = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+PARAMS = {name: normal(LAYERS, *shape, seed=i, scale=0.1) for i, (name, shape) in enumerate(SHAPES.items())}
+X = normal(4, TOKENS, WIDTH, seed=9)
+BF16 = jnp.bfloat16
+
+
+def norm(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+
+def attend(p, x, key=None):
+    q, k, v = jnp.split((norm(x) @ p["qkv"]).reshape(*x.shape[:2], 3 * HEADS, -1), 3, 2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4
+    scores = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -1e9))
+    if key is not None:
+        scores = jnp.where(jax.random.bernoulli(key, 0.5, scores.shape), 2 * scores, 0)
+    return jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape)
+
+
+def block(p, x, key=None):
+    x = x + attend(p, x, key) @ p["out"]
+    return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+
+@jax.custom_vjp
+def gated(x, w):
+    return jnp.tanh(x @ w)
+
+
+def gated_forward(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (x, w, y, 1 - y * y)
+
+
+gated.defvjp(
+    gated_forward, lambda kept, g: ((g * kept[3]) @ kept[1].T, jnp.einsum("btd,bte->de", kept[0], g * kept[3]))
+)
+
+
+def recurrent(p, x):
+    step = lambda state, token: (jnp.tanh(state + token @ p["out"]),) * 2
+    states = lax.scan(step, jnp.zeros((len(x), WIDTH)), jnp.moveaxis(x, 1, 0))[1]
+    return x + jax.nn.gelu((x + jnp.moveaxis(states, 0, 1)) @ p["up"]) @ p["down"]
+
+
+layer = lambda p, i: jax.tree.map(lambda w: w[i], p)
+KEYS = jax.random.split(jax.random.key(0), LAYERS)
+mean = lambda x: jnp.mean(x**2)
+
+
+def unrolled(block, p, x):
+    return mean(functools.reduce(lambda x, i: block(layer(p, i), x), range(LAYERS), x))
+
+
+def by_cond(p, x):
+    branches = lambda x, p: block(p, x), lambda x, p: block(p, -x)
+    return unrolled(lambda p, x: lax.cond(x.sum() > 0, *branches, x, p), p, x)
+
+
+def with_dropout(p, x):
+    layers = range(len(p["out"]))
+    return mean(functools.reduce(lambda x, i: block(layer(p, i), x, KEYS[i]), layers, x))
+
+
+def in_bfloat16(p, x):
+    cast = lambda w: w.astype(BF16)
+    return unrolled(lambda p, x: block(jax.tree.map(cast, p), x), p, cast(x)).astype(jnp.float32)
+
+
+MODELS = {
+    "unrolled": functools.partial(unrolled, block),
+    "in jit calls": functools.partial(unrolled, jax.jit(block)),
+    "scanned": lambda p, x: mean(lax.scan(lambda x, p: (block(p, x), None), x, p)[0]),
+    "dropout": with_dropout,
+    "dropout, scanned": lambda p, x: mean(lax.scan(lambda x, at: (block(at[0], x, at[1]), None), x, (p, KEYS))[0]),
+    "cond": by_cond,
+    "jax.checkpoint": functools.partial(unrolled, jax.checkpoint(block)),
+    "custom_vjp": functools.partial(unrolled, lambda p, x: block(p, x + gated(x, p["out"]))),
+    "a scan in each layer": functools.partial(unrolled, recurrent),
+    "vmap": lambda p, x: mean(jax.vmap(lambda x: functools.partial(unrolled, block)(p, x[None]))(x)),
+    "bfloat16 by hand": in_bfloat16,
+}
+BUDGETS = (1.0, 0.6, 0.3, 0)
+
+
+def kept_by_jax(fun, *args):
+    """The bytes that JAX keeps for the backward pass of a function, without its arguments."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
+    outvars = {v for v in jaxpr.outvars if not _jaxpr.is_literal(v)} - {*jaxpr.invars, *jaxpr.constvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in outvars if v.aval.dtype != jax.dtypes.float0)
+
+
+def quietly(fun, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a budget that is too low
+        return fun(*args)
+
+
+def gradient_products(fun, *args):
+    return sum(eqn.primitive.name in PRODUCTS for eqn in equations(quietly(jax.make_jaxpr(jax.grad(fun)), *args)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_report_counts_the_bytes_that_jax_keeps(model):
+    for budget in BUDGETS:
+        fun = jamp.recompute(MODELS[model], budget)
+        found = quietly(jamp.memory_report(MODELS[model], budget), PARAMS, X).kept
+        truth = quietly(kept_by_jax, fun, PARAMS, X)
+        np.testing.assert_allclose(found, truth, rtol=0.03, err_msg=f"{model} at {budget}")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_budget_is_kept_and_less_memory_takes_more_flops(model):
+    reports = [quietly(jamp.memory_report(MODELS[model], budget), PARAMS, X) for budget in BUDGETS]
+    if model != "jax.checkpoint":  # The user has decided there.
+        assert all(x.kept <= budget * reports[0].kept for x, budget in zip(reports[:3], BUDGETS, strict=False))
+        assert reports[-1].kept < 0.3 * reports[0].kept
+    assert [x.flops for x in reports] == sorted(x.flops for x in reports)
+    for x in reports:  # The rows add up. Branches of a cond share what they keep.
+        total = sum(row.nbytes for row in x.rows if row.kept)
+        np.testing.assert_allclose(total, x.kept, rtol=1e-9) if model != "cond" else None
+        assert total >= x.kept * 0.999
+
+
+@pytest.mark.parametrize("model", ["unrolled", "dropout", "custom_vjp"])
+def test_gradients_are_equal_bit_for_bit_where_operations_run_one_by_one(model):
+    with jax.disable_jit():
+        truth = jax.grad(MODELS[model])(layer_of_two(PARAMS), X)
+        for budget in (0.6, 0):
+            found = quietly(jax.grad(jamp.recompute(MODELS[model], budget)), layer_of_two(PARAMS), X)
+            jax.tree.map(np.testing.assert_array_equal, found, truth)
+
+
+def layer_of_two(p):
+    """Parameters of which each layer has those of the first or the second."""
+    return jax.tree.map(lambda w: w[jnp.array([0, 1] * (LAYERS // 2))], p)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_gradients_are_those_without_a_budget(model):
+    step = lambda fun: jax.jit(jax.value_and_grad(fun))(PARAMS, X)
+    truth = step(MODELS[model])
+    tolerance = {"rtol": 0.02, "atol": 1e-3} if model == "bfloat16 by hand" else {"rtol": 1e-4, "atol": 1e-6}
+    for budget in BUDGETS[1:]:
+        found = quietly(step, jamp.recompute(MODELS[model], budget))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), found, truth)
+
+
+@pytest.mark.parametrize(
+    "dtype", [BF16, jamp.Float8(min_size=16), jamp.Int8(min_size=16)], ids=["16", "float8", "int8"]
+)
+def test_autocast_has_the_same_gradients_at_every_budget(dtype):
+    step = lambda budget: jax.grad(jamp.autocast(with_dropout, dtype, memory_budget=budget))(two, X)
+    two = jax.tree.map(lambda w: w[:2], PARAMS)
+    with jax.disable_jit():  # Bit for bit, because operations run one by one.
+        jax.tree.map(np.testing.assert_array_equal, quietly(step, 0), step(1.0))
+
+
+def test_the_outermost_budget_decides_and_opens_the_segments_inside():
+    f = MODELS["unrolled"]
+    for budget in (1.0, 0.3):
+        inside = quietly(kept_by_jax, jamp.autocast(f, BF16, memory_budget=budget), PARAMS, X)
+        outside = quietly(kept_by_jax, jamp.recompute(jamp.autocast(f, BF16), budget), PARAMS, X)
+        twice = quietly(kept_by_jax, jamp.recompute(jamp.recompute(jamp.autocast(f, BF16), 0.1), budget), PARAMS, X)
+        assert outside == twice
+        np.testing.assert_allclose(outside, inside, rtol=0.02)
+
+
+def test_attention_scores_are_dropped_first():
+    """Korthikanti et al. 2022 choose them by hand."""
+    report = jamp.memory_report(MODELS["unrolled"], 0.7)(PARAMS, X)
+    dropped = [row for row in report.rows if not row.kept and row.nbytes > 0.02 * report.without_budget]
+    assert [(row.type, row.count) for row in dropped] == [("float32[4,4,32,32]", LAYERS)]
+
+
+def test_a_product_is_computed_at_most_once_more():
+    count = lambda fun: gradient_products(fun, PARAMS, X)
+    forward = sum(eqn.primitive.name in PRODUCTS for eqn in equations(jax.make_jaxpr(MODELS["unrolled"])(PARAMS, X)))
+    plain, none = count(MODELS["unrolled"]), count(jamp.recompute(MODELS["unrolled"], 0))
+    assert plain < none <= plain + forward
+    assert count(jamp.recompute(MODELS["unrolled"], 1.0)) == plain
+
+
+def test_the_choices_for_a_segment_are_near_the_best_ones():
+    """For the segment of a transformer's layer, among all choices."""
+    closed = jax.make_jaxpr(MODELS["scanned"])(PARAMS, X)
+    found = []
+
+    def kinds(body):
+        for part in body.parts:
+            if isinstance(part, Segment):
+                found.append(Kind(part))
+            for inner in getattr(part, "bodies", []):
+                kinds(inner)
+
+    kinds(Split().function(closed))
+    (kind,) = (kind for kind in found if len(kind.kept) > 5)
+    large = [i for i in kind.kept if kind.sizes[i] > 0.02 * sum(kind.sizes[j] for j in kind.kept)]
+    small = kind.kept - {*large}
+    every = [
+        kind.point(small | {i for k, i in enumerate(large) if bits >> k & 1}, frozenset())
+        for bits in range(2 ** len(large))
+    ]
+    points = kind.points(frozenset())
+    ratios = []
+    for budget in np.linspace(0.05, 1, 20) * points[0].size:
+        best = min((x.flops for x in every if x.size <= budget), default=np.inf)
+        ratios.append(min(x.flops for x in points if x.size <= budget) / best)
+    assert max(ratios) < 1.25
+    assert np.mean(ratios) < 1.05
+
+
+def test_collectives_and_the_bits_of_other_generators_are_not_computed_again():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def body(w, x):
+        for _ in range(3):
+            x = jnp.tanh(lax.psum(x @ w, "d"))
+            x = x @ lax.all_gather(w, "d", tiled=True)
+        return lax.pmean(mean(x), "d")
+
+    fun = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    args = normal(64, 64), normal(256, 64)
+    names = ("psum", "psum_invariant", "all_gather")
+    count = lambda fun: sum(
+        eqn.primitive.name in names for eqn in equations(quietly(jax.make_jaxpr(jax.grad(fun)), *args))
+    )
+    assert count(jamp.recompute(fun, 0)) == count(fun)
+    kept = [quietly(kept_by_jax, jamp.recompute(fun, budget), *args) for budget in (1.0, 0)]
+    assert kept[1] < kept[0]
+
+    def with_bits(key, w, x):
+        for k in jax.random.split(key, 3):
+            x = jnp.where(jax.random.bernoulli(k, 0.5, x.shape), jnp.tanh(x @ w), 0)
+        return mean(x)
+
+    for impl, is_repeated in (("rbg", False), ("threefry2x32", True)):
+        fun = functools.partial(with_bits, jax.random.key(0, impl=impl))
+        bits = lambda f: sum(
+            e.primitive.name == "random_bits" for e in equations(quietly(jax.make_jaxpr(jax.grad(f)), *args))
+        )
+        assert (bits(jamp.recompute(fun, 0)) > bits(fun)) == is_repeated
+
+
+def test_your_own_checkpoints_and_their_policies_stay():
+    policy = jax.checkpoint_policies.save_only_these_names("mine")
+
+    def body(p, x):
+        x = x + checkpoint_name(attend(p, x), "mine") @ p["out"]
+        return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+    fun = functools.partial(unrolled, jax.checkpoint(body, policy=policy))
+    kept = [quietly(kept_by_jax, jamp.recompute(fun, budget), PARAMS, X) for budget in (1.0, 0)]
+    assert kept == [kept_by_jax(fun, PARAMS, X)] * 2
+
+
+def test_bytes_are_those_of_one_device_in_shard_map_and_on_explicit_axes():
+    mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("d")))
+    p = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(mesh, P())), PARAMS)
+    mlp = lambda p, x: unrolled(lambda p, x: x + jnp.tanh(norm(x) @ p["up"]) @ p["down"], p, x)
+    whole = jamp.memory_report(mlp)(PARAMS, X).kept
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert jamp.memory_report(mlp)(p, x).kept == whole / 4
+    one = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(mlp, mesh=one, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
+    np.testing.assert_allclose(jamp.memory_report(mapped)(PARAMS, X).kept, whole, rtol=1e-6)
+
+
+def test_bytes_as_text():
+    report = jamp.memory_report(MODELS["unrolled"], "1 MB")(PARAMS, X)
+    assert 0.9e6 < report.kept <= 1e6
+    assert jamp.memory_report(MODELS["unrolled"], "1GiB")(PARAMS, X).kept == report.without_budget
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        (12, ValueError, 'write "12GiB"'),
+        (1.5, ValueError, "from 0 to 1"),
+        (-0.1, ValueError, "from 0 to 1"),
+        (float("nan"), ValueError, "from 0 to 1"),
+        (True, TypeError, "got True"),
+        (None, TypeError, "got None"),
+        ("12 parsec", ValueError, "12 parsec"),
+        ("GiB", ValueError, "GiB"),
+        ("-1GiB", ValueError, "-1GiB"),
+    ],
+)
+def test_a_budget_that_is_none_is_an_error(budget, error, message):
+    for make in (
+        lambda: jamp.recompute(mean, budget),
+        lambda: jamp.memory_report(mean, budget),
+        lambda: jamp.autocast(mean, BF16, memory_budget=budget),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            make()
+
+
+def test_ints_zero_and_one_are_shares():
+    assert (
+        jamp.memory_report(MODELS["unrolled"], 1)(PARAMS, X).flops
+        < jamp.memory_report(MODELS["unrolled"], 0)(PARAMS, X).flops
+    )
+
+
+def test_recompute_false_with_a_budget_is_an_error():
+    with pytest.raises(ValueError, match="recompute=False"):
+        jamp.autocast(mean, BF16, recompute=False, memory_budget=0.5)
+
+
+def test_a_budget_below_the_least_warns_with_the_largest_values():
+    with pytest.warns(UserWarning, match=r"at least 0\.1 of 0\.9 MB.* test_recompute\.py:\d+"):
+        jax.grad(jamp.recompute(MODELS["unrolled"], "1kB"))(PARAMS, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(jax.grad(jamp.recompute(MODELS["unrolled"], 0)), PARAMS, X)  # as little as possible
+
+
+def test_a_train_step_warns():
+    step = lambda p, x: jax.tree.map(lambda p, g: p - g, p, jax.grad(MODELS["unrolled"])(p, x))
+    with pytest.warns(UserWarning, match="transform the loss inside"):
+        jamp.recompute(step, 0.5)(PARAMS, X)
+
+
+def test_bytes_warn_where_arrays_are_sharded_automatically():
+    mesh = jax.sharding.AbstractMesh((4,), ("d",))
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("d")))
+    with pytest.warns(UserWarning, match="all devices"):
+        jax.eval_shape(jamp.recompute(MODELS["unrolled"], "1MB"), PARAMS, x)
+
+
+def test_a_program_is_the_same_on_every_host():
+    code = """
+import jax, jax.numpy as jnp, jamp
+def loss(w, x):
+    for _ in range(9):
+        x = x + jnp.tanh(jax.nn.softmax(x @ w) @ w)
+    return x.sum()
+print(jax.make_jaxpr(jax.grad(jamp.recompute(loss, 0.4)))(jnp.ones((64, 64)), jnp.ones((256, 64))))
+"""
+    first, second = (re.sub(r"0x\w+", "", run_python("-c", code, PYTHONHASHSEED=seed)) for seed in "12")
+    assert first == second
+
+
+def test_integers_aux_results_static_arguments_and_second_derivatives():
+    def loss(p, x, tokens, train):
+        assert train is True
+        x = x[:, tokens]
+        for i in range(LAYERS):
+            x = block(layer(p, i), x)
+        return mean(x), {"tokens": tokens, "norm": jnp.max(x)}
+
+    fun = jamp.recompute(loss, 0.2)
+    args = PARAMS, X, jnp.arange(TOKENS), True
+    (found, aux), (truth, other) = fun(*args), loss(*args)
+    np.testing.assert_allclose(found, truth, rtol=1e-5)
+    assert aux["tokens"].dtype == other["tokens"].dtype
+    second = lambda f: jax.jvp(jax.grad(lambda p: f(p, *args[1:])[0]), (PARAMS,), (PARAMS,))[1]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), second(fun), second(loss))
+
+
+def test_a_function_without_a_derivative_is_unchanged():
+    assert jamp.recompute(lambda n: n + 1, 0.5)(jnp.arange(3)).tolist() == [1, 2, 3]
+    assert jamp.memory_report(lambda n: n + 1, 0.5)(jnp.arange(3)).kept == 0
+    loop = lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ c[1]), (0, x))[1].sum()
+    assert jamp.recompute(loop, 0.5)(jnp.eye(64)) == 64
+
+
+def test_the_report_fits_100_columns_and_says_what_to_do_next():
+    for budget in (1.0, 0.4):
+        text = str(jamp.memory_report(MODELS["unrolled"], budget)(PARAMS, X))
+        assert max(map(len, text.splitlines())) <= 100
+        assert "test_recompute.py" in text
+        assert ("Dropped by the budget" in text) == (budget < 1)
+        assert text.splitlines()[-1].startswith("To keep less: a memory_budget of ")
+    compiled = jax.jit(jax.grad(MODELS["unrolled"])).lower(PARAMS, X).compile()
+    assert "temporary memory, as compiled" in jamp.memory_report(MODELS["unrolled"])(PARAMS, X).beside(compiled)
+
+
+def test_compiled_memory_falls_with_the_budget():
+    temporary = lambda budget: (
+        jax.jit(jax.grad(jamp.recompute(MODELS["scanned"], budget)))
+        .lower(PARAMS, X)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
+    assert temporary(0) < 0.7 * temporary(1.0)
+
+
+def test_choosing_does_not_trace_each_layer_again(monkeypatch):
+    made = []
+    monkeypatch.setattr("jamp._autocast.budget.Kind", lambda segment: made.append(Kind(segment)) or made[-1])
+    closed = jax.make_jaxpr(lambda p, x: mean(functools.reduce(lambda x, _: block(p, x), range(24), x)))(
+        layer(PARAMS, 0), X
+    )
+    memory = choose(closed, 0.5)
+    assert isinstance(memory, Memory)
+    assert len(memory.occurrences) > 20
+    assert len(made) < 6
