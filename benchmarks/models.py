@@ -163,12 +163,17 @@ def logits(
 
 
 def stacked(block: Any, x: jax.Array, blocks: Any, shape: Shape, policy: Any) -> jax.Array:
-    """All blocks, in a loop or one after the other; with a policy, each in a `jax.checkpoint`."""
-    block = jax.checkpoint(block, policy=policy) if policy else block
+    """All blocks, in a loop or one after the other; with a policy, each in a `jax.checkpoint`.
+
+    Of a tuple of policies, which may be None, blocks that are not in a loop take turns.
+    """
+    wrapped = [
+        jax.checkpoint(block, policy=p) if p else block for p in (policy if type(policy) is tuple else (policy,))
+    ]
     if shape.scanned:
-        return jax.lax.scan(block, x, blocks)[0]
-    for p in blocks:
-        x, _ = block(x, p)
+        return jax.lax.scan(wrapped[0], x, blocks)[0]
+    for i, p in enumerate(blocks):
+        x, _ = wrapped[i % len(wrapped)](x, p)
     return x
 
 

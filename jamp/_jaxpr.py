@@ -221,6 +221,11 @@ def is_high(eqn: JaxprEqn) -> bool:
     return any(getattr(getattr(x, "jaxpr", x), "is_high", False) for x in values)
 
 
+def is_platform_dependent(eqn: JaxprEqn) -> bool:
+    """Whether an equation has a branch for each platform, of which one is compiled. The last is the default."""
+    return bool(eqn.params.get("branches_platforms"))
+
+
 def function_name(eqn: JaxprEqn) -> str | None:
     """The name of the function that a jit call runs."""
     return eqn.params.get("name")

@@ -1,4 +1,4 @@
-"""Plots of a loss scale, of gradients and of differences. They need Matplotlib: `pip install 'jamp-jax[plot]'`.
+"""Plots of loss scales, gradients, differences and memory. They need Matplotlib: `pip install 'jamp-jax[plot]'`.
 
 Every function returns a Matplotlib figure that follows `plt.style.use`. If you make many, close each with
 `plt.close(figure)`.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jamp.debug import Comparison, UnderflowReport
+    from jamp.debug import Comparison, MemoryCurve, UnderflowReport
     from jamp.history import History
 
 # Readable on white and on black.
@@ -184,6 +184,39 @@ def differences(comparisons: "Mapping[str, Comparison]") -> "Figure":
     if not is_drawn:
         raise ValueError("There is nothing to draw: no operation differs.")
     axes.set(xlabel="operations of both functions, in order", ylabel="relative difference")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def memory_curve(curves: "Mapping[str, MemoryCurve]") -> "Figure":
+    """Plot the temporary memory of a function over the products that it computes more, a point for each budget.
+
+    Args:
+      curves: What `jamp.debug.memory_curve` returns, by names such as those of dtypes. FLOPs are shown to the fewest
+        of all points.
+
+    Raises:
+      ValueError: If there is no curve.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp, jamp.debug, jamp.plot
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
+      >>> curve = jamp.debug.memory_curve(lambda budget: jax.grad(jamp.recompute(loss, budget)), (1.0, 0))
+      >>> figure = jamp.plot.memory_curve({"float32": curve(jnp.ones((64, 64)), jnp.ones((512, 64)))})
+    """
+    if not curves:
+        raise ValueError("There is nothing to draw: no curve.")
+    figure, axes = _new((8, 4))
+    fewest = min(point.flops for curve in curves.values() for point in curve.points)
+    for (name, curve), color in zip(curves.items(), itertools.cycle((_BLUE, _ORANGE, _GREY, _RED)), strict=False):
+        points = sorted(curve.points, key=lambda point: (point.flops, -point.temporary))
+        x, y = [100 * (point.flops / fewest - 1) for point in points], [point.temporary / 1e9 for point in points]
+        axes.plot(x, y, "o-", color=color, label=name, linewidth=1)
+        for i, point in enumerate(points):
+            if i == 0 or math.dist((x[i], y[i]), (x[i - 1], y[i - 1])) > 0:  # several budgets may make one program
+                axes.annotate(f"{point.budget}", (x[i], y[i]), (4, 4), textcoords="offset points", size="small")
+    axes.set(xlabel="FLOPs of products that are computed again, %", ylabel="temporary memory, GB")
+    axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 

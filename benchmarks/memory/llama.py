@@ -34,22 +34,28 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def block(x: jax.Array, p: Any, shape: Shape, dtype: Any) -> tuple[jax.Array, None]:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of arrays [batch, tokens, heads, width of a head]."""
+    scores = jnp.einsum("bthd,bshd->bhts", rotate(q), rotate(k)).astype(jnp.float32) * q.shape[-1] ** -0.5
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, jnp.finfo(jnp.float32).min)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def block(x: jax.Array, p: Any, shape: Shape, dtype: Any, attend: Any) -> tuple[jax.Array, None]:
     y, heads = rms_norm(p["norm1"], x, dtype), (*x.shape[:2], shape.heads, shape.width // shape.heads)
     q, k, v = ((y @ cast(p[name], dtype)).reshape(heads) for name in ("q", "k", "v"))
-    scores = jnp.einsum("bthd,bshd->bhts", rotate(q), rotate(k)).astype(jnp.float32) * heads[-1] ** -0.5
-    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, jnp.finfo(jnp.float32).min)
-    y = jnp.einsum("bhts,bshd->bthd", cast(jax.nn.softmax(scores), dtype), v).reshape(x.shape)
-    x = x + y @ cast(p["out"], dtype)
+    x = x + attend(q, k, v).reshape(x.shape) @ cast(p["out"], dtype)
     y = rms_norm(p["norm2"], x, dtype)
     hidden = jax.nn.silu(y @ cast(p["gate"], dtype)) * (y @ cast(p["up"], dtype))
     return x + hidden @ cast(p["down"], dtype), None
 
 
-def loss_fn(params: Any, batch: Any, shape: Shape, dtype: Any = None, policy: Any = None) -> jax.Array:
+def loss_fn(
+    params: Any, batch: Any, shape: Shape, dtype: Any = None, policy: Any = None, attend: Any = attend
+) -> jax.Array:
     """Mean cross entropy. With a policy, each block is in a `jax.checkpoint`."""
     tokens, targets = batch
     x = cast(params["embed"], dtype)[tokens]
-    x = stacked(partial(block, shape=shape, dtype=dtype), x, params["blocks"], shape, policy)
+    x = stacked(partial(block, shape=shape, dtype=dtype, attend=attend), x, params["blocks"], shape, policy)
     logits = rms_norm(params["norm"], x, dtype) @ cast(params["embed"], dtype).T
     return cross_entropy(logits, targets)

@@ -53,7 +53,7 @@ _RANDOM = 60.0  # FLOPs for 32 random bits: threefry has 20 rounds of three oper
 def check_budget(budget: MemoryBudget) -> None:
     """Raise if a budget is neither a share nor a number of bytes."""
     if isinstance(budget, str):
-        _bytes(budget)
+        in_bytes(budget)
     elif isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}.')
     elif not 0 <= budget <= 1:
@@ -63,7 +63,8 @@ def check_budget(budget: MemoryBudget) -> None:
         )
 
 
-def _bytes(budget: str) -> float:
+def in_bytes(budget: str) -> float:
+    """The bytes that a text such as "12GiB" says."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(\w+)\s*", budget)
     if not match or match[2] not in _UNITS:
         raise ValueError(f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}.')
@@ -552,7 +553,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
 
     best = memory()
     total = best.total
-    target = _bytes(budget) if isinstance(budget, str) else budget * total
+    target = in_bytes(budget) if isinstance(budget, str) else budget * total
     if total <= target:
         return best
     constructs = _repeatable(best)

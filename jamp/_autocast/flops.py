@@ -3,9 +3,9 @@
 import math
 
 from jamp import _jaxpr
-from jamp._autocast.product import as_traced
+from jamp._autocast.product import as_traced, name_of
 from jamp._autocast.rules import RULES
-from jamp._jaxpr import JaxprEqn
+from jamp._jaxpr import Jaxpr, JaxprEqn
 from jamp._primitives import CUBIC, MOVING, PRODUCTS
 
 
@@ -25,3 +25,15 @@ def flops(eqn: JaxprEqn) -> float:
     if name in RULES:
         return 0.0 if name in MOVING else float(max(sizes))
     return float(sum(times * flops(e) for inner, times in _jaxpr.inner(eqn) for e in inner.eqns))
+
+
+def of_products(jaxpr: Jaxpr) -> float:
+    """The FLOPs of the products of a jaxpr, and of the jaxprs in it. Each branch of a cond counts."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if name_of(eqn) in PRODUCTS:
+            total += flops(eqn)
+        else:
+            inner = _jaxpr.inner(eqn)[-1:] if _jaxpr.is_platform_dependent(eqn) else _jaxpr.inner(eqn)
+            total += sum(times * of_products(body) for body, times in inner)
+    return total

@@ -14,7 +14,7 @@ from jamp._autocast.kept import CONSTANT, Origin, is_recomputed, join, kept, nby
 from jamp._autocast.product import name_of
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
-from jamp._primitives import CHEAP, EXPENSIVE, IDENTITIES, MOVING, PRODUCTS, holds_product
+from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
@@ -115,20 +115,13 @@ class Split:
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
 
     def function(self, closed: ClosedJaxpr) -> Body:
-        """A function in parts.
-
-        Operations after the last product are in no segment, because the backward pass reads their values at once.
-        """
-        eqns = closed.jaxpr.eqns
-        # The last product may be one that was lowered, with its derivative after it.
-        is_product = lambda eqn: holds_product(eqn) or _jaxpr.name(eqn) in IDENTITIES
-        last = max((i for i, eqn in enumerate(eqns) if is_product(eqn)), default=-1)
+        """A function in parts."""
         arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
-        return self._body(closed, arguments, Around(), last + 1)
+        return self._body(closed, arguments, Around())
 
-    def _body(self, closed: ClosedJaxpr, inputs: Sequence[Origin], around: Around, end: int | None = None) -> Body:
+    def _body(self, closed: ClosedJaxpr, inputs: Sequence[Origin], around: Around) -> Body:
         jaxpr = closed.jaxpr
-        key = id(jaxpr), tuple(inputs), around, end
+        key = id(jaxpr), tuple(inputs), around
         if key in self._bodies:  # With the jaxpr, so that no other one gets its id.
             return self._bodies[key]
         origins = self._origins(closed, inputs)
@@ -148,12 +141,11 @@ class Split:
             straight.clear()
 
         for i, eqn in enumerate(jaxpr.eqns):
-            is_before_end = end is None or i < end
-            if is_before_end and (_is_plain(eqn) or (self._whole and key_of(eqn) in self._whole)):
+            if _is_plain(eqn) or (self._whole and key_of(eqn) in self._whole):
                 straight.append(eqn)
                 continue
             close(i)
-            bodies = _jaxpr.bodies(eqn) if is_before_end and _jaxpr.name(eqn) in ENTERED else None
+            bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in ENTERED else None
             if bodies is None:
                 parts.append(eqn)
                 continue

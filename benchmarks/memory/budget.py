@@ -1,0 +1,132 @@
+"""Temporary memory over FLOPs at several memory budgets, beside what experts write, compiled without the device.
+
+    python -m benchmarks.memory.budget tpu --json docs/benchmarks/budget_tpu.json     needs `pip install libtpu`
+    python -m benchmarks.memory.budget h200 --json docs/benchmarks/budget_h200.json   needs `pip install "jax[cuda13]"`
+
+Each program is `jax.value_and_grad(loss)`. By hand: the model written in bfloat16, with `jax.checkpoint` around each
+block. Its policies keep nothing, `dots_saveable`, or `dots_with_no_batch_dims_saveable`. "attention again" is
+`jax.checkpoint` around attention alone (Korthikanti et al. 2022). Temporary memory is what the compiler says. FLOPs are
+those of the products of the gradient, counted in its jaxpr, because XLA:GPU counts none and XLA counts a loop once.
+`beside_best` is the temporary memory to the least of those by hand that need no more FLOPs.
+"""
+
+import os
+import re
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
+
+import jax
+import jax.numpy as jnp
+
+import jamp
+from benchmarks import models
+from benchmarks.ahead_of_time import TARGETS, compiled
+from benchmarks.memory import llama
+from benchmarks.memory.large_models import fused_attention
+from benchmarks.models import SHAPES, Shape, attend_written_out, problem, resnet_loss, resnet_params
+from benchmarks.record import Rows, parser, record, show, write
+from jamp._autocast.flops import of_products
+
+POLICIES = jax.checkpoint_policies
+BF16 = jnp.bfloat16
+LLAMA = Shape(8, 1024, 16, 32000, 1024)
+IMAGES = jax.ShapeDtypeStruct((64, 56, 56, 3), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+BUDGETS, FEW = (1.0, 0.75, 0.5, 0.25, 0.1, 0), (1.0, 0.5, 0.1)
+HAND = {
+    "by hand": {},
+    "by hand, dots_saveable": {"policy": POLICIES.dots_saveable},
+    "by hand, dots_with_no_batch_dims": {"policy": POLICIES.dots_with_no_batch_dims_saveable},
+    "by hand, each block again": {"policy": POLICIES.nothing_saveable},
+    "by hand, every second block again": {"policy": (POLICIES.nothing_saveable, None)},
+}
+STREAM = {"gather": "compute", "add": "compute"}  # embeddings and sums, and so the residual stream, in 16 bit
+
+
+def transformers() -> dict[str, tuple[Any, Any, Any, Any]]:
+    """By name: the loss, the shapes of parameters and batch, and the attention that is written out."""
+    gpt, vit = SHAPES["GPT-2 124 M"], SHAPES["ViT-B/16"]
+    causal = attend_written_out
+    made = {"GPT-2 124 M, 8 x 1024, scanned": (*problem(models, gpt, 8, True), causal)}
+    made["Llama, 8 layers of 1024, 8 x 1024, scanned"] = (*problem(llama, LLAMA, 8, True), llama.attend)
+    made["ViT-B/16, batch 64, scanned"] = (*problem(models, vit, 64, True), causal)
+    made["GPT-2 124 M, 8 x 1024, unrolled"] = (*problem(models, gpt, 8, False), causal)
+    made["Llama, 8 layers of 1024, 8 x 1024, unrolled"] = (*problem(llama, LLAMA, 8, False), llama.attend)
+    return made
+
+
+def variants(model: str, loss: Any, attend: Any, target: str) -> dict[str, Any]:
+    by_hand, auto = partial(loss, dtype=BF16), partial(jamp.autocast, compute_dtype=BF16)
+    budgets = FEW if model.startswith(("ViT", "ResNet")) else BUDGETS
+    found = {f"autocast, budget {b}": auto(loss, memory_budget=b) for b in budgets}
+    if not attend:
+        return {"by hand": by_hand, "by hand, all again": jax.checkpoint(by_hand)} | found
+    names = {name: options for name, options in HAND.items() if "second" not in name or "unrolled" in model}
+    hand = {name: partial(by_hand, **options) for name, options in names.items()}
+    again = lambda *qkv, **options: jax.checkpoint(partial(attend, **options))(*qkv)
+    hand["by hand, attention again"] = partial(by_hand, attend=again)
+    if attend is attend_written_out and target == "h200":
+        hand["by hand, cuDNN's attention"] = partial(by_hand, attend=fused_attention(BF16))
+    if "unrolled" in model and target == "tpu":
+        found |= {f"autocast, stream in 16 bit, budget {b}": auto(loss, rules=STREAM, memory_budget=b) for b in FEW}
+    if model.startswith("GPT-2 124 M, 8 x 1024, scanned"):
+        found |= {f"float32, budget {b}": jamp.recompute(loss, b) for b in FEW}
+        found |= {f"bfloat16 by hand, budget {b}": jamp.recompute(by_hand, b) for b in FEW}
+        found |= {f"Float8, budget {b}": jamp.autocast(loss, jamp.Float8(), memory_budget=b) for b in FEW}
+    return hand | found
+
+
+def temporary(target: str, fun: Any, *args: Any) -> float:
+    """The bytes of temporary memory. If they are more than a TPU has, those that its compiler names."""
+    try:
+        return float(compiled(target, fun, *args).memory_analysis().temp_size_in_bytes)
+    except jax.errors.JaxRuntimeError as error:
+        found = re.search(r"HLO temporaries \((\d+\.\d+)G\)", str(error))
+        if not found:
+            raise
+        return float(found[1]) * 2**30
+
+
+def measure(target: str, only: list[str], quick: bool) -> Rows:
+    rows: Rows = []
+    problems = transformers() | {"ResNet-18, 64 images of 56 x 56": (
+        resnet_loss, jax.eval_shape(lambda: resnet_params(64)), IMAGES, None
+    )}  # fmt: skip
+    if quick:
+        small = replace(SHAPES["GPT-2 124 M"], layers=2, width=64, heads=2, classes=128, tokens=64)
+        problems = {"GPT-2 124 M, small": (*problem(models, small, 2, False), attend_written_out)}
+    for model, (loss, params, batch, attend) in problems.items():
+        if not any(part in model for part in only or [""]):
+            continue
+        found = []
+        for name, fun in variants(model, loss, attend, target).items():
+            start = time.time()
+            grad = jax.value_and_grad(fun)
+            row = {
+                "model": model,
+                "variant": name,
+                "temporary_megabytes": temporary(target, grad, params, batch) / 1e6,
+                "gigaflops": of_products(jax.make_jaxpr(grad)(params, batch).jaxpr) / 1e9,
+                "seconds": time.time() - start,
+            }
+            found.append(row)
+            show(row)
+        hand = [row for row in found if row["variant"].startswith("by hand") and "cuDNN" not in row["variant"]]
+        for row in found:
+            best = [x["temporary_megabytes"] for x in hand if x["gigaflops"] <= 1.001 * row["gigaflops"]]
+            row["beside_best"] = row["temporary_megabytes"] / min(best) if best else None
+        rows.extend(found)
+    return rows
+
+
+if __name__ == "__main__":
+    arguments = parser("benchmarks.memory.budget", __doc__)
+    arguments.add_argument("target", choices=TARGETS)
+    arguments.add_argument("--only", nargs="+", default=[], help="parts of the names of models")
+    options = arguments.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    about = record("benchmarks.memory.budget", options.quick, options.target)
+    write(options.json, about | {"rows": measure(options.target, options.only, options.quick)})

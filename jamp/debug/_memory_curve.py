@@ -1,0 +1,107 @@
+"""`memory_curve`: the memory of a compiled function at several memory budgets."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jamp import _table
+from jamp._autocast.budget import MemoryBudget, check_budget, in_bytes
+from jamp._autocast.flops import of_products
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPoint:
+    """A function, compiled at a memory budget.
+
+    Attributes:
+      budget: The budget.
+      temporary: The bytes of temporary memory, which hold what is kept for the backward pass.
+      total: These bytes and those of arguments and results. A donated argument counts once.
+      flops: The FLOPs of all products, those that are computed again among them.
+    """
+
+    budget: MemoryBudget
+    temporary: int
+    total: int
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryCurve:
+    """The memory of a function over its FLOPs. `str()` is a table, and `jamp.plot.memory_curve` a picture.
+
+    Attributes:
+      points: One for each budget, in the order in which they were given.
+    """
+
+    points: tuple[MemoryPoint, ...]
+
+    def largest(self, limit: str) -> MemoryBudget:
+        """The first budget with which the program fits in `limit`, such as "15.5GiB".
+
+        Raises:
+          ValueError: If none does.
+        """
+        bound = in_bytes(limit)
+        fitting = [point.budget for point in self.points if point.total <= bound]
+        if not fitting:
+            least = min(self.points, key=lambda point: point.total)
+            raise ValueError(
+                f"No budget fits in {limit}: {least.budget} needs {least.total / 1e9:.2f} GB, "
+                f"{least.temporary / 1e9:.2f} GB of it temporary. "
+                "Take a smaller batch, or optimizer state in fewer bytes (jamp.quantized_state)."
+            )
+        return fitting[0]
+
+    def __str__(self) -> str:
+        rows = [
+            (str(x.budget), f"{x.temporary / 1e9:.3f}", f"{x.total / 1e9:.3f}", f"{x.flops / self.points[0].flops:.3f}")
+            for x in self.points
+        ]
+        return "\n".join(_table.with_header(("budget", "temporary, GB", "total, GB", "FLOPs to the first"), rows))
+
+
+def memory_curve(
+    make: Callable[[MemoryBudget], Callable[..., Any]], budgets: Sequence[MemoryBudget] = (1.0, 0.75, 0.5, 0.25, 0.1, 0)
+) -> Callable[..., MemoryCurve]:
+    """Compile a function at several memory budgets, and say what memory each takes. Nothing is run.
+
+    Args:
+      make: From a budget to the function to compile: a gradient or a whole train step, perhaps from `jax.jit` with
+        donated arguments. `lambda budget: jax.grad(jamp.autocast(loss, dtype, memory_budget=budget))`.
+      budgets: As in `jamp.recompute`.
+
+    Returns:
+      A function of the arguments of the function. They may be of type `jax.ShapeDtypeStruct`: nothing is allocated. To
+      compile for devices that are not there, give those the shardings of `jax.experimental.topologies`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp, jamp.debug
+      >>> def loss(w, x):
+      ...     for _ in range(8):
+      ...         x = jnp.tanh(x @ w)
+      ...     return jnp.mean(x**2)
+      >>> curve = jamp.debug.memory_curve(lambda budget: jax.grad(jamp.recompute(loss, budget)), (1.0, 0))
+      >>> found = curve(jnp.ones((64, 64)), jnp.ones((512, 64)))
+      >>> found.points[0].flops < found.points[1].flops
+      True
+      >>> found.largest("16GiB")
+      1.0
+    """
+    for budget in budgets:
+        check_budget(budget)
+
+    def compiled(*args: Any, **kwargs: Any) -> MemoryCurve:
+        return MemoryCurve(tuple(_point(budget, make(budget), args, kwargs) for budget in budgets))
+
+    return compiled
+
+
+def _point(budget: MemoryBudget, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryPoint:
+    traced = (fun if hasattr(fun, "trace") else jax.jit(fun)).trace(*args, **kwargs)
+    found = traced.lower().compile().memory_analysis()
+    arrays = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    temporary = int(found.temp_size_in_bytes)
+    return MemoryPoint(budget, temporary, temporary + int(arrays), of_products(traced.jaxpr.jaxpr))
