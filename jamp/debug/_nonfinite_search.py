@@ -163,7 +163,7 @@ class NonfiniteSearch:
 
     def _nothing(self) -> str:
         if self.inputs_reach_results:
-            return f"None of {self.operations} operations made inf or nan: the inputs hold them"
+            return "No operation made inf or nan: the inputs hold them"
         if self.constants:
-            return f"None of {self.operations} operations made inf or nan: those in the results are constants"
+            return "No operation made inf or nan: those in the results are constants"
         return f"Found nothing: {self.operations} operations, all finite"

@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _table
+from jamp._arguments import Call, check_concrete
 from jamp._autocast.formats import Format
 from jamp._autocast.transform import autocast
 from jamp._primitives import PRODUCTS
@@ -212,6 +213,7 @@ def rounding_report(
     autocast(fun, compute_dtype, rules=rules)  # checks the arguments
 
     def report(*args: Any, **kwargs: Any) -> RoundingReport:
+        check_concrete("rounding_report", Call(args, kwargs).leaves)
         errors_of = lambda more: Errors(fun, compute_dtype, dict(rules or {}) | more, args, kwargs)
         errors = errors_of({})
         program, total, damages = errors.program, errors.total, errors.damages()
