@@ -1,5 +1,6 @@
 """Lines and tables of text of at most 100 columns, for the reports."""
 
+import re
 import textwrap
 from collections.abc import Collection, Sequence
 
@@ -12,6 +13,11 @@ def fit(text: str, width: int = WIDTH) -> str:
         return text
     end = (width - 3) // 2
     return f"{text[: width - 3 - end]}...{text[len(text) - end :]}"
+
+
+def short_line(source: str) -> str:
+    """A source line without the name of its function, if that makes it too long for a table."""
+    return re.sub(r" \([^()]*\)", "", source, count=1) if len(source) > 30 else source
 
 
 def wrapped(text: str, indent: int = 10) -> str:
