@@ -31,7 +31,7 @@ def user_line(eqn: JaxprEqn) -> str | None:
 
     If it calls a package that is not JAX, the innermost line there follows:
     "model.py:12 (dense) > flax/linen/linear.py:287". If all lines are in packages, the innermost line of another
-    package takes the place of the user's: "levanter/models/llama.py:200 > haliax/_src/scan.py:419". A line of a
+    package takes the place of the user's: "levanter/models/llama.py:200 > haliax/scan.py:419". A line of a
     notebook has the number of its cell: "In[3]:2 (loss)".
     """
     inside, package = "", ""
@@ -39,7 +39,7 @@ def user_line(eqn: JaxprEqn) -> str | None:
     for frame in _frames(eqn):
         file = _file(frame.file_name)
         name = frame.function_name.rpartition(".")[2]
-        if file.package is None and not (frame.file_name == "<string>" and name.startswith("__")):
+        if file.package is None and not (frame.file_name == "<string>" and name in _GENERATED):
             return f"{_shown(frame.file_name)}:{frame.line_num} ({name})" + (f" > {inside}" if inside else "")
         if file.package and not inside:
             inside, package = f"{file.name}:{frame.line_num}", file.package
@@ -139,6 +139,7 @@ _PACKAGES = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib",
 _LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"))
 # Code that a user types: in IPython, Python, `python -c` and doctests. Other names like this are generated code's.
 _TYPED = ("<ipython-input", "<python-input", "<stdin>", "<string>", "<console>", "<doctest")
+_GENERATED = ("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__")
 _JAX = str(Path(jax.__file__).parent) + os.sep
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")  # jvp(Net), transpose(jvp(Net))
 _TRANSPOSE = re.compile(r"\btranspose\(")  # A scope of this name is printed without a parenthesis.

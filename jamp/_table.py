@@ -16,8 +16,11 @@ def fit(text: str, width: int = WIDTH) -> str:
 
 
 def short_line(source: str) -> str:
-    """A source line without the name of its function, if that makes it too long for a table."""
-    return re.sub(r" \([^()]*\)", "", source, count=1) if len(source) > 30 else source
+    """A source line for a table. A long one is without its function and without the folders of a library."""
+    if len(source) <= 30:
+        return source
+    user, _, library = re.sub(r" \([^()]*\)", "", source, count=1).partition(" > ")
+    return " > ".join(filter(None, [user, library.rpartition("/")[2]]))
 
 
 def wrapped(text: str, indent: int = 10) -> str:

@@ -322,7 +322,7 @@ def test_equal_layers_are_one_row_with_the_error_of_all(framework):
     params = Summed().init(KEYS[0], X) if framework == "linen" else WEIGHTS
     fun = linen_loss if framework == "linen" else functools.partial(summed, 8)
     first, *rest = jamp.debug.rounding_report(fun, jnp.bfloat16)(params, X).rows
-    assert (first.operation, first.backward, first.scope[-3:], first.worst) == ("convert_element_type", False, "h_*", "")
+    assert (first.operation, first.scope[-3:], first.worst) == ("convert_element_type", "h_*", "")
     assert all(row.damage < 0.8 * first.damage for row in rest)
     assert first.gradient_error == pytest.approx(first.measured[1], rel=0.7)
     assert len({(row.operation, row.source, row.backward) for row in (first, *rest)}) == len(rest) + 1
@@ -349,13 +349,13 @@ class Cumulative(eqx.Module):
 
 
 @pytest.mark.parametrize("framework", ["plain", "equinox"])
-def test_a_row_names_the_operation_that_does_the_damage_and_not_the_product_in_its_line(framework):
+def test_a_row_names_the_operation_that_rounds_and_not_the_product_beside_it(framework):
     w, x = jax.random.normal(KEYS[0], (32, 8)) / 6, jax.random.normal(KEYS[1], (256, 32))
     model = Cumulative(w) if framework == "equinox" else w
     fun = (lambda model, x: model(x)) if framework == "equinox" else lambda w, x: Cumulative.__call__(Named(w), x)
     report = jamp.debug.rounding_report(fun, jnp.bfloat16)(model, x)
     assert report.rows[0].operation == "cumsum"
-    with pytest.raises(ValueError, match=r"other operations round .*cumsum at test_rounding_report\.py:\d+ \(__call__\)"):
+    with pytest.raises(ValueError, match=r"other operations round .*cumsum at test_rounding_report\.py:\d+"):
         report.rules(error=1e-2)
     assert "itself casts to 16 bit, no rule helps" in str(report)
 
@@ -366,7 +366,7 @@ class Named(NamedTuple):
 
 def test_rows_are_sorted_by_the_error_that_rules_bound():
     def fun(w, x):
-        value = jnp.mean(x @ lax.stop_gradient(w[0]) + 100) - 100  # a large error of the value, and none of the gradients
+        value = jnp.mean(x @ lax.stop_gradient(w[0]) + 100) - 100  # a large error, but not of the gradients
         return value + jnp.mean(jnp.tanh(x @ w[1]) ** 2)
 
     report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X)

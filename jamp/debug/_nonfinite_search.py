@@ -107,9 +107,14 @@ _CURES = (
     ("^log of a negative", "clip it, or find out why it is not positive"),
     ("^sqrt of a negative", "a variance from a difference of large numbers: use jnp.var"),
     ("^nan from 0/0", "add an epsilon, or look for a mean over an empty array or mask"),
-    ("^division by zero", "add an epsilon (in float16, 1e-8 is 0); under a gradient, also jnp.where inside the operation"),
+    (
+        "^division by zero",
+        "add an epsilon (in float16, 1e-8 is 0); under a gradient, also jnp.where inside the operation",
+    ),
     ("^nan from inf - inf", "a softmax row that is masked out completely: mask with a large finite number"),
     ("^nan from", "find the inf among its inputs, and mask with a large finite number in its place"),
+    ("outside|not between|below 1|pole|fractional", "clip the operand, with a margin that the dtype can hold"),
+    ("of inf$", "find the operation that made the inf, and clip its result"),
     ("^an index", "check the indices: jnp.take and x[i] return NaN out of bounds"),
     ("positive definite|singular", "add a small multiple of the identity, and compute it in float32"),
 )
@@ -144,7 +149,9 @@ class NonfiniteSearch:
         if (finding := self.finding) is None:
             return "\n".join([self._nothing(), *held])
         masked = "  note    no result shows it; " + (
-            "nor does a gradient" if self.gradients_are_finite else "find_nonfinite(fun, grad=True) says if a gradient does"
+            "nor does a gradient"
+            if self.gradients_are_finite
+            else "find_nonfinite(fun, grad=True) says if a gradient does"
         )
         lines = [
             finding.title,

@@ -40,8 +40,8 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
     sites = errors.program.sites
     products = {x.operation for x in sites} & PRODUCTS
     in_float32 = errors_of(dict.fromkeys(products, FLOAT32))  # What rounds here too is the code's own.
-    own = {x.key for x in in_float32.program.sites}
-    accumulate, float32 = _candidates(sites, errors.damages()[kind], own)
+    remaining = {x.key for x in in_float32.program.sites}
+    accumulate, float32 = _candidates(sites, errors.damages()[kind], remaining)
     error = lambda rules: errors.of(_switches(len(sites), rules))[kind]
 
     def is_enough(rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> bool:
@@ -69,17 +69,17 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
 
 
 def _candidates(
-    sites: Sequence[Site], damages: Mapping[int, Damage], own: Set[Any]
+    sites: Sequence[Site], damages: Mapping[int, Damage], remaining: Set[Any]
 ) -> tuple[list[_Rule], list[_Rule]]:
     """The rules that keep the results of products in float32, and those that keep products in float32."""
     accumulate, float32 = [], []
     keys = dict.fromkeys((x.operation, x.location.scope) for x in sites if x.operation in PRODUCTS)
     for name, scope in keys:
         inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.location.scope}/"
-        products = {x.location for x in sites if x.operation == name and inside(x)}
+        locations = {x.location for x in sites if x.operation == name and inside(x)}
         # Operations in the same line that round only because a product gives 16 bit are float32 with it.
-        with_it = lambda x, name=name: x.operation == name or (x.operation not in PRODUCTS and x.key not in own)
-        covered = [i for i, x in enumerate(sites) if x.location in products and with_it(x)]
+        with_it = lambda x, name=name: x.operation == name or (x.operation not in PRODUCTS and x.key not in remaining)
+        covered = [i for i, x in enumerate(sites) if x.location in locations and with_it(x)]
         forward = [i for i in covered if not sites[i].location.backward]
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name

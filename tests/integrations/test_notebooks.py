@@ -46,15 +46,19 @@ def test_a_line_in_packages_only_names_the_innermost_of_two_packages(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")
     (tmp_path / "stacked/scan.py").write_text("def each(h):\n    return h - h.max() - h\n")
-    model = "import jax.numpy as jnp\nfrom stacked.scan import each\n\ndef loss(w):\n    return each(jnp.exp(w)).sum()\n"
+    model = (
+        "import jax.numpy as jnp\nfrom stacked.scan import each\n\ndef loss(w):\n    return each(jnp.exp(w)).sum()\n"
+    )
     (tmp_path / "modelled/net.py").write_text(model)
     (tmp_path / "modelled/__main__.py").write_text(
         "import jax.numpy as jnp, jamp.debug\nfrom modelled.net import loss\n"
         "found = jamp.debug.find_nonfinite(loss)(jnp.float32([1, 2]) + jnp.inf).finding\nprint(found.source)\n"
     )
     # The packages lie where pip puts them.
-    patch = "import sysconfig; get = sysconfig.get_path; sysconfig.get_path = lambda k: PATH if k == 'purelib' else get(k)"
-    start = f"import runpy; runpy.run_module('modelled', run_name='__main__')"
+    patch = (
+        "import sysconfig; get = sysconfig.get_path; sysconfig.get_path = lambda k: PATH if k == 'purelib' else get(k)"
+    )
+    start = "import runpy; runpy.run_module('modelled', run_name='__main__')"
     code = f"{patch.replace('PATH', repr(str(tmp_path)))}; {start}"
     program = tmp_path / "__start__.py"
     program.write_text(code)
