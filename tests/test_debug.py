@@ -290,6 +290,7 @@ def test_bfloat16_needs_no_loss_scale_and_an_overflow_asks_for_a_search():
     state = jamp.StaticLossScale(2.0**16).init()
     assert "next: nothing. bfloat16 has the range" in str(underflow_report([F32([1e-6])], state, "bfloat16"))
     assert "next: if gradients overflow" in str(underflow_report([F32([INF])], state))
+    assert "next: all gradients are 0" in str(underflow_report([jnp.zeros(2)], state))
     assert "next: nothing, the loss scale fits" in str(underflow_report([F32([1e-3])], state))
 
 
@@ -299,9 +300,10 @@ def test_lost_updates_say_nan_and_accept_masked_leaves():
     lost = jax.jit(jamp.debug.lost_updates)(params, updates)
     assert (float(lost["a"]), float(lost["b"]), math.isnan(lost["d"])) == (pytest.approx(1 / 3), 0, True)
     title, header, first, second, last = str(lost).splitlines()
-    assert (title, header.split()[0]) == ("rounding loses updates of 2 of 3 leaves", "leaf")
+    assert (title, header.split()[0]) == ("rounding loses updates of 1 of 3 leaves; 1 hold inf or nan", "leaf")
     assert (first.split(), second.split()) == (["['d']", "inf", "or", "nan"], ["['a']", "33.3%"])
-    assert "jamp.master_params" in last
+    assert "find_nonfinite" in last
+    assert "jamp.master_params" in str(jamp.debug.lost_updates(params["a"], updates["a"])).splitlines()[-1]
     assert str(jamp.debug.lost_updates(jnp.ones(2), jnp.ones(2))) == "rounding loses updates of 0 of 1 leaves"
 
 

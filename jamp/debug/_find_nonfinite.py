@@ -54,7 +54,7 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
         places = differentiable(args, kwargs, call.leaves) if grad else []
         if not places:
             return _result(run(flat), None, held)
-        with_gradients = run(lambda *leaves: _gradients(flat, leaves, places))
+        with_gradients = run(lambda *leaves: _gradients(flat, leaves, places), has_loss=False)
         # What is part of the backward pass is what the function itself does not run.
         return _result(run(flat) if with_gradients.causes else None, with_gradients, held)
 
@@ -84,14 +84,20 @@ class _Run:
         """Whether a cause reaches the loss, or any result if there is no loss."""
         return any(0 in x if self.has_loss else x for x in self.reached)
 
-    @property
-    def of_results(self) -> list[Finding]:
-        """The causes that reach results, those of the first result first if that is a loss."""
-        some = [(self.has_loss and 0 not in x, cause) for cause, x in zip(self.causes, self.reached, strict=True) if x]
-        return [cause for _, cause in sorted(some, key=lambda pair: pair[0])]
+    def of_results(self, other: str) -> list[Finding]:
+        """The causes that reach results, those of the loss first. `other` is what a result is that is not the loss."""
+        is_of_loss = [self.has_loss and 0 in x for x in self.reached]
+        marked = [
+            dataclasses.replace(cause, reaches="the loss" if of_loss else other)
+            for cause, x, of_loss in zip(self.causes, self.reached, is_of_loss, strict=True)
+            if x
+        ]
+        return sorted(marked, key=lambda x: x.reaches == other)
 
 
-def _run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str]) -> _Run:
+def _run(
+    fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str], has_loss: bool = True
+) -> _Run:
     closed = jax.make_jaxpr(fun)(*leaves)
     walker = OriginWalker()
     given = [Value(jnp.asarray(x), parameter=path) for x, path in zip(leaves, parameters, strict=True)]
@@ -104,7 +110,7 @@ def _run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Seque
         if has_new(x.array, x.stream(CLEAN)) and not any(i in some for some in reached):
             reached = [some | {i} for some in reached]
     is_given = not all(all_finite(x.stream(CLEAN)) for x in results)
-    has_loss = bool(results) and is_inexact(results[0].array) and not results[0].array.shape
+    has_loss = has_loss and bool(results) and is_inexact(results[0].array) and not results[0].array.shape
     return _Run(walker.causes, reached, is_given, has_loss, walker.count)
 
 
@@ -124,12 +130,12 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Se
 def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) -> NonfiniteSearch:
     """The result of a search: of a run of the function, of one of its gradients, or of both."""
     runs = [run for run in (forward, backward) if run is not None]
-    findings = forward.of_results if forward else []
+    findings = forward.of_results("a result") if forward else []
     hidden = [*forward.causes] if forward else []
     if forward and backward and not forward.has_bad_loss:
         known = {(x.primitive, x.source) for x in forward.causes}
         marked = lambda x: dataclasses.replace(x, backward=(x.primitive, x.source) not in known)
-        findings = _distinct([*map(marked, backward.of_results), *findings])
+        findings = _distinct([*map(marked, backward.of_results("a gradient")), *findings])
         hidden = _distinct([*hidden, *map(marked, backward.causes)])
     is_given = any(run.is_given for run in runs)
     is_finite = not findings and backward is not None

@@ -37,13 +37,18 @@ class LostUpdates:
         if any(isinstance(x, jax.core.Tracer) for _, x in flat):
             return repr(self)
         some = sorted([(path, float(x)) for path, x in flat if x != 0], key=lambda pair: -np.nan_to_num(pair[1], nan=2))
-        title = f"rounding loses updates of {len(some)} of {len(flat)} leaves"
+        bad = sum(np.isnan(x) for _, x in some)
+        title = (
+            f"rounding loses updates of {len(some) - bad} of {len(flat)} leaves"
+            + f"; {bad} hold inf or nan" * bool(bad)
+        )
         rows = [(path, "inf or nan" if np.isnan(x) else f"{x:.1%}") for path, x in some[:_SHOWN]]
         more = [f"... and {len(some) - _SHOWN} more, in `.shares`"] if len(some) > _SHOWN else []
         table = _table.with_header(("leaf", "updates that are lost"), rows, ("leaf",)) if rows else []
-        return "\n".join([title, *table, *more, *[_NEXT] * bool(some)])
+        return "\n".join([title, *table, *more, *[_NAN if bad else _NEXT] * bool(some)])
 
 
+_NAN = "next: jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch) names what made the inf or nan"
 _NEXT = "next: keep float32 masters (jamp.master_params), or round at random (jamp.stochastic_rounding)"
 
 
@@ -79,6 +84,6 @@ def lost_updates(params: optax.Params, updates: optax.Updates) -> LostUpdates:
             wide = jnp.promote_types(p.dtype, update.dtype)
         is_lost = moves & ((p.astype(wide) + update.astype(wide)).astype(p.dtype) == p)
         lost = jnp.sum(is_lost, dtype=jnp.float32) / jnp.maximum(jnp.sum(moves, dtype=jnp.float32), 1)
-        return jnp.where(jnp.all(jnp.isfinite(update)), lost, jnp.float32(jnp.nan))
+        return lost + jnp.sum(update - update, dtype=jnp.float32)  # 0, or NaN
 
     return LostUpdates(jax.tree.map(share, params, updates))

@@ -73,6 +73,7 @@ class Finding:
     order: int
     scope: str = ""  # the name scopes around it, such as the names of Linen modules: "Net/h_3/attn"
     parameter: str = ""  # the path, in the arguments, of a parameter that it reads: "params['h_3']['kernel']"
+    reaches: str = ""  # "the loss", "a gradient", or "a result" that is not the loss. Nothing if another one hides it
 
     @property
     def cure(self) -> str:
@@ -164,7 +165,16 @@ class NonfiniteSearch:
         ][:9]
         others = self.findings[1:_SHOWN]
         more = len(self.findings) - len(others) - 1
-        also = [line for x in others for line in ("and independent of it", x.title, *x.where, f"  next    {x.cure}")]
+        also = [
+            line
+            for x in others
+            for line in (
+                f"and independent of it, in {x.reaches or 'no result'}",
+                x.title,
+                *x.where,
+                f"  next    {x.cure}",
+            )
+        ]
         also += [f"and {more} more that are independent of these, in `.findings`"] if more else []
         return "\n".join(wrapped(line) for line in [*lines, f"  next    {finding.cure}", *also])
 

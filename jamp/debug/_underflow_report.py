@@ -63,8 +63,10 @@ class UnderflowReport:
         scale, best = float(self.loss_scale), float(self.recommended_loss_scale)
         if np.any(np.asarray(self.headroom) < 0):
             return "next: if gradients overflow in many steps in a row, jamp.debug.find_nonfinite(loss_fn, grad=True)"
-        if _is_wide(self.dtype):
+        if _is_wide(self.dtype) and np.any(np.asarray(self.largest) > 0):
             return f"next: nothing. {self.dtype} has the range of float32, so it needs no loss scale"
+        if self.paths and np.all(np.asarray(self.largest) == 0):
+            return "next: all gradients are 0. Look for a stop_gradient or a masked batch, or compare with float32"
         is_lossy = np.any(np.asarray(self.zero_scaled) > 0) or np.any(np.asarray(self.subnormal_scaled) > 0)
         if best > scale and is_lossy:
             return "next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)"

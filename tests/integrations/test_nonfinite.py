@@ -167,7 +167,9 @@ def test_of_two_independent_faults_both_are_printed_and_the_one_in_the_loss_firs
     search = find_nonfinite(fun)(params, x)
     sources = [x.source for x in search.findings]
     assert [planted(body, "second"), planted(body, "first")] == sources
+    assert [x.reaches for x in search.findings] == ["the loss", "a result"]
     lines = str(search).splitlines()
+    assert "and independent of it, in a result" in lines
     assert [line.split()[0] for line in lines if " gave " in line] == ["exp", "log"]
     assert len([line for line in lines if line.startswith("  next ")]) == 2
 
