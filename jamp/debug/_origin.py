@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend import core
 
-from jamp import _evaluate, _jaxpr
+from jamp import _evaluate, _fingerprint, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import JaxprEqn
-from jamp._primitives import ARITHMETIC, PRODUCTS, REARRANGES
+from jamp._primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES
 from jamp._source_line import Location, pattern
 from jamp.debug._cause import explain
 from jamp.debug._nonfinite_search import Finding, Values
@@ -67,7 +68,7 @@ class OriginWalker(Walker[Value]):
     def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
         self.count += 1
         arrays = [x.array for x in values]
-        bind = lambda xs: _evaluate.bind(eqn, xs, _jaxpr.avals(eqn.outvars))
+        bind = functools.partial(_bind, eqn)
         results = bind(arrays)
         parameter = values[0].parameter if values and _jaxpr.name(eqn) in REARRANGES else ""
         keys = {CLEAN}.union(*(x.streams for x in values)) if any(x.streams for x in values) else set()
@@ -135,11 +136,65 @@ class OriginWalker(Walker[Value]):
         return min(finding.order, _MOST - 1)
 
 
+def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """The results of an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
+    types = _jaxpr.avals(eqn.outvars)
+    if eqn.effects or _jaxpr.has_body(eqn) or not all(map(_is_on_cpu, args)):
+        return _evaluate.bind(eqn, args, types)
+    inputs: list[Any] = [core.Var(jax.typeof(x)) for x in args]
+    outputs = [core.Var(x) for x in types]
+    like = eqn.replace(invars=inputs, outvars=outputs)
+    key = _fingerprint.fingerprint(inputs, outputs, [like], sources=False), eqn.ctx
+    results: list[Any] = _compiled(_Operation(key, like))(*args)
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """An equation that equals another one if the keys are equal."""
+
+    key: Any
+    eqn: JaxprEqn = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(operation: _Operation) -> Callable[..., Any]:
+    eqn = operation.eqn
+    inputs: Any = eqn.invars
+    closed = _evaluate.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
+    options = _quick() if _jaxpr.name(eqn) in EXACT else {}
+    return jax.jit(lambda *xs: _evaluate.call(closed, xs), compiler_options=options)
+
+
+def _is_on_cpu(x: Any) -> bool:
+    return isinstance(x, Array) and all(device.platform == "cpu" for device in x.devices())
+
+
+@functools.cache
+def _quick() -> dict[str, Any]:
+    """Options with which XLA compiles an operation for a CPU in a fifth of the time. Not every release has all."""
+    options: dict[str, Any] = {}
+    for name, value in _QUICK.items():
+        try:
+            jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(np.float32(0)).compile()
+            options[name] = value
+        except jax.errors.JaxRuntimeError:
+            continue
+    return options
+
+
+_QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
 def all_finite(x: Any) -> bool:
     """Whether an array has no inf and no NaN. On a CPU nothing is compiled for it."""
     if not is_inexact(x):
         return True
-    if isinstance(x, Array) and any(device.platform != "cpu" for device in x.devices()):
+    if isinstance(x, Array) and not _is_on_cpu(x):
         return bool(_all_finite(x))
     return bool(np.isfinite(np.asarray(x)).all())
 
