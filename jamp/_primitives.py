@@ -68,7 +68,7 @@ IDENTITIES = _names("attach detached")
 CHEAP = MOVES | COPIES | ARITHMETIC | {"detached"}
 # They compute nothing.
 MOVING = MOVES | TRANSFERS | COPIES | GATHERS | IDENTITIES
-# Their results do not depend on how well XLA optimizes them. Those of functions that are approximated, such as tanh, do.
+# Their results do not depend on how XLA optimizes them. Those of functions that are approximated, such as tanh, do.
 EXACT = (
     PRODUCTS
     | MOVING
