@@ -96,7 +96,14 @@ def overflow_before_a_norm(h):
     return jnp.mean((h * jax.lax.rsqrt(energy.astype(jnp.float32))) / (1 / energy.astype(jnp.float32)))
 
 
+def beside_an_inf_of_another_row(h):
+    rows = jnp.where(jnp.arange(8)[:, None] == 0, -jnp.inf, 300 * h).astype(jnp.float16)
+    sums = rows @ jnp.full((16, 4), 30, jnp.float16)  # planted
+    return jnp.mean(jnp.maximum(sums, 0).astype(jnp.float32))
+
+
 CASES = {
+    beside_an_inf_of_another_row: ("dot_general", "overflow in float16: value would be 5.8e5", False, 1.0),
     below_a_constant_mask: ("mul", "overflow in float16", False, 1.0),
     below_a_mask_of_log: ("dot_general", "overflow in float16", False, 1.0),
     absorbed: ("exp", "exp overflow in float32", False, 1.0),
@@ -184,3 +191,26 @@ def test_flax_and_equinox_attention_are_healthy_in_both_directions(masked):
     attention = eqx.nn.MultiheadAttention(2, 16, key=jax.random.key(2))
     of_module = lambda module, x: jnp.mean(module(x, x, x, mask=CAUSAL if masked else None) ** 2)
     assert not find_nonfinite(jamp.autocast(of_module, jnp.float16), grad=True)(attention, x[0]).findings
+
+
+@pytest.mark.parametrize("framework", ["plain", "linen"])
+def test_two_that_only_together_make_a_nan_are_both_named(framework):
+    def body(h):
+        first = jnp.exp(100 * h)  # planted
+        second = jnp.exp(200 * h)  # second
+        return jnp.mean(jnp.exp(-jnp.abs(first - second)))
+
+    fun, params, x = modelled(framework, body)
+    found = [(x.source, x.reaches) for x in find_nonfinite(fun)(params, x).findings]
+    assert found == [(planted(body), "the loss"), (planted(body, "second"), "the loss")]
+
+
+@pytest.mark.parametrize("framework", ["nnx", "equinox"])
+def test_an_operation_that_reaches_a_gradient_and_another_result_is_named_once(framework):
+    def body(h):
+        large = jnp.exp(100 * h)  # planted
+        return jnp.mean(jnp.where(h < 0, large, h)), large
+
+    fun, params, x = modelled(framework, body)
+    (finding,) = find_nonfinite(fun, grad=True)(params, x).findings
+    assert (finding.source, finding.backward, finding.reaches) == (planted(body), False, "a gradient")
