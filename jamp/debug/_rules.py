@@ -3,8 +3,8 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,10 +38,7 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
     if errors.total[kind] <= bound:
         return {}
     sites = errors.program.sites
-    products = {x.operation for x in sites} & PRODUCTS
-    in_float32 = errors_of(dict.fromkeys(products, FLOAT32))  # What rounds here too is the code's own.
-    remaining = {x.key for x in in_float32.program.sites}
-    accumulate, float32 = _candidates(sites, errors.damages()[kind], remaining)
+    accumulate, float32 = _candidates(sites, errors.damages()[kind])
     error = lambda rules: errors.of(_switches(len(sites), rules))[kind]
 
     def is_enough(rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> bool:
@@ -61,25 +58,22 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
             if message := _nameless(sites, needed):
                 warnings.warn(message.strip(), stacklevel=3)
             return chosen
+    everything = dict.fromkeys(sorted({x.operation for x in sites} & PRODUCTS), FLOAT32)
+    in_float32 = errors_of(everything)  # What rounds here too is the code's own.
     if (least := in_float32.total[kind]) > bound:
         raise ValueError(_unreachable(in_float32.program.sites, least, bound))
     message = f"No smaller set than all products in float32 was found for an error of {bound:g}."
     warnings.warn(message + _nameless(sites, float32), stacklevel=3)
-    return dict.fromkeys(sorted(products), FLOAT32)
+    return everything
 
 
-def _candidates(
-    sites: Sequence[Site], damages: Mapping[int, Damage], remaining: Set[Any]
-) -> tuple[list[_Rule], list[_Rule]]:
+def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage]) -> tuple[list[_Rule], list[_Rule]]:
     """The rules that keep the results of products in float32, and those that keep products in float32."""
     accumulate, float32 = [], []
     keys = dict.fromkeys((x.operation, x.location.scope) for x in sites if x.operation in PRODUCTS)
     for name, scope in keys:
         inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.location.scope}/"
-        locations = {x.location for x in sites if x.operation == name and inside(x)}
-        # Operations in the same line that round only because a product gives 16 bit are float32 with it.
-        with_it = lambda x, name=name: x.operation == name or (x.operation not in PRODUCTS and x.key not in remaining)
-        covered = [i for i, x in enumerate(sites) if x.location in locations and with_it(x)]
+        covered = [i for i, x in enumerate(sites) if x.operation == name and inside(x)]
         forward = [i for i in covered if not sites[i].location.backward]
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
