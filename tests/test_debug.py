@@ -131,6 +131,8 @@ def test_nothing_found_is_false_and_says_so_and_inputs_with_inf_or_nan_are_named
     assert (bool(search), search.finding, "the inputs hold them" in str(search)) == (True, None, True)
     assert "params['w'] holds float32[2, 2] all 1, 1 inf, 1 nan, first at [0, 1]" in str(search)
     assert "holds float32[] nothing finite, 1 nan" in str(find_nonfinite(jnp.add)(F32(1), F32(jnp.nan)))
+    in_the_batch = find_nonfinite(lambda w, x: (w + x).sum(), grad=True)(F32([1, 2]), F32([1, np.nan]))
+    assert (bool(in_the_batch), "the inputs hold them" in str(in_the_batch)) == (True, True)
     both = find_nonfinite(lambda x: (x - x.max()).sum())(F32([1, jnp.inf]))
     assert (both.finding.cause, "the input x holds" in str(both)) == ("nan from inf - inf", True)
 

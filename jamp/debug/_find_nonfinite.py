@@ -54,7 +54,7 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
         places = differentiable(args, kwargs, call.leaves) if grad else []
         if not places:
             return _result(run(flat), None, held)
-        with_gradients = run(lambda *leaves: _gradients(flat, leaves, places), has_loss=False)
+        with_gradients = run(lambda *leaves: _gradients(flat, leaves, places), gradients=len(places))
         # What is part of the backward pass is what the function itself does not run.
         return _result(run(flat) if with_gradients.causes else None, with_gradients, held)
 
@@ -95,13 +95,13 @@ class _Run:
         return sorted(marked, key=lambda x: x.reaches == other)
 
 
-def _run(
-    fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str], has_loss: bool = True
-) -> _Run:
+def _run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str], gradients: int = 0) -> _Run:
+    """Evaluate a function. If its first results are gradients, causes are searched for these only."""
     closed = jax.make_jaxpr(fun)(*leaves)
     walker = OriginWalker()
     given = [Value(jnp.asarray(x), parameter=path) for x, path in zip(leaves, parameters, strict=True)]
-    results = walker.run(closed, given)
+    all_results = walker.run(closed, given)
+    results = all_results[:gradients] if gradients else all_results
     reached = [
         {i for i, x in enumerate(results) if has_new(x.stream(walker.stream_of(cause)), x.stream(CLEAN))}
         for cause in walker.causes
@@ -109,22 +109,22 @@ def _run(
     for i, x in enumerate(results):  # If no cause alone makes it, it takes all of them.
         if has_new(x.array, x.stream(CLEAN)) and not any(i in some for some in reached):
             reached = [some | {i} for some in reached]
-    is_given = not all(all_finite(x.stream(CLEAN)) for x in results)
-    has_loss = has_loss and bool(results) and is_inexact(results[0].array) and not results[0].array.shape
+    is_given = not all(all_finite(x.stream(CLEAN)) for x in all_results)
+    has_loss = not gradients and bool(results) and is_inexact(results[0].array) and not results[0].array.shape
     return _Run(walker.causes, reached, is_given, has_loss, walker.count)
 
 
 def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """The gradients with respect to the leaves at some places."""
+    """The gradients with respect to the leaves at some places, and the results."""
 
-    def of_differentiable(*xs: Any) -> list[Any]:
+    def of_differentiable(*xs: Any) -> tuple[list[Any], list[Any]]:
         results = [jnp.asarray(x) for x in flat(*_evaluate.replaced(leaves, places, xs))]
         inexact = [x for x in results if is_inexact(x)]
         is_loss = bool(inexact) and inexact[0] is results[0] and not inexact[0].shape
-        return inexact[:1] if is_loss else inexact
+        return inexact[:1] if is_loss else inexact, results
 
-    results, pull_back = jax.vjp(of_differentiable, *[leaves[i] for i in places])
-    return [*pull_back([jnp.ones_like(x) for x in results])]
+    values, pull_back, results = jax.vjp(of_differentiable, *[leaves[i] for i in places], has_aux=True)
+    return [*pull_back([jnp.ones_like(x) for x in values]), *results]
 
 
 def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) -> NonfiniteSearch:
