@@ -114,6 +114,7 @@ def test_a_planted_inf_or_nan_is_found_by_primitive_line_cause_and_path(case):
     parts = primitive, cause, found.source, inside, found.cure, *map(str, found.inputs[:3])
     assert not [x for x in parts if x not in words]
     assert not found.cure.startswith("look at the inputs")  # what is said if no cure is known
+    assert wrap is not scaled or "jamp.set_loss_scale" in text
     assert found.backward == (grad or wrap is scaled) == ("in the backward pass of" in text)
 
 

@@ -78,6 +78,8 @@ class Finding:
     @property
     def cure(self) -> str:
         """What to do about it."""
+        if self.backward and "overflow in float16" in self.cause:
+            return _LOWER_SCALE
         return next((cure for start, cure in _CURES if re.search(start, self.cause)), _NO_CURE)
 
     @property
@@ -96,6 +98,7 @@ class Finding:
         ]
 
 
+_LOWER_SCALE = "lower the loss scale: a dynamic one does so itself, for others jamp.set_loss_scale"
 _NO_CURE = "look at the inputs above: the operation has no finite result there"
 # The first of these patterns that is found in a cause.
 _CURES = (
