@@ -11,6 +11,7 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from jamp import _evaluate
+from jamp._cast import is_inexact
 from jamp._staging import is_kept, traced_anew
 
 if TYPE_CHECKING:
@@ -159,6 +160,24 @@ def is_array(x: Any) -> bool:
     if isinstance(x, np.ndarray) and not (x.dtype.kind in "biufc" or jnp.issubdtype(x.dtype, jnp.number)):
         return False
     return isinstance(x, (jax.Array, np.ndarray, np.inexact))
+
+
+def check_concrete(caller: str, leaves: Sequence[Any]) -> None:
+    """Raise if a function that runs others on real values is called inside a transformation."""
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TypeError(
+            f"jamp.debug.{caller} runs the function on real values, so call it outside jit, grad, vmap and scan. Give "
+            f"it the transformed function in place of that: {caller}(jax.grad(fun))(...)."
+        )
+
+
+def differentiable(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> list[int]:
+    """Which leaves of a call are floating or complex arrays of the first argument that holds any."""
+    for argument in (*args, *kwargs.values()):
+        own = {id(x) for x in Call((argument,), {}).leaves}
+        if places := [i for i, x in enumerate(leaves) if id(x) in own and is_inexact(x)]:
+            return places
+    return []
 
 
 def named(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,8 @@ def check_health(
     problems = [*_of_members(state, max_consecutive_overflows, loss_scale), *_poisoned(tree), *_recent(history)]
     if history is not None and isinstance(state, LossScaledState):
         problems += _scaled_norms(history)
+    if not any(_ZERO in problem for problem in problems):
+        problems += _zero_norms(history)
     message = " ".join(problems)
     if not problems:
         return
@@ -179,8 +181,9 @@ _NOT_SCALED = (
     " The optimizer has unscale=True: if the loss is not scaled, the gradients are too small by the loss scale. Take "
     "the gradients of jamp.scale_loss(loss_fn(params), opt_state)."
 )
+_ZERO = "The gradients have all been zero"
 _ZEROS = (
-    "The gradients have all been zero: {}. Either the loss does not depend on the parameters (a stop_gradient, a batch "
+    _ZERO + ": {}. Either the loss does not depend on the parameters (a stop_gradient, a batch "
     "that is masked out, dead units), or the gradients underflow. Compare them with those of the float32 model, with "
     "`jamp.debug.underflow_report(grads, opt_state)`, and raise the loss scale."
 )
@@ -198,7 +201,10 @@ def _recent(history: History | None) -> Iterator[str]:
             f"it rose {ups} times and fell {downs} times, and {lost} steps were lost. It grows too soon: raise "
             "growth_interval (of an AdaptiveLossScale, the windows), lower growth_factor, or use hysteresis=2."
         )
-    if "grad_norm" in history.names:
+
+
+def _zero_norms(history: History | None) -> Iterator[str]:
+    if history is not None and "grad_norm" in history.names:
         norms = history["grad_norm"][-_RECENT:]
         if len(norms) and not norms.any():
             yield _ZEROS.format(f"grad_norm is 0 in the last {len(norms)} steps")

@@ -73,6 +73,15 @@ IDENTITIES = _names("attach detached")
 CHEAP = MOVES | COPIES | ARITHMETIC | IDENTITIES
 # They compute nothing.
 MOVING = MOVES | TRANSFERS | COPIES | GATHERS | IDENTITIES
+# Their results do not depend on how XLA optimizes them. Those of functions that are approximated, such as tanh, do.
+EXACT = (
+    PRODUCTS
+    | MOVING
+    | _names(
+        "abs add add_any and clamp cumsum div eq ge gt iota is_finite le lt max min mul ne neg not or reduce_and "
+        "reduce_max reduce_min reduce_or reduce_precision reduce_sum scatter-add sign square sub xor"
+    )
+)
 # The result is the first operand, a part or a rearrangement of it. A parameter keeps its path through them.
 REARRANGES = (MOVES | COPIES | IDENTITIES) - _names("concatenate select_n")
 

@@ -1,7 +1,9 @@
 """Where an equation of a jaxpr comes from: the line of source and the name scope."""
 
+import functools
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,17 +30,52 @@ def user_line(eqn: JaxprEqn) -> str | None:
     """The innermost line of an equation's traceback that is not in an installed package or in jamp.
 
     If it calls a package that is not JAX, the innermost line there follows:
-    "model.py:12 (dense) > flax/linen/linear.py:287".
+    "model.py:12 (dense) > flax/linen/linear.py:287". If all lines are in packages, the innermost line of another
+    package takes the place of the user's: "levanter/models/llama.py:200 > haliax/scan.py:419". A line of a
+    notebook has the number of its cell: "In[3]:2 (loss)".
     """
-    inside = ""
+    inside, package = "", ""
+    outer = ""
     for frame in _frames(eqn):
-        if not frame.file_name.startswith(_LIBRARIES):
-            line = f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
-            return line + inside
-        package = next((root for root in _PACKAGES if frame.file_name.startswith(root)), None)
-        if package and not inside and not frame.file_name.startswith((_JAX, _JAMP)):
-            inside = f" > {Path(frame.file_name).relative_to(package).as_posix()}:{frame.line_num}"
-    return None
+        file = _file(frame.file_name)
+        name = frame.function_name.rpartition(".")[2]
+        if file.package is None and not (frame.file_name == "<string>" and name in _GENERATED):
+            return f"{_shown(frame.file_name)}:{frame.line_num} ({name})" + (f" > {inside}" if inside else "")
+        if file.package and not inside:
+            inside, package = f"{file.name}:{frame.line_num}", file.package
+        elif file.package and not outer and file.package != package:
+            outer = f"{file.name}:{frame.line_num}"
+    return " > ".join(filter(None, [outer, inside])) or None
+
+
+class _File(NamedTuple):
+    """A source file. `package` is None for the user's code, and "" for code that is never shown, such as JAX's."""
+
+    name: str
+    package: str | None
+
+
+@functools.cache
+def _file(file_name: str) -> _File:
+    if file_name.startswith("<") and not file_name.startswith(_TYPED):
+        return _File(file_name, "")
+    root = next((root for root in _PACKAGES if file_name.startswith(root)), None)
+    if file_name.startswith((_JAX, _JAMP)) or (root is None and file_name.startswith(_LIBRARIES)):
+        return _File(file_name, "")
+    if root is None:
+        return _File(Path(file_name).name, None)
+    path = Path(file_name).relative_to(root)
+    return _File(path.as_posix(), path.parts[0])
+
+
+def _shown(file_name: str) -> str:
+    """The name of a user's file, or the number of a cell in IPython or a notebook, such as "In[3]"."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)(file_name)
+    cell = re.search(r"\d+", named[1]) if named else re.search(r"(?<=<ipython-input-)\d+", file_name)
+    if cell is not None:
+        return f"In[{cell[0]}]"
+    return file_name if file_name.startswith("<") else Path(file_name).name
 
 
 def scope(eqn: JaxprEqn, caller: str = "") -> str:
@@ -99,7 +136,10 @@ def _frames(eqn: JaxprEqn) -> Iterable[Any]:
 
 _JAMP = str(Path(__file__).parent)
 _PACKAGES = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
-_LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"), _JAMP, "<")
+_LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"))
+# Code that a user types: in IPython, Python, `python -c` and doctests. Other names like this are generated code's.
+_TYPED = ("<ipython-input", "<python-input", "<stdin>", "<string>", "<console>", "<doctest")
+_GENERATED = ("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__")
 _JAX = str(Path(jax.__file__).parent) + os.sep
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")  # jvp(Net), transpose(jvp(Net))
 _TRANSPOSE = re.compile(r"\btranspose\(")  # A scope of this name is printed without a parenthesis.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jamp import _table
 from jamp._step.accessors import get_loss_scale
 from jamp._step.leaves import split_gradients
 
@@ -158,7 +159,7 @@ def differences(comparisons: "Mapping[str, Comparison]") -> "Figure":
     """Plot how the differences that `jamp.debug.compare` finds grow from the arguments to the results.
 
     Only operations whose difference reaches a result are drawn, in the order of the program. A mark is the first one
-    that rounding does not explain.
+    that rounding does not explain. The legend names it.
 
     Args:
       comparisons: The results of `compare` by their names, such as the names of dtypes.
@@ -178,13 +179,15 @@ def differences(comparisons: "Mapping[str, Comparison]") -> "Figure":
     for (name, found), color in zip(comparisons.items(), colors, strict=False):
         rows = [(i, row) for i, row in enumerate(found.rows) if row.reaches_results and row.difference > 0]
         axes.semilogy([i for i, _ in rows], [row.difference for _, row in rows], color=color, label=name, linewidth=1)
-        first = [(i, row.difference) for i, row in rows if row is found.first]
-        axes.semilogy(*zip(*first, strict=True), "v", color=color) if first else None
+        first = [(i, row) for i, row in rows if row is found.first]
+        for i, row in first:
+            label = _table.fit(f"first in {name}: {row.operation} at {row.source.partition(' > ')[0]}", 60)
+            axes.semilogy([i], [row.difference], "v", color=color, label=label)
         is_drawn |= bool(rows)
     if not is_drawn:
         raise ValueError("There is nothing to draw: no operation differs.")
     axes.set(xlabel="operations of both functions, in order", ylabel="relative difference")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -267,4 +270,4 @@ def _short(path: str, most: int = 28) -> str:
         path.replace("']['", "/").replace("'][", "/").replace("]['", "/").replace("][", "/").strip("[]'.")
         or "the array"
     )
-    return plain if len(plain) <= most else "…" + plain[1 - most :]
+    return _table.fit(plain, most)

@@ -117,10 +117,29 @@ def test_nothing_is_computed_and_the_text_is_a_table_with_aligned_columns():
     assert title.endswith("% of the FLOPs in 16 bit")
     assert not empty
     assert header.split() == ["operation", "category", "count", "FLOPs", "before", "after", "source"]
+    assert lines.pop() == "next: jamp.debug.rounding_report(fun, dtype)(*args) measures the error that each row causes"
+    assert not lines.pop()
     assert lines.pop() == "... and 1 rows of operations that only move data, in `.rows`"
     starts = [header.index(name) for name in header.split()]
     assert all(line[start - 1] == " " != line[start] for line in lines for start in starts[1:])
     assert str(jamp.autocast_report(lambda x: x, jnp.float16)(1.0)).startswith("autocast to float16: no FLOPs counted")
+
+
+def test_the_table_of_a_large_model_has_30_rows_of_at_most_100_columns():
+    names = "sin cos tan sinh cosh tanh asin acos atan asinh acosh atanh exp exp2 expm1 log log1p sqrt rsqrt cbrt"
+    names += " logistic erf erfc erf_inv lgamma digamma square neg abs sign floor ceil"
+
+    def deep(w):
+        with jax.named_scope("a_layer_with_a_long_name"), jax.named_scope("and_another_scope_that_is_inside_of_it"):
+            for name in names.split():
+                w = getattr(lax, name)(optax.losses.l2_loss(w @ w, w))
+        return jamp.full_precision(lambda w: w @ w)(w)
+
+    lines = str(jamp.autocast_report(deep, jnp.float16)(jnp.ones((8, 8)))).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[33].endswith("rows with fewer FLOPs, in `.rows`")
+    assert "a_layer_w" in lines[3]
+    assert ".py:" in lines[3]
 
 
 def ten_products(w):

@@ -205,3 +205,14 @@ def test_policy_warn_warns_at_the_caller_inside_jit_works_and_misuse_is_an_error
     assert len(messages) == 1
     with pytest.raises(TypeError, match=r"Inside `jit`: jax\.debug\.callback"):
         jax.jit(jamp.check_health)(skipped(0))
+
+
+def test_gradients_that_are_zero_are_said_once():
+    tx, history = jamp.loss_scaled(optax.trace(0.9)), jamp.History(every=10)
+    params, texts = jnp.ones(3), []
+    state = tx.init(params)
+    for _ in range(20):
+        state = tx.update(jnp.zeros(3), state, params)[1]
+        history.append(state, grad_norm=jnp.float32(0))
+    jamp.check_health(state, history=history, policy=texts.append)
+    assert texts[0].count("The gradients have all been zero") == 1

@@ -1,7 +1,10 @@
 """`rounding_report`: which operation needs its digits."""
 
 import functools
+from typing import NamedTuple
 
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -270,18 +273,107 @@ def test_equal_segments_are_compiled_once():
     assert compiled[0] == compiled[1]
 
 
-def test_the_table_fits_a_terminal_and_says_how_many_rows_it_leaves_out():
+def test_the_table_fits_100_columns_and_says_what_to_do_next():
     def deep(w, x):
-        for i in range(8):
-            with jax.named_scope(f"h_{i}"):
+        for name in "abcdefgh":
+            with jax.named_scope(f"a_layer_with_quite_a_long_name_{name}"), jax.named_scope("and_another_scope_in_it"):
                 x = jnp.tanh(x @ w[0] + x)
         return jnp.mean(x**2)
 
     report = jamp.debug.rounding_report(deep, jnp.bfloat16)(WEIGHTS, X)
     lines = str(report).splitlines()
     assert lines[0].startswith("rounding to bfloat16: error of the value ")
-    assert max(map(len, lines)) < 140
-    assert lines[-1] == f"... and {len(report.rows) - 12} rows with less damage, in `.rows`"
+    assert max(map(len, lines)) <= 100
+    *_, rest, last = lines
+    assert rest == f"... and {len(report.rows) - 12} rows with less damage, in `.rows`"
+    assert last == (
+        f"next: report.rules(error={report.gradient_error / 10:.0e}) finds rules for autocast that bound the error of "
+        "the gradients"
+    )
+
+
+def summed(layers, w, x):
+    for i in range(layers):
+        with jax.named_scope(f"h_{i}"):
+            x = x + jnp.tanh(x @ w[i % 4]) / 8
+            x = x.astype(jnp.bfloat16).astype(jnp.float32)  # planted
+    return jnp.mean((x @ w[0]) ** 2)
+
+
+class Summed(nn.Module):
+    """The same model in Linen, whose modules are the scopes."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(8):
+            x = x + jnp.tanh(nn.Dense(16, name=f"h_{i}")(x)) / 8
+            with jax.named_scope(f"h_{i}"):
+                x = x.astype(jnp.bfloat16).astype(jnp.float32)  # planted
+        return x
+
+
+def linen_loss(params, x):
+    return jnp.mean((Summed().apply(params, x) @ WEIGHTS[0]) ** 2)
+
+
+@pytest.mark.parametrize("framework", ["plain", "linen"])
+def test_equal_layers_are_one_row_with_the_error_of_all(framework):
+    """The sum of the residual stream, in 16 bit by hand: each layer's cast is small, and together they are first."""
+    params = Summed().init(KEYS[0], X) if framework == "linen" else WEIGHTS
+    fun = linen_loss if framework == "linen" else functools.partial(summed, 8)
+    first, *rest = jamp.debug.rounding_report(fun, jnp.bfloat16)(params, X).rows
+    assert (first.operation, first.scope[-3:], first.worst) == ("convert_element_type", "h_*", "")
+    assert all(row.damage < 0.8 * first.damage for row in rest)
+    assert first.gradient_error == pytest.approx(first.measured[1], rel=0.7)
+    assert len({(row.operation, row.source, row.backward) for row in (first, *rest)}) == len(rest) + 1
+
+
+def test_the_one_layer_that_does_most_damage_is_named():
+    def fun(w, x):
+        for i in range(6):
+            with jax.named_scope(f"h_{i}"):
+                x = jnp.tanh((x + (300 if i == 4 else 0)) @ (w[0] - w[0].mean(0)))
+        return jnp.mean(x**2)
+
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X)
+    assert (report.rows[0].scope, report.rows[0].worst) == ("h_*", "h_4")
+    assert "h_*, most in h_4" in str(report)
+
+
+class Cumulative(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        h = jnp.cumsum(jnp.abs(x @ self.weight).astype(jnp.bfloat16), 0).astype(jnp.float32)  # planted
+        return jnp.mean(jnp.sin(h))
+
+
+@pytest.mark.parametrize("framework", ["plain", "equinox"])
+def test_a_row_names_the_operation_that_rounds_and_not_the_product_beside_it(framework):
+    w, x = jax.random.normal(KEYS[0], (32, 8)) / 6, jax.random.normal(KEYS[1], (256, 32))
+    model = Cumulative(w) if framework == "equinox" else w
+    fun = (lambda model, x: model(x)) if framework == "equinox" else lambda w, x: Cumulative.__call__(Named(w), x)
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(model, x)
+    assert report.rows[0].operation == "cumsum"
+    with pytest.raises(ValueError, match=r"other operations round .*cumsum at test_rounding_report\.py:\d+"):
+        report.rules(error=1e-2)
+    assert "itself casts to 16 bit, no rule helps" in str(report)
+
+
+class Named(NamedTuple):
+    weight: jax.Array
+
+
+def test_rows_are_sorted_by_the_error_that_rules_bound():
+    def fun(w, x):
+        with jax.named_scope("constant"):  # a large error of the value, and none of the gradients
+            value = jnp.mean(jnp.tanh((x + 300) @ lax.stop_gradient(w[0] - w[0].mean(0))))
+        return value + jnp.mean(jnp.tanh(x @ w[1]) ** 2)
+
+    report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS, X)
+    (constant,) = (row for row in report.rows if row.scope == "constant" and row.flops)
+    assert constant.value_error > 10 * max(row.damage for row in report.rows if row is not constant)
+    assert constant is report.rows[-1]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

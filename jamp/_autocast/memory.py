@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -221,7 +220,7 @@ class MemoryReport:
         sections = []
         for kept, name in ((True, "Kept"), (False, "Dropped by the budget")):
             chosen = [cells for cells, row in zip(lines, self.rows, strict=False) if row.kept == kept]
-            sections += ["", name, *_table.with_header(header, chosen)] if chosen else []
+            sections += ["", name, *_table.with_header(header, chosen, header[3:])] if chosen else []
         least = "" if self.memory_budget == 1.0 else "less than "
         next_step = f"To keep less: a memory_budget of {least}{self.memory_budget if least else 0.5}."
         return "\n".join([*title, *sections, *more, "", next_step])
@@ -331,14 +330,8 @@ def _cells(row: MemoryRow, total: float) -> list[str]:
     share = f"{row.nbytes / (total or 1):.1%}"
     again = "-" if row.flops == math.inf else f"{row.flops / 1e9:.1f}"
     value = f"{row.count} {row.type} {row.operation}".replace("bfloat", "bf").replace("float", "f")
-    line = re.sub(r" \(.*", "", row.source)  # without the function
-    return [_megabytes(row.nbytes), share, again, _middle(value, 34), _middle(f"{line} {row.scope}".rstrip(), 38)]
-
-
-def _middle(text: str, width: int) -> str:
-    """A text with its middle left out if it is too long."""
-    half = (width - 3) // 2
-    return text if len(text) <= width else f"{text[: width - 3 - half]}...{text[-half:]}"
+    line = _table.short_line(row.source)
+    return [_megabytes(row.nbytes), share, again, value, f"{line} {row.scope}".rstrip()]
 
 
 def _megabytes(size: float) -> str:

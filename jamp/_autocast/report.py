@@ -20,6 +20,8 @@ from jamp._autocast.target import Target
 from jamp._primitives import CHEAP, PRODUCTS
 from jamp._source_line import in_scope, is_transposed, pattern
 
+_SHOWN = 30  # rows
+
 
 @dataclasses.dataclass(frozen=True)
 class AutocastRow:
@@ -128,12 +130,20 @@ class AutocastReport:
                 flops = f"{row.flops / total:.1%}" if row.flops else "-"
                 after = _short(row.after) if row.after != row.before else "same"
                 cells = [row.operation, row.category, str(row.count), flops, _short(row.before), after]
-                lines.append([*cells, row.scope or row.parameter, row.source])
-        hidden = len(self.rows) - len(lines)
-        table = _table.with_header(header, lines)
-        hints = ["", "Hints", *(f"- {hint}" for hint in self.hints)] if self.hints else []
-        moves = [f"... and {hidden} rows of operations that only move data, in `.rows`"] if hidden else []
-        return "\n".join([f"autocast to {self.compute_dtype}: {title}", "", *table, *moves, *hints])
+                lines.append([*cells, row.scope or row.parameter, _table.short_line(row.source)])
+        hidden, small = len(self.rows) - len(lines), len(lines) - _SHOWN
+        table = _table.with_header(header, lines[:_SHOWN], ("where", "source"))
+        rest = [f"... and {small} rows with fewer FLOPs, in `.rows`"] if small > 0 else []
+        rest += [f"... and {hidden} rows of operations that only move data, in `.rows`"] if hidden else []
+        hints = ["", "Hints", *(_table.wrapped(f"- {hint}", 2) for hint in self.hints)] if self.hints else []
+        title = f"autocast to {self.compute_dtype}: {title}"
+        return "\n".join([title, "", *table, *rest, *hints, *self._next()])
+
+    def _next(self) -> list[str]:
+        if not self.rows or self.quantized:
+            return []
+        of = "jamp.debug.rounding_report(fun, dtype)(*args)"
+        return ["", f"next: {of} measures the error that each row causes"]
 
 
 def autocast_report(
@@ -233,6 +243,9 @@ _BACKWARD = (
 
 
 def _short(dtypes: str) -> str:
+    """Dtypes without those that are repeated: "f16 -> f32" for "float16, float16 -> float32", and "f32" if all are."""
     for long, short in {"bfloat": "bf", "float": "f", "int": "i"}.items():
         dtypes = dtypes.replace(long, short)
-    return dtypes
+    operands, arrow, results = dtypes.partition(" -> ")
+    before, after = (", ".join(dict.fromkeys(x.split(", "))) for x in (operands, results))
+    return before if before == after else before + arrow + after

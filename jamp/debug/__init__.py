@@ -3,7 +3,7 @@
 from ._compare import compare as compare
 from ._comparison import ComparedRow as ComparedRow, Comparison as Comparison
 from ._find_nonfinite import find_nonfinite as find_nonfinite
-from ._lost_updates import lost_updates as lost_updates
+from ._lost_updates import LostUpdates as LostUpdates, lost_updates as lost_updates
 from ._memory_curve import MemoryCurve as MemoryCurve, MemoryPoint as MemoryPoint, memory_curve as memory_curve
 from ._nonfinite_report import NonfiniteReport as NonfiniteReport, nonfinite_report as nonfinite_report
 from ._nonfinite_search import Finding as Finding, NonfiniteSearch as NonfiniteSearch, Values as Values

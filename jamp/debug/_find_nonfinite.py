@@ -1,6 +1,7 @@
 """`find_nonfinite`, which names the operation that made inf or NaN."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,28 +10,33 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from jamp import _evaluate
-from jamp._arguments import Call, named, paths
+from jamp._arguments import Call, check_concrete, differentiable, named, paths
 from jamp._cast import is_inexact
 from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
-from jamp.debug._origin import OriginWalker, Value, known, worst
+from jamp.debug._origin import CLEAN, OriginWalker, Value, all_finite, has_new
 
 
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
-    """Run a function operation by operation, and name the first that returned inf or NaN for finite inputs.
+    """Run a function operation by operation, and name those that made the inf or NaN in its results.
 
-    If the results hold inf or NaN, it names the first operation whose inf or NaN reached them. A deliberate -inf mask
-    is not reported. An operation that turns it into NaN is. It enters jit, scan, while, cond, remat and functions with
-    custom derivatives, evaluates each operation at its own dtype, and waits for each, so use it for diagnosis and not
-    for training. `fun` may be any function that JAX can trace, with or without `jamp.autocast`. To include the loss
-    scale, pass `jamp.value_and_grad(loss_fn, opt_state)`.
+    It names each operation that alone puts an inf or NaN into a result and does not follow from another one. Those of
+    the first result, the loss, come first. A deliberate -inf mask is not reported. An operation that turns it into NaN
+    is. If no result holds an inf or NaN, it names the operations whose inf or NaN others hide, and is false.
+
+    It enters jit, scan, while, cond, remat and functions with custom derivatives, evaluates each operation at its own
+    dtype, and waits for each, so use it for diagnosis and not for training. `fun` may be any function that JAX can
+    trace, with or without `jamp.autocast`. To include the loss scale, pass `jamp.value_and_grad(loss_fn, opt_state)`.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
-      grad: Whether to run the backward pass too if the results are finite. It differentiates the first result if that
-        is a scalar (a loss), else the sum of all results, with respect to all floating arguments.
+      grad: Whether to run the backward pass too. It differentiates the first result if that is a scalar (a loss), else
+        the sum of all results, with respect to the first argument that holds floating arrays.
 
     Returns:
-      A function of the arguments of `fun` that returns a `NonfiniteSearch`. It is false if everything is finite.
+      A function of the arguments of `fun` that returns a `NonfiniteSearch`. Call it outside `jit`.
+
+    Raises:
+      TypeError: If it is called inside `jit` or another transformation.
 
     Examples:
       >>> import jax.numpy as jnp, jamp.debug
@@ -41,57 +47,115 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
 
     def search(*args: Any, **kwargs: Any) -> NonfiniteSearch:
         call = Call(args, kwargs)
+        check_concrete("find_nonfinite", call.leaves)
         held = _nonfinite_inputs(fun, args, kwargs)
         flat = call.traceable(fun)
-        parameters = paths(fun, args, kwargs)
-        forward, results = _walk(flat, call.leaves, parameters)
-        report = _report(forward, results, held)
-        if not grad or (report.finding and report.reaches_results):
-            return report
-        both, gradients = _walk(lambda *leaves: _gradients(flat, leaves), call.leaves, parameters)
-        return _report(both, gradients, held, {(f.primitive, f.source) for f in forward.findings})
+        run = functools.partial(_run, leaves=call.leaves, parameters=paths(fun, args, kwargs))
+        places = differentiable(args, kwargs, call.leaves) if grad else []
+        if not places:
+            return _result(run(flat), None, held)
+        with_gradients = run(lambda *leaves: _gradients(flat, leaves, places), gradients=len(places))
+        # What is part of the backward pass is what the function itself does not run.
+        return _result(run(flat) if with_gradients.causes else None, with_gradients, held)
 
     return search
 
 
-def _walk(
-    flat: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str]
-) -> tuple[OriginWalker, list[Value]]:
-    closed = jax.make_jaxpr(flat)(*leaves)
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One evaluation.
+
+    Attributes:
+      causes: The operations that made inf or NaN and follow from no other one.
+      reached: For each of them, the results into which it puts inf or NaN.
+      is_given: Whether a result holds inf or NaN that no operation made.
+      has_loss: Whether the first result is a scalar.
+      count: The number of operations.
+    """
+
+    causes: Sequence[Finding]
+    reached: Sequence[set[int]]
+    is_given: bool
+    has_loss: bool
+    count: int
+
+    @property
+    def has_bad_loss(self) -> bool:
+        """Whether a cause reaches the loss, or any result if there is no loss."""
+        return any(0 in x if self.has_loss else x for x in self.reached)
+
+    def of_results(self, other: str) -> list[Finding]:
+        """The causes that reach results, those of the loss first. `other` is what a result is that is not the loss."""
+        is_of_loss = [self.has_loss and 0 in x for x in self.reached]
+        marked = [
+            dataclasses.replace(cause, reaches="the loss" if of_loss else other)
+            for cause, x, of_loss in zip(self.causes, self.reached, is_of_loss, strict=True)
+            if x
+        ]
+        return sorted(marked, key=lambda x: x.reaches == other)
+
+
+def _run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str], gradients: int = 0) -> _Run:
+    """Evaluate a function. If its first results are gradients, causes are searched for these only."""
+    closed = jax.make_jaxpr(fun)(*leaves)
     walker = OriginWalker()
-    named_leaves = zip(leaves, parameters, strict=True)
-    return walker, walker.run(closed, [known(jnp.asarray(x), "input", path) for x, path in named_leaves])
+    given = [Value(jnp.asarray(x), parameter=path) for x, path in zip(leaves, parameters, strict=True)]
+    all_results = walker.run(closed, given)
+    results = all_results[:gradients] if gradients else all_results
+    reached = [
+        {i for i, x in enumerate(results) if has_new(x.stream(walker.stream_of(cause)), x.stream(CLEAN))}
+        for cause in walker.causes
+    ]
+    for i, x in enumerate(results):  # If no cause alone makes it, it takes all of them.
+        if has_new(x.array, x.stream(CLEAN)) and not any(i in some for some in reached):
+            reached = [some | {i} for some in reached]
+    is_given = not all(all_finite(x.stream(CLEAN)) for x in all_results)
+    has_loss = not gradients and bool(results) and is_inexact(results[0].array) and not results[0].array.shape
+    return _Run(walker.causes, reached, is_given, has_loss, walker.count)
 
 
-def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
-    differentiable = [i for i, x in enumerate(leaves) if is_inexact(x)]
+def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The gradients with respect to the leaves at some places, and the results."""
 
-    def of_differentiable(*xs: Any) -> list[Any]:
-        results = [jnp.asarray(x) for x in flat(*_evaluate.replaced(leaves, differentiable, xs))]
+    def of_differentiable(*xs: Any) -> tuple[list[Any], list[Any]]:
+        results = [jnp.asarray(x) for x in flat(*_evaluate.replaced(leaves, places, xs))]
         inexact = [x for x in results if is_inexact(x)]
         is_loss = bool(inexact) and inexact[0] is results[0] and not inexact[0].shape
-        return inexact[:1] if is_loss else inexact
+        return inexact[:1] if is_loss else inexact, results
 
-    results, pull_back = jax.vjp(of_differentiable, *[leaves[i] for i in differentiable])
-    return list(pull_back([jnp.ones_like(x) for x in results]))
+    values, pull_back, results = jax.vjp(of_differentiable, *[leaves[i] for i in places], has_aux=True)
+    return [*pull_back([jnp.ones_like(x) for x in values]), *results]
 
 
-def _report(
-    walker: OriginWalker, results: Sequence[Value], held: tuple[str, ...], forward: set[tuple[str, str]] | None = None
-) -> NonfiniteSearch:
-    """The result of a search. `forward` has the findings of the forward pass, if the backward pass was run after it."""
-    origins = [x.origin for x in results if x.origin is not None]
-    seen = [origin for origin in origins if isinstance(origin, Finding)]
-    first = min(seen, key=lambda finding: finding.order) if seen else next(iter(walker.findings), None)
-    if first and forward is not None:
-        first = dataclasses.replace(first, backward=(first.primitive, first.source) not in forward)
-    return NonfiniteSearch(first, bool(seen), held, "constant" in origins, walker.count)
+def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) -> NonfiniteSearch:
+    """The result of a search: of a run of the function, of one of its gradients, or of both."""
+    runs = [run for run in (forward, backward) if run is not None]
+    findings = forward.of_results("a result") if forward else []
+    hidden = [*forward.causes] if forward else []
+    if forward and backward and not forward.has_bad_loss:
+        known = {(x.primitive, x.source) for x in forward.causes}
+        marked = lambda x: dataclasses.replace(x, backward=(x.primitive, x.source) not in known)
+        findings = _distinct([*map(marked, backward.of_results("a gradient")), *findings])
+        hidden = _distinct([*hidden, *map(marked, backward.causes)])
+    is_given = any(run.is_given for run in runs)
+    is_finite = not findings and backward is not None
+    return NonfiniteSearch(
+        tuple(findings or hidden),
+        bool(findings),
+        held,
+        bool(held) and is_given,
+        is_given,
+        runs[-1].count,
+        is_finite,
+    )
+
+
+def _distinct(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings without those of the same operation."""
+    return list({(x.primitive, x.source, x.scope): x for x in reversed(findings)}.values())[::-1]
 
 
 def _nonfinite_inputs(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """The inputs that are not finite, each with the name of its parameter and its path."""
     flat = [(path, x) for path, x in jax.tree.leaves_with_path(named(fun, args, kwargs)) if is_inexact(x)]
-    bad = worst([x for _, x in flat])
-    return tuple(
-        f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for (path, x), b in zip(flat, bad, strict=True) if b
-    )
+    return tuple(f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for path, x in flat if not all_finite(x))

@@ -1,16 +1,58 @@
 """`lost_updates`: the updates that are too small for the parameters' dtype."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
+from jax.tree_util import keystr
 
+from jamp import _table
 from jamp._cast import is_floating
 
+_SHOWN = 20  # leaves
 
-def lost_updates(params: optax.Params, updates: optax.Updates) -> Any:
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LostUpdates:
+    """The shares of the updates that rounding loses, from `lost_updates`. `str()` is a table, the most first.
+
+    It is a pytree, so `jit` can return it. `lost["w"]` is `lost.shares["w"]`.
+
+    Attributes:
+      shares: A pytree like the parameters, f32[] from 0 to 1. NaN if an update is inf or NaN.
+    """
+
+    shares: Any
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.shares[key]
+
+    def __str__(self) -> str:
+        flat = [(keystr(path) or "the array", x) for path, x in jax.tree.leaves_with_path(self.shares)]
+        if any(isinstance(x, jax.core.Tracer) for _, x in flat):
+            return repr(self)
+        some = sorted([(path, float(x)) for path, x in flat if x != 0], key=lambda pair: -np.nan_to_num(pair[1], nan=2))
+        bad = sum(np.isnan(x) for _, x in some)
+        title = (
+            f"rounding loses updates of {len(some) - bad} of {len(flat)} leaves"
+            + f"; {bad} hold inf or nan" * bool(bad)
+        )
+        rows = [(path, "inf or nan" if np.isnan(x) else f"{x:.1%}") for path, x in some[:_SHOWN]]
+        more = [f"... and {len(some) - _SHOWN} more, in `.shares`"] if len(some) > _SHOWN else []
+        table = _table.with_header(("leaf", "updates that are lost"), rows, ("leaf",)) if rows else []
+        return "\n".join([title, *table, *more, *[_NAN if bad else _NEXT] * bool(some)])
+
+
+_NAN = "next: jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch) names what made the inf or nan"
+_NEXT = "next: keep float32 masters (jamp.master_params), or round at random (jamp.stochastic_rounding)"
+
+
+def lost_updates(params: optax.Params, updates: optax.Updates) -> LostUpdates:
     """The share of the updates that rounding to nearest loses.
 
     An update is lost if it is nonzero but leaves the parameter unchanged. That happens to updates below half the
@@ -21,21 +63,27 @@ def lost_updates(params: optax.Params, updates: optax.Updates) -> Any:
       updates: A pytree like `params`, from an optimizer's `update`, but not from that of `jamp.stochastic_rounding`.
 
     Returns:
-      A pytree like `params` of the shares of the updates that are not 0, f32[], from 0 to 1. It works under `jit`.
+      `LostUpdates`, whose `shares` are a pytree like `params`, f32[]: of the updates that are not 0, the share that is
+      lost. Leaves without an update have 0. It works under `jit`.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
-      >>> float(jamp.debug.lost_updates(jnp.ones(4, jnp.bfloat16), jnp.float32([0, 1e-3, 1e-2, 1e-1])))
-      0.3333333432674408
+      >>> lost = jamp.debug.lost_updates({"w": jnp.ones(4, jnp.bfloat16)}, {"w": jnp.float32([0, 1e-3, 1e-2, 1e-1])})
+      >>> print(lost)
+      rounding loses updates of 1 of 1 leaves
+      leaf   updates that are lost
+      ['w']  33.3%
+      next: keep float32 masters (jamp.master_params), or round at random (jamp.stochastic_rounding)
     """
 
     def share(p: Any, update: Any) -> Array:
-        if not is_floating(p):
+        if not is_floating(p) or not is_floating(update):  # None and `optax.MaskedNode` are no updates.
             return jnp.float32(0)
         moves = update != 0
         with jax.numpy_dtype_promotion("standard"):
             wide = jnp.promote_types(p.dtype, update.dtype)
         is_lost = moves & ((p.astype(wide) + update.astype(wide)).astype(p.dtype) == p)
-        return jnp.sum(is_lost, dtype=jnp.float32) / jnp.maximum(jnp.sum(moves, dtype=jnp.float32), 1)
+        lost = jnp.sum(is_lost, dtype=jnp.float32) / jnp.maximum(jnp.sum(moves, dtype=jnp.float32), 1)
+        return lost + jnp.sum(update - update, dtype=jnp.float32)  # 0, or NaN
 
-    return jax.tree.map(share, params, updates)
+    return LostUpdates(jax.tree.map(share, params, updates))

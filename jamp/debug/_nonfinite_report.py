@@ -11,9 +11,11 @@ import numpy as np
 from jax import Array
 from jax.tree_util import keystr
 
+from jamp import _table
 from jamp._cast import is_inexact
 
 _STATIC: Any = {"static": True}
+_SHOWN = 20  # leaves
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +29,7 @@ class NonfiniteReport:
 
     paths: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
     shapes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata=_STATIC)
-    inf: Array  # i32[leaves]
+    inf: Array  # i32[leaves]. Out of scan or vmap, all of them have one more axis in front for each
     neg_inf: Array  # i32[leaves]
     nan: Array  # i32[leaves]
     first: Array  # i32[leaves], position of the first in the flattened leaf, or -1 if all are finite
@@ -36,18 +38,30 @@ class NonfiniteReport:
         return bool(np.any(np.asarray(self.first) >= 0))
 
     def __str__(self) -> str:
-        counts = np.stack([np.asarray(x) for x in (self.inf, self.neg_inf, self.nan)])
-        rows = []
-        for i, first in enumerate(np.asarray(self.first).tolist()):
-            if first >= 0:
-                kinds = [f"{n} {kind}" for n, kind in zip(counts[:, i], ("inf", "-inf", "nan"), strict=True) if n]
-                index = [int(k) for k in np.unravel_index(first, self.shapes[i])]
-                where = f", first at {index}" if index else ""
-                rows.append(
-                    f"  {self.paths[i] or 'the array'}: {', '.join(kinds)} of {math.prod(self.shapes[i])}{where}"
-                )
-        title = f"inf or nan in {len(rows)} of {len(self.paths)} leaves" if rows else "all leaves are finite"
-        return "\n".join([title, *rows])
+        if isinstance(self.first, jax.core.Tracer):
+            return repr(self)
+        counts, first = np.stack([self.inf, self.neg_inf, self.nan]), np.asarray(self.first)
+        steps = tuple(range(first.ndim - 1))
+        rows = [self._row(i, counts[..., i], first[..., i]) for i in np.flatnonzero((first >= 0).any(steps)).tolist()]
+        if not rows:
+            return "all leaves are finite"
+        title = f"inf or nan in {len(rows)} of {len(self.paths)} leaves"
+        if steps:
+            bad = (first >= 0).any(-1)
+            title += f", in {bad.sum()} of {bad.size} steps"
+        more = [f"  ... and {len(rows) - _SHOWN} more leaves"] if len(rows) > _SHOWN else []
+        return "\n".join([title, *rows[:_SHOWN], *more])
+
+    def _row(self, i: int, counts: Any, first: Any) -> str:
+        """The line of a leaf: i32[3, ...] counts, and the position of the first in each step, i32[...]."""
+        totals = counts.reshape(3, -1).sum(-1)
+        kinds = [f"{n} {kind}" for n, kind in zip(totals, ("inf", "-inf", "nan"), strict=True) if n]
+        step = tuple(np.argwhere(first >= 0)[0].tolist())
+        index = [int(k) for k in np.unravel_index(first[step], self.shapes[i])]
+        where = f", first{f' in step {list(step)}' if step else ''}{f' at {index}' if index else ''}"
+        size = math.prod(self.shapes[i]) * first.size
+        line = f"{', '.join(kinds)} of {size}{where if step or index else ''}"
+        return f"  {_table.fit(self.paths[i] or 'the array', _table.WIDTH - len(line) - 4)}: {line}"
 
 
 def nonfinite_report(tree: Any) -> NonfiniteReport:

@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._table import wrapped
+
+_SHOWN = 3  # findings
+
 
 @dataclasses.dataclass(frozen=True)
 class Values:
@@ -57,7 +61,7 @@ def number(x: float, exact_to: float = 1e5) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """An operation that returned inf or NaN for finite inputs."""
+    """An operation that returned inf or NaN, and follows from no other finding."""
 
     primitive: str
     cause: str
@@ -69,44 +73,117 @@ class Finding:
     order: int
     scope: str = ""  # the name scopes around it, such as the names of Linen modules: "Net/h_3/attn"
     parameter: str = ""  # the path, in the arguments, of a parameter that it reads: "params['h_3']['kernel']"
+    reaches: str = ""  # "the loss", "a gradient", or "a result" that is not the loss. Nothing if another one hides it
+
+    @property
+    def cure(self) -> str:
+        """What to do about it."""
+        if self.backward and "overflow in float16" in self.cause:
+            return _LOWER_SCALE
+        return next((cure for start, cure in _CURES if re.search(start, self.cause)), _NO_CURE)
+
+    @property
+    def title(self) -> str:
+        """The operation and the cause in one line."""
+        kinds = [kind for kind in ("inf", "nan") if any(getattr(x, kind) for x in self.outputs)]
+        return f"{self.primitive} gave {' and '.join(kinds)}: {self.cause}"
+
+    @property
+    def where(self) -> list[str]:
+        """Lines that say where it is."""
+        layer = [self.scope] * bool(self.scope) + [f"with {self.parameter}"] * bool(self.parameter)
+        return [
+            f"  line    {'in the backward pass of ' * self.backward}{self.source or 'unknown'}",
+            *([f"  layer   {' '.join(layer)}"] if layer else []),
+        ]
+
+
+_LOWER_SCALE = "lower the loss scale: a dynamic one does so itself, for others jamp.set_loss_scale"
+_NO_CURE = "look at the inputs above: the operation has no finite result there"
+# The first of these patterns that is found in a cause.
+_CURES = (
+    ("^exp overflow", "subtract the maximum first (jax.nn.softmax, jax.nn.logsumexp), or clip the exponent"),
+    ("on the way", "compute it in float32: put it into jamp.full_precision, or give autocast a rule for it"),
+    ("overflow in float(16|8)", "use jamp.full_precision or smaller operands; in attention divide by sqrt(width)"),
+    ("overflow in .*, and in", "the value is too large for any dtype: divide, normalize or clip before"),
+    ("overflow", "the value is beyond float32: look for a learning rate, a scale or an input that is too large"),
+    ("^log of 0", "use jax.nn.log_softmax, or add an epsilon that the dtype can hold"),
+    ("^log of a negative", "clip it, or find out why it is not positive"),
+    ("^sqrt of a negative", "a variance from a difference of large numbers: use jnp.var"),
+    ("^nan from 0/0", "add an epsilon, or look for a mean over an empty array or mask"),
+    (
+        "^division by zero",
+        "add an epsilon (in float16, 1e-8 is 0); under a gradient, also jnp.where inside the operation",
+    ),
+    ("^nan from inf - inf", "a softmax row that is masked out completely: mask with a large finite number"),
+    ("^nan from", "find the inf among its inputs, and mask with a large finite number in its place"),
+    ("outside|not between|below 1|pole|fractional", "clip the operand, with a margin that the dtype can hold"),
+    ("of inf$", "find the operation that made the inf, and clip its result"),
+    ("^an index", "check the indices: jnp.take and x[i] return NaN out of bounds"),
+    ("positive definite|singular", "add a small multiple of the identity, and compute it in float32"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class NonfiniteSearch:
-    """The result of `find_nonfinite`. `bool()` is whether it found anything, `str()` is a report."""
+    """The result of `find_nonfinite`. `str()` is a report.
 
-    finding: Finding | None  # the operation that caused the inf or NaN
-    reaches_results: bool  # whether a result holds its inf or NaN
+    `bool()` is whether a result holds an inf or NaN that an operation made or an input brought.
+    """
+
+    findings: tuple[Finding, ...]  # None follows from another one. Those of the first result (the loss) come first.
+    reaches_results: bool  # whether a result holds the inf or NaN of the findings. If not, an operation hides them.
     inputs: tuple[str, ...]  # the inputs of the function that hold inf or NaN
+    inputs_reach_results: bool
     constants: bool  # whether a result holds an inf or NaN that is a constant in the code
     operations: int  # the number of operations that ran
+    gradients_are_finite: bool = False  # whether the backward pass ran, and gave no inf or NaN that an operation made
+
+    @property
+    def finding(self) -> Finding | None:
+        """The first finding: the operation that caused the inf or NaN."""
+        return next(iter(self.findings), None)
 
     def __bool__(self) -> bool:
-        return self.finding is not None or bool(self.inputs)
+        return bool(self.findings and self.reaches_results) or self.inputs_reach_results
 
     def __str__(self) -> str:
         held = [f"  note    the input {held}" for held in self.inputs[:2]]
         held += [f"  note    and {len(self.inputs) - 2} more inputs hold inf or nan"] if len(self.inputs) > 2 else []
         if (finding := self.finding) is None:
             return "\n".join([self._nothing(), *held])
-        kinds = [kind for kind in ("inf", "nan") if any(getattr(x, kind) for x in finding.outputs)]
-        of = "in the backward pass of " if finding.backward else ""
-        layer = [finding.scope] * bool(finding.scope) + [f"with {finding.parameter}"] * bool(finding.parameter)
-        masked = "  note    no result shows it; the operation that hides it may still give a nan gradient"
+        masked = "  note    no result shows it; " + (
+            "nor does a gradient"
+            if self.gradients_are_finite
+            else "find_nonfinite(fun, grad=True) says if a gradient does"
+        )
         lines = [
-            f"{finding.primitive} gave {' and '.join(kinds)}: {finding.cause}",
-            f"  line    {of}{finding.source or 'unknown'}",
-            *([f"  layer   {' '.join(layer)}"] if layer else []),
+            finding.title,
+            *finding.where,
             *([f"  inside  {' > '.join(finding.path)}"] if finding.path else []),
             *(f"  input   {x}" for x in finding.inputs[:3]),
             *(f"  output  {x}" for x in finding.outputs if x.first is not None),
             *([] if self.reaches_results else [masked]),
+            *held,
+        ][:9]
+        others = self.findings[1:_SHOWN]
+        more = len(self.findings) - len(others) - 1
+        also = [
+            line
+            for x in others
+            for line in (
+                f"and independent of it, in {x.reaches or 'no result'}",
+                x.title,
+                *x.where,
+                f"  next    {x.cure}",
+            )
         ]
-        return "\n".join([*lines, *held][:10])
+        also += [f"and {more} more that are independent of these, in `.findings`"] if more else []
+        return "\n".join(wrapped(line) for line in [*lines, f"  next    {finding.cure}", *also])
 
     def _nothing(self) -> str:
-        if self.inputs:
-            return f"None of {self.operations} operations made inf or nan: the inputs hold them"
+        if self.inputs_reach_results:
+            return "No operation made inf or nan: the inputs hold them"
         if self.constants:
-            return f"None of {self.operations} operations made inf or nan: those in the results are constants"
+            return "No operation made inf or nan: those in the results are constants"
         return f"Found nothing: {self.operations} operations, all finite"

@@ -1,117 +1,276 @@
-"""Trace each inf and NaN in the evaluation of a function to the operation that made it."""
+"""Find the operations that make inf and NaN, and tell causes from consequences.
+
+An operation makes an inf or NaN at an element if its operands do not explain it. From there on, the walk follows more
+than one value of each array:
+
+- the natural one, which holds the inf or NaN,
+- the clean one, in which every inf and NaN that an operation makes is replaced by a finite number,
+- for each cause, the one in which only that cause is not replaced.
+
+An operation that also makes inf or NaN of clean operands follows from no other one. It is a cause of an inf or NaN in a
+result if it alone puts it there.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend import core
 
-from jamp import _evaluate, _jaxpr
+from jamp import _evaluate, _fingerprint, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import JaxprEqn
-from jamp._primitives import REARRANGES
+from jamp._primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES
 from jamp._source_line import Location, pattern
 from jamp.debug._cause import explain
 from jamp.debug._nonfinite_search import Finding, Values
 from jamp.debug._walk import Walker
 
-INF, NAN = 1, 2
-
-# Where an inf or NaN comes from: the operation that made it, an input of the function, or a constant in the code. A
-# deliberate -inf mask is not reported. An operation that turns it into NaN is.
-Origin = Finding | Literal["input", "constant"]
+CLEAN = -1
+_MOST = 8  # Causes with a stream of their own. More than that share the last one.
+# A sum of products of its operands. If it overflows, it does so without the inf in them.
+_SUMS = PRODUCTS | {"add_any", "cumsum", "psum", "reduce_sum", "reduce_window_sum", "scatter-add"}
+_CASTS = ("convert_element_type", "reduce_precision")
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array, the worst kind of number in it, the origin of that number, and the path if it is an argument."""
+    """An array, its other streams where they differ, and the path if it is an argument."""
 
     array: Any
-    bits: int = 0  # 0, INF or NAN
-    origin: Origin | None = None
+    streams: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     parameter: str = ""
 
-
-def known(array: Any, origin: Origin, parameter: str = "") -> Value:
-    """A value that is not the result of an operation."""
-    (bits,) = worst([array])
-    return Value(array, bits, origin if bits else None, parameter)
-
-
-def worst(arrays: Sequence[Any]) -> list[int]:
-    """For each array 0, INF or NAN."""
-    inexact = [i for i, x in enumerate(arrays) if is_inexact(x)]
-    bits = np.zeros(len(arrays), int)
-    if inexact:
-        bits[inexact] = _classify([arrays[i] for i in inexact])
-    return bits.tolist()
-
-
-@jax.jit
-def _classify(arrays: list[Array]) -> Array:
-    has_nan = [jnp.any(jnp.isnan(x)) for x in arrays]
-    has_inf = [jnp.any(jnp.isinf(x)) for x in arrays]
-    return jnp.where(jnp.stack(has_nan), NAN, jnp.where(jnp.stack(has_inf), INF, 0))
-
-
-def earliest(values: Iterable[Value]) -> Origin | None:
-    """The origin of the result of an operation on some values: the first finding, else an input, else a constant."""
-    origins = [x.origin for x in values if x.origin is not None]
-    made = [origin for origin in origins if isinstance(origin, Finding)]
-    if made:
-        return min(made, key=lambda finding: finding.order)
-    return "input" if "input" in origins else "constant" if origins else None
+    def stream(self, i: int) -> Any:
+        """The clean array, or the one in which only cause `i` is not replaced."""
+        return self.streams.get(i, self.streams.get(CLEAN, self.array))
 
 
 class OriginWalker(Walker[Value]):
     """An evaluation that follows inf and NaN.
 
     Attributes:
-      findings: The operations that returned inf or NaN for finite inputs, in the order in which they ran.
+      causes: The operations that made inf or NaN and follow from no other one, in the order in which they ran.
       count: The number of operations that ran.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.findings: list[Finding] = []
+        self.causes: list[Finding] = []
         self.count = 0
+        self._index: dict[Any, int] = {}
 
     def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
         self.count += 1
         arrays = [x.array for x in values]
-        results = _evaluate.bind(eqn, arrays, _jaxpr.avals(eqn.outvars))
-        bits = worst(results)
-        origin = earliest(values)
-        # If no operation made the inf (a mask of -inf), the operation that turns it into NaN is reported.
-        is_new = origin is None or (not isinstance(origin, Finding) and max(x.bits for x in values) < NAN == max(bits))
-        if any(bits) and is_new:
-            origin = Finding(
+        bind = functools.partial(_bind, eqn)
+        results = bind(arrays)
+        parameter = values[0].parameter if values and _jaxpr.name(eqn) in REARRANGES else ""
+        keys = {CLEAN}.union(*(x.streams for x in values)) if any(x.streams for x in values) else set()
+        if eqn.effects or (not keys and all(map(all_finite, results))):  # An effect happens once.
+            return [Value(x, parameter=parameter) for x in results]
+        operands = {i: [x.stream(i) for x in values] for i in keys}
+        streams = {i: bind(xs) for i, xs in operands.items()}
+        clean = streams.get(CLEAN, results)
+        made = _made(eqn, operands.get(CLEAN, arrays), clean)
+        if made is not None:
+            natural = _made(eqn, arrays, results) if keys else made
+            cause = None
+            if natural is not None and any(np.any(x & y) for x, y in zip(made.masks, natural.masks, strict=True)):
+                cause = self._cause(eqn, values, results, natural, here)
+                streams.setdefault(cause, clean)
+                operands.setdefault(cause, operands.get(CLEAN, arrays))
+            for i, mine in streams.items():
+                own = made if i == CLEAN or i not in keys else _made(eqn, operands[i], mine)
+                if i != cause and own is not None:
+                    both = [x & y for x, y in zip(made.masks, own.masks, strict=True)]
+                    streams[i] = list(map(_replaced, mine, both))
+            streams[CLEAN] = streams.get(CLEAN) or list(map(_replaced, clean, made.masks))
+        return [
+            Value(x, _different(x, {i: mine[n] for i, mine in streams.items()}), parameter)
+            for n, x in enumerate(results)
+        ]
+
+    def _cause(
+        self, eqn: JaxprEqn, values: Sequence[Value], results: Sequence[Any], made: "_Made", here: Location
+    ) -> int:
+        """The stream of a cause. An operation that runs again, such as in a loop, is the same cause."""
+        key = _jaxpr.name(eqn), here
+        if key not in self._index:
+            self._index[key] = min(len(self.causes), _MOST - 1)
+            arrays = [x.array for x in values]
+            shown = [_filled(x, ~mask) if is_inexact(x) else x for x, mask in zip(results, made.masks, strict=True)]
+            finding = Finding(
                 _jaxpr.name(eqn),
-                explain(eqn, arrays, results),
+                explain(eqn, made.operands, shown),
                 here.line,
                 tuple(filter(None, self.path)),
                 here.backward,
                 tuple(map(Values.of, filter(is_inexact, arrays))),
                 tuple(map(Values.of, filter(is_inexact, results))),
-                order=len(self.findings),
+                order=len(self.causes),
                 scope=here.scope,
                 parameter=pattern(x.parameter for x in values if x.parameter),
             )
-            self.findings.append(origin)
-        parameter = values[0].parameter if _jaxpr.name(eqn) in REARRANGES else ""
-        return [Value(x, b, origin if b else None, parameter) for x, b in zip(results, bits, strict=True)]
+            self.causes.append(finding)
+        return self._index[key]
 
     def constant(self, array: Any) -> Value:
-        return known(array, "constant")
+        return Value(array)
 
     def item(self, value: Value, i: int) -> Value:
-        if value.origin:
-            return known(value.array[i], value.origin, value.parameter)
-        return Value(value.array[i], parameter=value.parameter)
+        return Value(value.array[i], {k: x[i] for k, x in value.streams.items()}, value.parameter)
 
     def stack(self, values: list[Value]) -> Value:
-        arrays = jnp.stack([x.array for x in values])
-        return Value(arrays, max(x.bits for x in values), earliest(values))
+        keys = set[int]().union(*(x.streams for x in values))
+        stack = lambda get: jnp.stack([get(x) for x in values])
+        return Value(stack(lambda x: x.array), {k: stack(lambda x, k=k: x.stream(k)) for k in keys})
+
+    def stream_of(self, finding: Finding) -> int:
+        """The stream in which only this cause is not replaced."""
+        return min(finding.order, _MOST - 1)
+
+
+def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """The results of an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
+    types = _jaxpr.avals(eqn.outvars)
+    if eqn.effects or _jaxpr.has_body(eqn) or not all(map(_is_on_cpu, args)):
+        return _evaluate.bind(eqn, args, types)
+    inputs: list[Any] = [core.Var(jax.typeof(x)) for x in args]
+    outputs = [core.Var(x) for x in types]
+    like = eqn.replace(invars=inputs, outvars=outputs)
+    key = _fingerprint.fingerprint(inputs, outputs, [like], sources=False), eqn.ctx
+    results: list[Any] = _compiled(_Operation(key, like))(*args)
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """An equation that equals another one if the keys are equal."""
+
+    key: Any
+    eqn: JaxprEqn = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(operation: _Operation) -> Callable[..., Any]:
+    eqn = operation.eqn
+    inputs: Any = eqn.invars
+    closed = _evaluate.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
+    options = _quick() if _jaxpr.name(eqn) in EXACT else {}
+    return jax.jit(lambda *xs: _evaluate.call(closed, xs), compiler_options=options)
+
+
+def _is_on_cpu(x: Any) -> bool:
+    return isinstance(x, Array) and all(device.platform == "cpu" for device in x.devices())
+
+
+@functools.cache
+def _quick() -> dict[str, Any]:
+    """Options with which XLA compiles an operation for a CPU in a fifth of the time. Not every release has all."""
+    options: dict[str, Any] = {}
+    for name, value in _QUICK.items():
+        try:
+            jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(np.float32(0)).compile()
+            options[name] = value
+        except jax.errors.JaxRuntimeError:
+            continue
+    return options
+
+
+_QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+def all_finite(x: Any) -> bool:
+    """Whether an array has no inf and no NaN. On a CPU nothing is compiled for it."""
+    if not is_inexact(x):
+        return True
+    if isinstance(x, Array) and not _is_on_cpu(x):
+        return bool(_all_finite(x))
+    return bool(np.isfinite(np.asarray(x)).all())
+
+
+@jax.jit
+def _all_finite(x: Array) -> Array:
+    return jnp.all(jnp.isfinite(x))
+
+
+def has_new(x: Any, reference: Any) -> bool:
+    """Whether an array has an inf or NaN that another one does not have."""
+    return any(bool(np.any(_where(test, x) & ~_where(test, reference))) for test in (_is_bad, np.isnan))
+
+
+class _Made(NamedTuple):
+    """Where an operation makes inf or NaN, and its operands without the inf or NaN that explains others."""
+
+    masks: list[Any]  # bool[...] for each result
+    operands: list[Any]
+
+
+def _made(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> _Made | None:
+    """The inf and NaN in the results that the operands do not explain, or None if there are none.
+
+    A NaN is explained by a NaN, and an inf by an inf or NaN: in the same place if the operation is elementwise.
+    """
+    if all(map(all_finite, results)):
+        return None
+    if all(map(all_finite, operands)):
+        return _Made([_where(_is_bad, x) for x in results], list(operands))
+    for is_bad in (_is_bad, np.isnan):  # an overflow first, then a NaN that is made of inf
+        given = [_filled(x, _where(is_bad, x)) for x in operands]
+        if _is_elementwise(eqn):
+            explained = functools.reduce(np.logical_or, [_where(is_bad, x) for x in operands])
+            masks = [_where(is_bad, x) & ~explained for x in results]
+        elif _jaxpr.name(eqn) in _SUMS:
+            masks = [_where(is_bad, x) for x in _evaluate.bind(eqn, given, _jaxpr.avals(eqn.outvars))]
+        else:
+            is_explained = any(_where(is_bad, x).any() for x in operands)
+            masks = [_where(is_bad, x) & (not is_explained) for x in results]
+        if any(mask.any() for mask in masks):
+            return _Made(masks, given)
+    return None
+
+
+def _is_elementwise(eqn: JaxprEqn) -> bool:
+    name, shapes = _jaxpr.name(eqn), {x.shape for x in _jaxpr.avals([*eqn.invars, *eqn.outvars])} - {()}
+    return name in _CASTS or (name in ARITHMETIC and not name.startswith(("reduce", "arg")) and len(shapes) <= 1)
+
+
+def _is_bad(x: Any) -> Any:
+    return ~np.isfinite(x)
+
+
+def _where(test: Callable[[Any], Any], x: Any) -> Any:
+    """A test of each element of an array, bool[...] on the host. It is false if the array is not floating."""
+    return test(np.asarray(x)) if is_inexact(x) else np.zeros(np.shape(x), bool)
+
+
+def _filled(x: Any, mask: Any) -> Any:
+    return jnp.where(mask, jnp.zeros_like(x), x) if mask.any() else x
+
+
+def _replaced(x: Any, mask: Any) -> Any:
+    """An array with finite numbers in some places: 1 for NaN, and for inf one that can still be squared."""
+    if not mask.any():
+        return x
+    if jnp.iscomplexobj(x):
+        return jnp.where(mask, jnp.ones_like(x), x)
+    large = jnp.sign(x) * jnp.sqrt(jnp.finfo(x.dtype).max.astype(jnp.float32)).astype(x.dtype)
+    return jnp.where(mask, jnp.where(jnp.isnan(x), jnp.ones_like(x), large), x)
+
+
+def _different(x: Any, streams: Mapping[int, Any]) -> Mapping[int, Any]:
+    """The streams, or none if they all equal the natural one, such as behind a mask."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return {}
+    is_same = all_finite(x) and all(np.array_equal(np.asarray(x), np.asarray(y)) for y in streams.values())
+    return {} if is_same else streams

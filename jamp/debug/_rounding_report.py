@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _table
+from jamp._arguments import Call, check_concrete
 from jamp._autocast.formats import Format
 from jamp._autocast.transform import autocast
 from jamp._primitives import PRODUCTS
@@ -21,18 +23,20 @@ from jamp.debug._steps import Site
 
 _CHECKED = 2  # rows that are measured, too
 _SHOWN = 12  # rows
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundingRow:
-    """One row of a `RoundingReport`: the operations that round at one line, in one layer, forward or backward.
+    """One row of a `RoundingReport`: the operations of one primitive and line that round, forward or backward.
 
-    Every error is relative, by the norm. Those of the value and of the gradients are predicted to first order.
+    Layers whose name scopes differ in numbers only are one row. Every error is relative, by the norm. Those of the
+    value and of the gradients are predicted to first order.
 
     Attributes:
-      operation: The primitives, products first: "dot_general".
+      operation: The primitive: "dot_general".
       source: The user's line, "model.py:12 (dense)", and after a `>` the innermost line of a package that it calls.
-      scope: The name scopes around it, such as the names of Linen modules: "h_3/attn/query".
+      scope: The name scopes around it, such as the names of Linen modules: "h_3/attn/query", or "h_*" for many layers.
       parameter: The paths, in the arguments, of the parameters that it reads.
       backward: Whether it is part of the backward pass.
       dtype: The dtypes that it rounds to.
@@ -43,6 +47,7 @@ class RoundingRow:
       measured: For the first two rows, the errors of value and gradients in a run in which only this row rounds.
       overflows: Whether the rounding makes inf.
       step, steps: In a scan, the step with the most damage, and the number of steps. In nested scans, one of each.
+      worst: The name scopes of the layer with the most damage.
     """
 
     operation: str
@@ -59,13 +64,13 @@ class RoundingRow:
     step: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     measured: tuple[float, float] | None = None
+    worst: str = ""
 
     @property
     def damage(self) -> float:
-        """The larger one of both predicted errors. inf if it overflows."""
-        return (
-            math.inf if self.overflows else max([0.0, *(x for x in (self.value_error, self.gradient_error) if x > 0)])
-        )
+        """The predicted error that `rules` bounds: of the gradients, or of the value if there are none, or inf."""
+        known = [x for x in (self.gradient_error, self.value_error) if not math.isnan(x)]
+        return math.inf if self.overflows else next(iter(known), 0.0)
 
     def __str__(self) -> str:
         where = " ".join(filter(None, [self.scope, f"with {self.parameter}" if self.parameter else ""]))
@@ -134,7 +139,7 @@ class RoundingReport:
             total += f", of the gradients {self.gradient_error:.1e}"
         if not self.rows:
             return f"rounding to {self.compute_dtype}: no operation rounds"
-        header = ("operation", "where", "FLOPs", "own", "value", "gradients", "measured", "", "source")
+        columns = ("operation", "pass", "where", "FLOPs", "value", "gradients", "measured", "line")
         lines = [_cells(row) for row in self.rows[:_SHOWN]]
         more = len(self.rows) - len(lines)
         rest = [f"... and {more} rows with less damage, in `.rows`"] if more else []
@@ -142,21 +147,38 @@ class RoundingReport:
             f"JAX has no derivative of what runs at {line}: damage in it and through it is not counted"
             for line in self.opaque
         ]
-        return "\n".join(
-            [f"rounding to {self.compute_dtype}: {total}", "", *_table.with_header(header, lines), *rest, *unseen]
-        )
+        table = _table.with_header(columns, lines, ("where", "line"))
+        title = f"rounding to {self.compute_dtype}: {total}"
+        return "\n".join([title, _LEGEND, "", *table, *rest, *map(_table.wrapped, unseen), *self._next()])
+
+    def _next(self) -> list[str]:
+        first, error = self.rows[0], self.value_error if math.isnan(self.gradient_error) else self.gradient_error
+        if first.overflows:
+            return [_table.wrapped(f"next: {first.source} overflows: jamp.debug.find_nonfinite, or full_precision", 6)]
+        if not error > 0:
+            return []
+        what = "value" if math.isnan(self.gradient_error) else "gradients"
+        how = f"report.rules(error={error / 10:.0e}) finds rules for autocast that bound the error of the {what}"
+        if first.operation not in PRODUCTS:
+            how = f"if {first.source or 'the code'} itself casts to 16 bit, no rule helps: stay in float32. Else {how}"
+        return [_table.wrapped(f"next: {how}", 6)]
+
+
+_LEGEND = "Relative errors that a row causes in value and gradients: predicted, and measured with no other row"
 
 
 def _cells(row: RoundingRow) -> list[str]:
     measured = row.measured[not math.isnan(row.gradient_error)] if row.measured else math.nan
     where = row.scope or row.parameter
+    where += f", most in {row.worst}" * bool(row.worst)
     return [
-        row.operation + ", backward" * row.backward,
+        row.operation,
+        "backward" * row.backward,
         where + f" {_step(row)}" * bool(row.steps),
         f"{row.flops:.1%}",
-        *map(_error, (row.own_error, row.value_error, row.gradient_error, measured)),
-        "overflows" if row.overflows else "",
-        row.source,
+        *("overflow" if row.overflows and x > 0 else _error(x) for x in (row.value_error, row.gradient_error)),
+        _error(measured),
+        _table.short_line(row.source),
     ]
 
 
@@ -212,44 +234,58 @@ def rounding_report(
     autocast(fun, compute_dtype, rules=rules)  # checks the arguments
 
     def report(*args: Any, **kwargs: Any) -> RoundingReport:
+        check_concrete("rounding_report", Call(args, kwargs).leaves)
         errors_of = lambda more: Errors(fun, compute_dtype, dict(rules or {}) | more, args, kwargs)
         errors = errors_of({})
         program, total, damages = errors.program, errors.total, errors.damages()
-        every = (_row(x, [by_site.get(i) for by_site in damages], program.flops) for i, x in enumerate(program.sites))
-        rows = {i: row for i, row in enumerate(every) if row.damage or row.flops}  # A result depends on these.
-        order = sorted(rows, key=lambda i: -rows[i].damage)
-        rows |= {i: dataclasses.replace(rows[i], measured=errors.of({i: ON})) for i in order[:_CHECKED]}
-        ordered, opaque = tuple(rows[i] for i in order), tuple(sorted(program.opaque))
-        return RoundingReport(ordered, errors.dtype, *total, opaque, errors_of)
+        layers: dict[Any, list[int]] = {}  # the sites of each row
+        for i, x in enumerate(program.sites):
+            layer = x.location._replace(scope=_NUMBER.sub("*", x.location.scope))
+            layers.setdefault((layer, x.steps, x.operation), []).append(i)
+        pairs = [(_row(program.sites, mine, damages, program.flops), mine) for mine in layers.values()]
+        pairs = [(row, mine) for row, mine in pairs if row.damage or row.flops]  # A result depends on these.
+        pairs.sort(key=lambda pair: -pair[0].damage)
+        checked = [
+            dataclasses.replace(row, measured=errors.of(dict.fromkeys(mine, ON))) for row, mine in pairs[:_CHECKED]
+        ]
+        rows = (*checked, *(row for row, _ in pairs[_CHECKED:]))
+        return RoundingReport(rows, errors.dtype, *total, tuple(sorted(program.opaque)), errors_of)
 
     return report
 
 
-def _row(site: Site, damages: Sequence[Damage | None], flops: float) -> RoundingRow:
-    """A row, from the damage to the value, and to the gradients if there are any."""
-    names = sorted(site.operations, key=lambda name: (name not in PRODUCTS, name))
-    known = [x for x in damages if x is not None]
-    none = 0.0 if known else math.nan
-    of_value, of_gradients, *_ = [*(none if x is None else _predicted(x) for x in damages), math.nan]
-    error, size = (float(np.sum(getattr(known[0], name))) if known else 0.0 for name in ("error", "size"))
+def _row(
+    sites: Sequence[Site], mine: Sequence[int], damages: Sequence[Mapping[int, Damage]], flops: float
+) -> RoundingRow:
+    """The row of some sites, from the damage of each to the value, and to the gradients if there are any."""
+    first, known = sites[mine[0]], [[by_site[i] for i in mine if i in by_site] for by_site in damages]
+    some = next((x for x in known if x), [])
+    none = 0.0 if some else math.nan
+    predicted = [math.sqrt(sum(_predicted(x) ** 2 for x in of)) if of else none for of in known]
+    of_value, of_gradients, *_ = [*predicted, math.nan]
+    error, size = (float(sum(np.sum(getattr(x, name)) for x in some)) for name in ("error", "size"))
+    by_layer = {i: _predicted(damages[-1][i]) for i in mine if i in damages[-1]}
+    worst = max(by_layer, key=lambda i: by_layer[i], default=mine[0])
+    is_one = len(mine) > 1 and by_layer and by_layer[worst] ** 2 > 0.5 * sum(x**2 for x in by_layer.values())
     step: tuple[int, ...] = ()
-    squares = known[-1].operands + known[-1].result if known else np.zeros(0)
-    if site.steps and np.size(squares):
-        step = tuple(int(i) for i in np.unravel_index(np.argmax(squares), site.steps))
+    squares = damages[-1][worst].operands + damages[-1][worst].result if by_layer else np.zeros(0)
+    if first.steps and np.size(squares):
+        step = tuple(int(i) for i in np.unravel_index(np.argmax(squares), first.steps))
     return RoundingRow(
-        ", ".join([name for name in names if name in PRODUCTS] or names),
-        site.location.line,
-        site.location.scope,
-        pattern(site.parameters),
-        site.location.backward,
-        ", ".join(sorted(site.dtypes)),
-        sum(site.operations.values()) / flops if flops else 0.0,
+        first.operation,
+        first.location.line,
+        pattern(sites[i].location.scope for i in mine),
+        pattern(path for i in mine for path in sites[i].parameters),
+        first.location.backward,
+        ", ".join(sorted({dtype for i in mine for dtype in sites[i].dtypes})),
+        sum(sites[i].flops for i in mine) / flops if flops else 0.0,
         math.sqrt(error / size) if size else none,
         of_value,
         of_gradients,
-        any(bool(np.any(x.overflows)) for x in known),
+        any(bool(np.any(x.overflows)) for x in some),
         step,
-        site.steps,
+        first.steps,
+        worst=sites[worst].location.scope if is_one else "",
     )
 
 

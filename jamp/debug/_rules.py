@@ -58,9 +58,10 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
             if message := _nameless(sites, needed):
                 warnings.warn(message.strip(), stacklevel=3)
             return chosen
-    everything = dict.fromkeys((x.key.partition("[")[0] for x in float32), FLOAT32)
-    if (least := errors_of(everything).total[kind]) > bound:
-        raise ValueError(_unreachable(sites, float32, least, bound))
+    everything = dict.fromkeys(sorted({x.operation for x in sites} & PRODUCTS), FLOAT32)
+    in_float32 = errors_of(everything)  # What rounds here too is the code's own.
+    if (least := in_float32.total[kind]) > bound:
+        raise ValueError(_unreachable(in_float32.program.sites, least, bound))
     message = f"No smaller set than all products in float32 was found for an error of {bound:g}."
     warnings.warn(message + _nameless(sites, float32), stacklevel=3)
     return everything
@@ -69,14 +70,14 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
 def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage]) -> tuple[list[_Rule], list[_Rule]]:
     """The rules that keep the results of products in float32, and those that keep products in float32."""
     accumulate, float32 = [], []
-    keys = dict.fromkeys((name, x.location.scope) for x in sites for name in sorted(x.operations.keys() & PRODUCTS))
+    keys = dict.fromkeys((x.operation, x.location.scope) for x in sites if x.operation in PRODUCTS)
     for name, scope in keys:
         inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.location.scope}/"
-        covered = [i for i, x in enumerate(sites) if name in x.operations and inside(x)]
+        covered = [i for i, x in enumerate(sites) if x.operation == name and inside(x)]
         forward = [i for i in covered if not sites[i].location.backward]
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
-        flops = sum(sum(sites[i].operations.values()) for i in covered)
+        flops = sum(sites[i].flops for i in covered)
         # A rule for a scope covers all sites in it. A site with a scope of its own has its own rule, too.
         own = [i for i in covered if sites[i].location.scope == scope]
         prevents = squares("result", [i for i in own if i in forward])
@@ -125,10 +126,12 @@ def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
     )
 
 
-def _unreachable(sites: Sequence[Site], rules: Sequence[_Rule], error: float, bound: float) -> str:
-    covered = {i for rule in rules for i in rule.on}
-    lines = sorted({x.location.line or x.location.scope for i, x in enumerate(sites) if i not in covered})
+def _unreachable(sites: Sequence[Site], error: float, bound: float) -> str:
+    """The message if products in float32 are not enough. `sites` are those that round nevertheless."""
+    lines = sorted({f"{x.operation} at {x.location.line or x.location.scope or 'an unknown line'}" for x in sites})
+    more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
+    because = f", because other operations round to 16 bit in the code itself: {', '.join(lines[:5])}{more}"
     return (
-        f"No rules for products bring the error below {bound:g}. With all of them in float32 it is {error:.1e}, "
-        f"because other operations round to 16 bit: {', '.join(lines[:5])}."
+        f"No rules for products bring the error below {bound:g}. With all of them in float32 it is {error:.1e}"
+        f"{because if lines else ''}."
     )

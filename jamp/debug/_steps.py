@@ -1,4 +1,4 @@
-"""A jaxpr as steps. Every operation that rounds to 16 bit has a site: a line of source and a layer."""
+"""A jaxpr as steps. Every operation that rounds to 16 bit has a site: a primitive, a line and a layer."""
 
 import dataclasses
 import functools
@@ -23,13 +23,19 @@ _INLINED = ("jit", "pjit", "closed_call", "remat2", "remat_opt", "custom_jvp_cal
 
 @dataclasses.dataclass
 class Site:
-    """The operations of one line and layer that round, forward or backward, in the same loops."""
+    """The operations of one primitive, line and layer that round, forward or backward, in the same loops."""
 
     location: Location
     steps: tuple[int, ...]  # the lengths of the scans around it
-    operations: dict[str, float] = dataclasses.field(default_factory=dict)  # the FLOPs of each primitive
+    operation: str = ""  # the primitive
+    flops: float = 0.0
     dtypes: set[str] = dataclasses.field(default_factory=set)
     parameters: dict[str, None] = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Location, tuple[int, ...], str]:
+        """What no other site of a program has in common with it."""
+        return self.location, self.steps, self.operation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,12 +123,12 @@ class Builder:
         return outs
 
     def _site(self, eqn: JaxprEqn, here: Site, times: float, paths: Sequence[str]) -> int:
-        key = here.location, here.steps
-        i = self._index.setdefault(key, len(self.sites))
+        own = Site(here.location, here.steps, _jaxpr.name(eqn))
+        i = self._index.setdefault(own.key, len(self.sites))
         if i == len(self.sites):
-            self.sites.append(here)
-        site, name = self.sites[i], _jaxpr.name(eqn)
-        site.operations[name] = site.operations.get(name, 0.0) + times * flops(eqn)
+            self.sites.append(own)
+        site = self.sites[i]
+        site.flops += times * flops(eqn)
         site.dtypes.update(str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrow(aval))
         site.parameters.update(dict.fromkeys(filter(None, paths)))
         return i

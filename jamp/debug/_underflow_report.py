@@ -19,6 +19,7 @@ from jamp._step.accessors import get_loss_scale
 from jamp._step.leaves import is_gradient
 
 _STATIC: Any = {"static": True}
+_SHOWN = 20  # leaves
 _HEADROOM = 4  # powers of two below overflow. Gradients of activations often exceed those of parameters.
 
 
@@ -43,16 +44,38 @@ class UnderflowReport:
     recommended_loss_scale: Array  # f32[], a power of two
 
     def __str__(self) -> str:
+        if isinstance(self.loss_scale, jax.core.Tracer):
+            return repr(self)
         scale, best = float(self.loss_scale), float(self.recommended_loss_scale)
         title = f"{self.dtype} gradients at loss scale {scale:g}; recommended: {best:g} (2**{np.log2(best):.0f})"
-        header = ("leaf", "lost without scale", "with it", "subnormal without", "with it", "headroom")
+        at = f"at {scale:g}"
+        header = ("leaf", "lost at 1", f"lost {at}", "subnormal at 1", f"subnormal {at}", "room")
         columns = (self.zero_unscaled, self.zero_scaled, self.subnormal_unscaled, self.subnormal_scaled)
-        shares = np.stack([np.asarray(x) for x in columns], -1)
-        rows = [
-            (path or "the array", *(f"{x:.1%}" for x in row), _room(room))
-            for path, row, room in zip(self.paths, shares, np.asarray(self.headroom).tolist(), strict=True)
-        ]
-        return "\n".join([title, *_table.with_header(header, rows)])
+        shares, rooms = np.stack([np.asarray(x) for x in columns], -1), np.asarray(self.headroom)
+        # Overflows first, then what is lost with the scale, subnormal with it, and lost without it.
+        order = np.lexsort((-shares[:, 0], -shares[:, 3], -shares[:, 1], rooms >= 0)).tolist()
+        cells = lambda i: (self.paths[i] or "the array", *(f"{x:.1%}" for x in shares[i]), _room(float(rooms[i])))
+        table = _table.with_header(header, [cells(i) for i in order[:_SHOWN]], ("leaf",))
+        more = [f"... and {len(order) - _SHOWN} leaves that lose less"] if len(order) > _SHOWN else []
+        return "\n".join([title, *table, *more, self._next()])
+
+    def _next(self) -> str:
+        scale, best = float(self.loss_scale), float(self.recommended_loss_scale)
+        if np.any(np.asarray(self.headroom) < 0):
+            return "next: if gradients overflow in many steps in a row, jamp.debug.find_nonfinite(loss_fn, grad=True)"
+        if _is_wide(self.dtype) and np.any(np.asarray(self.largest) > 0):
+            return f"next: nothing. {self.dtype} has the range of float32, so it needs no loss scale"
+        if self.paths and np.all(np.asarray(self.largest) == 0):
+            return "next: all gradients are 0. Look for a stop_gradient or a masked batch, or compare with float32"
+        is_lossy = np.any(np.asarray(self.zero_scaled) > 0) or np.any(np.asarray(self.subnormal_scaled) > 0)
+        if best > scale and is_lossy:
+            return "next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)"
+        return "next: nothing, the loss scale fits" if not is_lossy else "next: nothing, no loss scale loses less"
+
+
+def _is_wide(dtype: DTypeLike) -> bool:
+    """Whether a dtype has the range of float32."""
+    return bool(jnp.finfo(dtype).minexp <= -126)
 
 
 def _room(room: float) -> str:
@@ -73,7 +96,8 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
 
     Returns:
       An `UnderflowReport`. The recommended loss scale is the largest power of two that leaves the largest gradient 4
-      powers of two below overflow. If a gradient is inf or NaN, it is at most half the current one.
+      powers of two below overflow. If a gradient is inf or NaN, it is at most half the current one. For bfloat16,
+      which has the range of float32, it is 1.
 
     Raises:
       ValueError: If `state` holds no loss-scale state or several, or `dtype` is not floating.
@@ -82,8 +106,9 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
       >>> import jax.numpy as jnp, jamp, jamp.debug
       >>> print(jamp.debug.underflow_report({"w": jnp.array([1e-8, 1e-3])}, jamp.StaticLossScale(2.0**10).init()))
       float16 gradients at loss scale 1024; recommended: 2.09715e+06 (2**21)
-      leaf   lost without scale  with it  subnormal without  with it  headroom
-      ['w']  50.0%               0.0%     0.0%               50.0%    2**16.0
+      leaf   lost at 1  lost at 1024  subnormal at 1  subnormal at 1024  room
+      ['w']  50.0%      0.0%          0.0%            50.0%              2**16.0
+      next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)
     """
     checked = check_floating("dtype", dtype)
     flat = [(keystr(path), x) for path, x in jax.tree.leaves_with_path(grads) if is_gradient(path, x)]
@@ -98,7 +123,8 @@ def _measure(grads: list[Array], scale: Array, dtype: DTypeLike) -> list[Array]:
     least, normal, end = (float(x) for x in (info.smallest_subnormal, info.smallest_normal, info.max))
     columns = [_measure_leaf(jnp.abs(g).astype(jnp.float32), scale, least, normal, end) for g in grads]
     rows = [jnp.stack(row) for row in zip(*columns, strict=True)] or [jnp.zeros(0, jnp.float32)] * 7
-    return [*rows, _recommend(rows[5], scale, end)]
+    best = jnp.float32(1) if _is_wide(dtype) else _recommend(rows[5], scale, end)
+    return [*rows, best]
 
 
 def _recommend(largest: Array, scale: Array, end: float) -> Array:

@@ -99,12 +99,22 @@ def test_gradients_are_counted_before_and_after_scaling_and_by_layer():
     assert beside == ["33.3 %", "all 0", "0.0 %"]
 
 
+def test_a_long_path_is_cut_in_the_middle_so_that_layers_stay_apart():
+    name = {"attention": {"query_projection": {"kernel": jnp.ones(3)}}}
+    figure = jamp.plot.layer_ranges(underflow_report({f"layer_{i:02d}": name for i in range(12)}, STATE))
+    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert [label[:8] for label in labels] == [f"layer_{i:02d}" for i in range(12)]
+    assert all(label.endswith("/kernel") for label in labels)
+
+
 def test_differences_are_drawn_in_order_and_the_first_jump_is_marked():
     lines = FIGURES["differences"]().axes[0].lines
     assert [line.get_label() for line in lines[:3]] == ["float16", "bfloat16", "a mistake"]
     low, lower = (np.median(line.get_ydata()) for line in (lines[1], lines[0]))
     assert 4 < low / lower < 16  # three more bits
     found = COMPARED["a mistake"]
+    assert lines[3].get_label().startswith("first in a mistake: ")
+    assert "test_plot.py:" in lines[3].get_label()
     assert lines[3].get_xydata().tolist() == [[found.rows.index(found.first), found.first.difference]]
 
 

@@ -1,0 +1,67 @@
+"""The lines of findings in IPython, in a notebook, and in code that is typed or lies in an installed package."""
+
+import subprocess
+import sys
+
+import pytest
+from processes import environment, run_python
+
+CELLS = [
+    "import jax.numpy as jnp, jamp.debug",
+    "def loss(w):\n    h = w @ w\n    return jnp.log(h - h).sum()\n",
+    "print(jamp.debug.find_nonfinite(loss)(jnp.ones((4, 4))))",
+    "def l2(w):\n    h = jnp.tanh(w @ w)\n    return jnp.sum(jnp.tanh(h @ w))\n",
+    "print({x.source for x in jamp.debug.rounding_report(l2, 'bfloat16')(jnp.eye(4) / 3).rows if not x.backward})",
+]
+LINES = "  line    In[2]:3 (loss)", "In[4]:2 (l2)", "In[4]:3 (l2)"
+
+
+def test_in_ipython_a_line_is_that_of_a_cell():
+    pytest.importorskip("IPython")
+    command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"]
+    done = subprocess.run(
+        command, input="\n".join([*CELLS, "exit\n"]), env=environment(), capture_output=True, text=True, check=True
+    )
+    assert not [line for line in LINES if line not in done.stdout], done.stdout
+
+
+@pytest.mark.slow
+def test_in_a_notebook_a_line_is_that_of_a_cell(monkeypatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    nbclient.NotebookClient(notebook).execute()
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
+    assert not [line for line in LINES if line not in printed], printed
+
+
+def test_code_of_a_command_line_has_lines():
+    assert "  line    <string>:4 (loss)" in run_python("-c", "\n".join(CELLS[:3]))
+
+
+def test_a_line_in_packages_only_names_the_innermost_of_two_packages(tmp_path):
+    """A model and its scan may both be installed, and run by `python -m`."""
+    for name in ("stacked", "modelled"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / "stacked/scan.py").write_text("def each(h):\n    return h - h.max() - h\n")
+    model = (
+        "import jax.numpy as jnp\nfrom stacked.scan import each\n\ndef loss(w):\n    return each(jnp.exp(w)).sum()\n"
+    )
+    (tmp_path / "modelled/net.py").write_text(model)
+    (tmp_path / "modelled/__main__.py").write_text(
+        "import jax.numpy as jnp, jamp.debug\nfrom modelled.net import loss\n"
+        "found = jamp.debug.find_nonfinite(loss)(jnp.float32([1, 2]) + jnp.inf).finding\nprint(found.source)\n"
+    )
+    # The packages lie where pip puts them.
+    patch = (
+        "import sysconfig; get = sysconfig.get_path; sysconfig.get_path = lambda k: PATH if k == 'purelib' else get(k)"
+    )
+    start = "import runpy; runpy.run_module('modelled', run_name='__main__')"
+    code = f"{patch.replace('PATH', repr(str(tmp_path)))}; {start}"
+    program = tmp_path / "__start__.py"
+    program.write_text(code)
+    assert run_python(program, PYTHONPATH=f"{environment()['PYTHONPATH']}:{tmp_path}").strip() == (
+        "modelled/net.py:5 > stacked/scan.py:2"
+    )
