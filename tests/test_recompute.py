@@ -127,7 +127,8 @@ def gradient_products(fun, *args):
 def test_the_report_counts_the_bytes_that_jax_keeps(model):
     for budget in BUDGETS:
         fun = jamp.recompute(MODELS[model], budget)
-        found = quietly(jamp.memory_report(MODELS[model], budget), PARAMS, X).kept
+        report = quietly(jamp.memory_report(MODELS[model], budget), PARAMS, X)
+        found = report.kept + report.end
         truth = quietly(kept_by_jax, fun, PARAMS, X)
         np.testing.assert_allclose(found, truth, rtol=0.03, err_msg=f"{model} at {budget}")
 
@@ -191,7 +192,7 @@ def test_the_outermost_budget_decides_and_opens_the_segments_inside():
 
 def test_attention_scores_are_dropped_first():
     """Korthikanti et al. 2022 choose them by hand."""
-    report = jamp.memory_report(MODELS["unrolled"], 0.7)(PARAMS, X)
+    report = jamp.memory_report(MODELS["unrolled"], 0.75)(PARAMS, X)
     dropped = [row for row in report.rows if not row.kept and row.nbytes > 0.02 * report.without_budget]
     assert [(row.type, row.count) for row in dropped] == [("float32[4,4,32,32]", LAYERS)]
 
@@ -280,14 +281,16 @@ def test_your_own_checkpoints_and_their_policies_stay():
 def test_bytes_are_those_of_one_device_in_shard_map_and_on_explicit_axes():
     mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(AxisType.Explicit,))
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("d")))
-    p = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(mesh, P())), PARAMS)
-    mlp = lambda p, x: unrolled(lambda p, x: x + jnp.tanh(norm(x) @ p["up"]) @ p["down"], p, x)
-    whole = jamp.memory_report(mlp)(PARAMS, X).kept
+    layers = [layer(PARAMS, i) for i in range(LAYERS)]
+    replicated = lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(mesh, P()))
+    step = lambda x, p: x + jnp.tanh(norm(x) @ p["up"]) @ p["down"]
+    mlp = lambda layers, x: mean(functools.reduce(step, layers, x))
+    whole = jamp.memory_report(mlp)(layers, X).kept
     with jax.sharding.use_abstract_mesh(mesh):
-        assert jamp.memory_report(mlp)(p, x).kept == whole / 4
+        assert jamp.memory_report(mlp)(jax.tree.map(replicated, layers), x).kept == whole / 4
     one = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(mlp, mesh=one, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
-    np.testing.assert_allclose(jamp.memory_report(mapped)(PARAMS, X).kept, whole, rtol=1e-6)
+    np.testing.assert_allclose(jamp.memory_report(mapped)(layers, X).kept, whole, rtol=1e-6)
 
 
 def test_bytes_as_text():
@@ -333,7 +336,7 @@ def test_recompute_false_with_a_budget_is_an_error():
 
 
 def test_a_budget_below_the_least_warns_with_the_largest_values():
-    with pytest.warns(UserWarning, match=r"at least 0\.0 of 0\.9 MB.* test_recompute\.py:\d+"):
+    with pytest.warns(UserWarning, match=r"at least 0\.1 of 1\.0 MB.* test_recompute\.py:\d+"):
         jax.grad(jamp.recompute(MODELS["unrolled"], "1kB"))(PARAMS, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -70,9 +70,10 @@ def variants(model: str, loss: Any, attend: Any, target: str) -> dict[str, Any]:
     hand["by hand, attention again"] = partial(by_hand, attend=again)
     if attend is attend_written_out and target == "h200":
         hand["by hand, cuDNN's attention"] = partial(by_hand, attend=fused_attention(BF16))
+    found["autocast, each block again"] = auto(partial(loss, policy=POLICIES.nothing_saveable))
     if "unrolled" in model and target == "tpu":
         found |= {f"autocast, stream in 16 bit, budget {b}": auto(loss, rules=STREAM, memory_budget=b) for b in FEW}
-    if model.startswith("GPT-2 124 M, 8 x 1024, scanned"):
+    if model.startswith("GPT-2 124 M, 8 x 1024, scanned") and target == "h200":
         found |= {f"float32, budget {b}": jamp.recompute(loss, b) for b in FEW}
         found |= {f"bfloat16 by hand, budget {b}": jamp.recompute(by_hand, b) for b in FEW}
         found |= {f"Float8, budget {b}": jamp.autocast(loss, jamp.Float8(), memory_budget=b) for b in FEW}

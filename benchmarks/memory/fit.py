@@ -3,7 +3,8 @@
     python -m benchmarks.memory.fit h200 --json docs/benchmarks/fit_h200.json     needs `pip install "jax[cuda13]"`
 
 A transformer of GPT-2's 124 M shapes, 8 x 1024 tokens, its layers in a loop, AdamW. State is what
-a step takes and returns: parameters and optimizer state. Temporary memory includes the gradients.
+a step takes and returns: parameters and optimizer state. Temporary memory includes the gradients. From
+`memory_budget=0` on, each row has what the rows above it have.
 """
 
 import os
@@ -29,16 +30,17 @@ OFFLOAD = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
 def ways(loss: Any) -> dict[str, tuple[Any, Any, Any]]:
     """By name: the loss, the optimizer and the dtype of the parameters."""
     adamw, auto = optax.adamw(1e-3), partial(jamp.autocast, compute_dtype=jnp.bfloat16)
-    again = auto(partial(loss, policy=POLICIES.nothing_saveable, stream=jnp.float32))  # of bfloat16 parameters too
+    least = auto(partial(loss, stream=jnp.float32), memory_budget=0)  # the stream of bfloat16 parameters too
     small = jamp.stochastic_rounding(jamp.quantized_state(adamw))
     return {
         "float32": (loss, adamw, jnp.float32),
         "autocast": (auto(loss), adamw, jnp.float32),
-        "each block in `jax.checkpoint`": (again, adamw, jnp.float32),
-        "or products offloaded to the host": (auto(partial(loss, policy=OFFLOAD)), adamw, jnp.float32),
-        "moments in 8 bits": (again, jamp.quantized_state(adamw), jnp.float32),
-        "split masters": (again, jamp.master_params(jamp.quantized_state(adamw), split=True), jnp.bfloat16),
-        "or no masters": (again, small, jnp.bfloat16),
+        "autocast, `memory_budget=0.5`": (auto(loss, memory_budget=0.5), adamw, jnp.float32),
+        "autocast, `memory_budget=0`": (least, adamw, jnp.float32),
+        "products offloaded to the host": (auto(partial(loss, policy=OFFLOAD)), adamw, jnp.float32),
+        "`memory_budget=0`, moments in 8 bits": (least, jamp.quantized_state(adamw), jnp.float32),
+        "and split masters": (least, jamp.master_params(jamp.quantized_state(adamw), split=True), jnp.bfloat16),
+        "or no masters": (least, small, jnp.bfloat16),
     }
 
 

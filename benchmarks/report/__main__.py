@@ -20,6 +20,7 @@ Results = dict[str, Any]
 PAGE, README = "docs/benchmarks/index.md", "README.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
 PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
+FIT = "docs/a-model-that-does-not-fit.md"
 GRPO = "docs/frameworks/language-models.md"
 QUANTIZED = "docs/8-bit.md"
 # The tables that are made of the rows under some keys of the results, or of whole files of them: their page, these keys
@@ -35,13 +36,14 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200", "rounding.json"), parameters.ways),
     "facts": (README, ("memory_h200.json", "text_model.json", "rounding_h200", "h200"), readme.facts),
     "memory": (AUTOCAST, ("memory_h200.json", "memory_tpu.json"), step.memory),
+    "budgets": (FIT, ("budget_h200.json", "budget_tpu.json"), step.budgets),
 }
 # The tables of a whole file of results, by the file's name: their page, and what makes each.
 FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "accuracy": (ACCURACY, {"small": accuracy.small}),
     "accuracy_overflow": (ACCURACY, {"overflow": accuracy.overflow}),
     "text_model": (ACCURACY, {"text-model": accuracy.text_model}),
-    "fit_h200": ("docs/a-model-that-does-not-fit.md", {"fit": step.fit}),
+    "fit_h200": (FIT, {"fit": step.fit}),
     "reinforce": (DTYPES, reinforce.TABLES),
     "tunix_mismatch": (GRPO, {"tunix_mismatch": trainers.mismatch}),
     **{name: (QUANTIZED, tables) for name, tables in quantized.FILES.items()},

@@ -158,3 +158,32 @@ def fit(found: dict[str, Any]) -> str:
         sizes = row["state_gigabytes"], row["temporary_gigabytes"]
         body.append([row["name"], *(f"{x:.2f}" for x in (*sizes, sum(sizes), row["host_gigabytes"]))])
     return f"{table(head, body)}\n\n{origin(found)}"
+
+
+def budgets(h200: dict[str, Any], tpu: dict[str, Any]) -> str:
+    """Temporary memory and FLOPs at several memory budgets, and by hand, on both devices."""
+    on = [{(row["model"], row["variant"]): row for row in found["rows"]} for found in (h200, tpu)]
+    parts = []
+    for model in dict.fromkeys(model for model, _ in (*on[0], *on[1])):
+        variants = dict.fromkeys(variant for found in on for of, variant in found if of == model)
+        first = next(row for found in on for (of, _), row in found.items() if of == model)
+        body = []
+        for variant in variants:
+            rows = [found.get((model, variant)) for found in on]
+            flops = next(row["gigaflops"] for row in rows if row) / first["gigaflops"]
+            sizes = [number(row and row["temporary_megabytes"] / 1e3) for row in rows]
+            shares = [f"{row['beside_best']:.2f}" if row and row["beside_best"] else "" for row in rows]
+            is_hand = variant.startswith("by hand")
+            body.append(
+                [
+                    variant,
+                    f"{flops:.2f}",
+                    sizes[0],
+                    "" if is_hand else shares[0],
+                    sizes[1],
+                    "" if is_hand else shares[1],
+                ]
+            )
+        head = [model, "FLOPs", "H200, GB", "to the best by hand", "v5e, GB", "to the best by hand"]
+        parts.append(table(head, body))
+    return "\n\n".join([*parts, origin(h200), origin(tpu)])

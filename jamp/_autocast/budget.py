@@ -350,11 +350,13 @@ class Memory:
       body: The function.
       occurrences: Its segments, by their places.
       others: What is in no segment: constructs and equations, and how often each runs.
-      total: The bytes.
+      total: The bytes, but for those of the end.
+      end: The bytes of the last product and what follows, which the backward pass reads at once. To compute them again
+        would free nothing at the peak.
     """
 
     def __init__(self, body: Body, kinds: dict[Any, Any]):
-        self.body, self.total = body, 0.0
+        self.body, self.total, self.end = body, 0.0, 0.0
         self.occurrences: dict[Place, Occurrence] = {}
         self.others: list[tuple[JaxprEqn, int]] = []
         self.readers: Counter[Value] = Counter()
@@ -465,7 +467,10 @@ class Memory:
 
     def _read(self, occurrence: Occurrence, step: int) -> None:
         for i in occurrence.kind.needs(occurrence.point.kept)[0]:
-            self._count(occurrence.values[i], step)
+            if occurrence.segment.is_end and i >= 0:
+                self.end += step * occurrence.kind.sizes[i]
+            else:
+                self._count(occurrence.values[i], step)
 
     def _set(self, occurrence: Occurrence, point: Point) -> None:
         self._read(occurrence, -1)
@@ -493,6 +498,8 @@ class Memory:
         """Drop values, the best price first, until no more than `target` bytes are kept."""
         points: dict[Place, list[Point]] = {}
         for place, x in self.occurrences.items():
+            if x.segment.is_end:
+                continue
             # What others read is there anyway, and may be kept here too.
             own = x.kind.needs(x.point.kept)[0]
             free = frozenset(i for i in x.outputs if self.readers[x.values[i]] > (i in own))
@@ -549,7 +556,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     kinds: dict[Any, Any] = {}
 
     def memory(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT) -> Memory:
-        return Memory(Split(products, whole, cut_convolutions=True).function(closed), kinds)
+        return Memory(Split(products, whole, cut_convolutions=budget != 1.0).function(closed), kinds)
 
     best = memory()
     total = best.total

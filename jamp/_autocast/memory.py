@@ -40,9 +40,10 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
       fun: A function of arrays, or pytrees of them, and any other arguments: a loss, or a model. A train step has a
         gradient in it, whose values are not entered: transform the loss inside.
       memory_budget: A share from 0 to 1 of the bytes that are kept at 1.0, where every product is kept. Or bytes:
-        "12GiB", "800MB". It bounds what the backward pass keeps of the forward pass, and not parameters, optimizer
-        state or temporaries. The bytes are those of one device inside shard_map and on explicit mesh axes. With
-        automatic sharding a trace sees whole arrays.
+        "12GiB", "800MB". It bounds what the backward pass keeps of the forward pass: not parameters, optimizer state or
+        temporaries, nor the last product and what follows, such as logits, which the backward pass reads at once. The
+        bytes are those of one device inside shard_map and on explicit mesh axes. With automatic sharding a trace sees
+        whole arrays.
 
     Returns:
       A function like `fun`. Its results and gradients are those of `fun`, but XLA may round what is computed again
@@ -180,6 +181,8 @@ class MemoryReport:
       without_budget: The bytes that are kept at a budget of 1.0.
       flops: The FLOPs that the backward pass computes again.
       largest: The most bytes that one segment computes again at once.
+      end: The bytes of the last product and what follows, such as logits. The backward pass reads them at once, so they
+        are neither dropped nor in `kept`.
       memory_budget: The budget.
     """
 
@@ -188,6 +191,7 @@ class MemoryReport:
     without_budget: float
     flops: float
     largest: float
+    end: float
     memory_budget: MemoryBudget
 
     def beside(self, compiled: Any) -> str:
@@ -197,10 +201,11 @@ class MemoryReport:
         """
         found = compiled.memory_analysis()
         temporary = found.temp_size_in_bytes
-        rest = temporary - self.kept - self.largest
+        rest = temporary - self.kept - self.end - self.largest
         parts = [
             ("temporary memory, as compiled", temporary),
             ("kept for the backward pass", self.kept),
+            ("the last product and what follows, read at once", self.end),
             ("computed again at once, at most", self.largest),
             ("the rest: gradients of activations, casts and copies", rest),
         ]
@@ -288,7 +293,7 @@ def _report(
         for (operation, kind, is_kept, line), members in rows.items()
     ]
     found.sort(key=lambda row: -row.nbytes)
-    return MemoryReport(tuple(found), memory.total, without.total, memory.flops, memory.largest, budget)
+    return MemoryReport(tuple(found), memory.total, without.total, memory.flops, memory.largest, memory.end, budget)
 
 
 def _scope(value: Value) -> str:
@@ -315,7 +320,7 @@ def _values(memory: Memory) -> list[tuple[Value, bool, float]]:
 def _prices(x: Occurrence) -> dict[int, float]:
     """The values of a segment that are kept, and the FLOPs of computing each again."""
     kept = x.point.kept
-    found = (i for i in x.kind.needs(kept)[0] if i >= 0)
+    found = (i for i in x.kind.needs(kept)[0] if i >= 0 and not x.segment.is_end)
     return {i: x.times * (x.kind.point(kept - {i}, frozenset()).flops - x.point.flops) for i in found}
 
 

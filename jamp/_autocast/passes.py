@@ -38,7 +38,7 @@ class Passes(NamedTuple):
     format: Format | None
     manual: bool
 
-    def to_evaluate(self, recomputes: bool, budget: MemoryBudget) -> ClosedJaxpr:
+    def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
         """The jaxpr to evaluate."""
         is_cast = any(product.format for product in products(self.decided.jaxpr))
         if not is_cast and budget == 1.0:

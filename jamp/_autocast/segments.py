@@ -40,6 +40,7 @@ class Segment:
       around: The constructs around it.
       is_worth_it: Whether computing something in it again frees memory.
       convolves: Whether more than half of its products are convolutions.
+      is_end: Whether it is the last product of a function and what follows.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -49,6 +50,7 @@ class Segment:
     around: Around
     is_worth_it: bool
     convolves: bool
+    is_end: bool
 
     def key(self, sources: bool) -> Any:
         """What equal segments have in common. With `sources`, they come from the same lines."""
@@ -105,21 +107,18 @@ class Split:
     """
 
     def __init__(
-        self,
-        products: int = PRODUCTS_OF_A_SEGMENT,
-        whole: frozenset[Any] = frozenset(),
-        cut_convolutions: bool = False,
+        self, products: int = PRODUCTS_OF_A_SEGMENT, whole: frozenset[Any] = frozenset(), cut_convolutions: bool = False
     ):
         self._origins = _dataflow.Forward(origin, join, lambda value: CONSTANT)
         self._bodies: dict[Any, Body] = {}
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
 
     def function(self, closed: ClosedJaxpr) -> Body:
-        """A function in parts."""
+        """A function in parts. Its last product and what follows are a segment of their own."""
         arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
-        return self._body(closed, arguments, Around())
+        return self._body(closed, arguments, Around(), is_function=True)
 
-    def _body(self, closed: ClosedJaxpr, inputs: Sequence[Origin], around: Around) -> Body:
+    def _body(self, closed: ClosedJaxpr, inputs: Sequence[Origin], around: Around, is_function: bool = False) -> Body:
         jaxpr = closed.jaxpr
         key = id(jaxpr), tuple(inputs), around
         if key in self._bodies:  # With the jaxpr, so that no other one gets its id.
@@ -128,16 +127,19 @@ class Split:
         parts: list[Part] = []
         straight: list[JaxprEqn] = []
         last_uses = _jaxpr.last_uses(jaxpr)
+        end = _end(jaxpr.eqns, last_uses) if is_function else len(jaxpr.eqns)
 
         def close(stop: int) -> None:
             if not straight:
                 return
             whole = range(stop - len(straight), stop)
             is_one = around.loop or (_convolves(straight) and not self._cut_convolutions)
-            for piece in [whole] if is_one else _cut(jaxpr.eqns, whole, last_uses, self._products):
+            first, last = range(whole.start, min(end, stop)), range(max(end, whole.start), stop)
+            pieces = [first] if is_one else _cut(jaxpr.eqns, first, last_uses, self._products)
+            for piece in filter(None, [*pieces, last]):
                 members = tuple(jaxpr.eqns[i] for i in piece)
                 outputs = tuple(v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop)
-                parts.append(_segment(members, outputs, origins, around))
+                parts.append(_segment(members, outputs, origins, around, piece is last))
             straight.clear()
 
         for i, eqn in enumerate(jaxpr.eqns):
@@ -159,19 +161,29 @@ class Split:
 
 
 def _segment(
-    eqns: tuple[JaxprEqn, ...], outputs: tuple[Var, ...], origins: dict[Var, Origin], around: Around
+    eqns: tuple[JaxprEqn, ...], outputs: tuple[Var, ...], origins: dict[Var, Origin], around: Around, is_end: bool
 ) -> Segment:
     defined = {v for eqn in eqns for v in eqn.outvars}
     reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
     inputs = tuple(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
     convolves = _convolves(eqns) and not around.loop
     is_worth_it = any(map(_is_worth_it, eqns))
-    return Segment(eqns, inputs, outputs, tuple(origins[v] for v in inputs), around, is_worth_it, convolves)
+    return Segment(eqns, inputs, outputs, tuple(origins[v] for v in inputs), around, is_worth_it, convolves, is_end)
 
 
 def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
     names = [name for eqn in eqns if (name := name_of(eqn)) in PRODUCTS]
     return names.count("conv_general_dilated") > len(names) / 2
+
+
+def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int]) -> int:
+    """Where the end of a function begins: at its last product, or before, where fewer bytes cross."""
+    products = [i for i, eqn in enumerate(eqns) if holds_product(eqn)]
+    if not products or not _is_plain(eqns[products[-1]]):
+        return products[-1] + 1 if products else 0
+    start = products[-2] + 1 if len(products) > 1 else 0
+    crossing = lambda i: sum(nbytes(v) for eqn in eqns[:i] for v in eqn.outvars if last_uses.get(v, -1) >= i)
+    return min(range(start, products[-1] + 1), key=crossing)
 
 
 def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
