@@ -1,60 +1,69 @@
-"""Align the operations of two programs, each of which may have operations that the other one lacks."""
+"""Align the operations of two programs, first by their values, then by what they are."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jamp.debug._observe import Numbers, Operation
+from jamp._primitives import MOVING
+from jamp.debug._numbers import NEAR, Numbers, same_elements
+from jamp.debug._observe import Operation
 
-_MOST = 4_000_000  # pairs
+LAYOUT = (MOVING | {"item", "stack"}) - {"concatenate", "dynamic_slice", "gather", "pad", "select_n", "slice"}
+_MOST = 2000  # operations of each program that are aligned without their values
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """An operation, in all iterations of the merged loops together.
+
+    Attributes:
+      operation: The operation in the first iteration.
+      numbers: Those of all iterations.
+      reads: The entries of the operands.
+      parts: How many iterations.
+      kind: Equal for entries of both programs with the same elements. None if the other program has no such entry.
+    """
+
+    operation: Operation
+    numbers: Numbers
+    reads: tuple[int, ...]
+    parts: int
+    kind: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """An operation, in all iterations of the merged loops together."""
+class Program:
+    """The entries of a program in order, and the entry of each operation."""
 
-    operation: Operation  # in the first iteration
-    numbers: Numbers
-    reads: frozenset[int]  # entries
-    parts: int  # how many iterations
+    entries: list[Entry]
+    entry_of: dict[int, int]
 
 
-class Alignment(NamedTuple):
-    """The entries of two programs, the pairs of those that compute the same, and the entry of each operation."""
-
-    ours: list[Entry]
-    theirs: list[Entry]
-    pairs: list[tuple[int, int]]
-    entry_of: dict[int, int]  # of ours
-    other_entry_of: dict[int, int]
-
-
-def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
-    """Align two programs.
+def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> tuple[Program, Program]:
+    """Two programs whose entries with the same elements have the same `kind`.
 
     In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
-    (micro-batches, or tokens that are decoded one by one). Each loop is merged if more operations are aligned then.
+    (micro-batches, or tokens that are decoded one by one). A loop is merged if more entries agree then.
     """
-    # The entries of a long loop would need too much memory.
-    long = len(ours) * len(theirs) > _MOST
-    merged = [{loop for x in side for loop, _ in x.loops} if long else set[int]() for side in (ours, theirs)]
-    entries = [_entries(x, loops) for x, loops in zip((ours, theirs), merged, strict=True)]
-    best, pairs = _pairs(entries[0][0], entries[1][0])
-    for side, operations in enumerate((ours, theirs)):
-        for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops if loop not in merged[side]):
-            tried = list(entries)
-            tried[side] = _entries(operations, merged[side] | {loop})
-            score, tried_pairs = _pairs(tried[0][0], tried[1][0])
-            if score > best:
-                best, pairs, entries = score, tried_pairs, tried
-                merged[side].add(loop)
-    return Alignment(entries[0][0], entries[1][0], pairs, entries[0][1], entries[1][1])
+    sides, merged = (ours, theirs), (set[int](), set[int]())
+    programs = [_program(side, set()) for side in sides]
+    best = _match(programs[0], programs[1])
+    for k, operations in enumerate(sides):
+        for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops):
+            tried = list(programs)
+            tried[k] = _program(operations, merged[k] | {loop})
+            agreeing = _match(tried[0], tried[1])
+            if agreeing > best:
+                best, programs = agreeing, tried
+                merged[k].add(loop)
+    _match(programs[0], programs[1])
+    return programs[0], programs[1]
 
 
-def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[Entry], dict[int, int]]:
+def _program(operations: Sequence[Operation], merged: set[int]) -> Program:
     seen: Counter[Any] = Counter()
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(operations):
@@ -64,24 +73,60 @@ def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[En
         groups.setdefault((x.equation, kept, seen[x.equation, x.loops]), []).append(i)
     number = {i: j for j, group in enumerate(groups.values()) for i in group}
     entries = []
-    for j, group in enumerate(groups.values()):
-        numbers = [operations[i].numbers for i in group]
-        total = Numbers(*(sum(column) for column in zip(*numbers, strict=True)))
-        reads = {number[k] for i in group for k in operations[i].reads} - {j}
-        entries.append(Entry(operations[group[0]], total, frozenset(reads), len(group)))
-    return entries, number
+    for group in groups.values():
+        parts = [operations[i].numbers for i in group]
+        numbers = parts[0]
+        if len(parts) > 1:
+            join = lambda arrays: np.concatenate([np.ravel(x) for x in arrays])
+            unit, constant = max(x.unit for x in parts), max(x.constant for x in parts)
+            numbers = Numbers(join(x.value for x in parts), join(x.traced for x in parts), unit, constant)
+        reads = tuple(number[k] for k in operations[group[0]].reads)
+        entries.append(Entry(operations[group[0]], numbers, reads, len(group)))
+    return Program(entries, number)
 
 
-def _pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[float, list[tuple[int, int]]]:
-    """The sum of the weights, and the pairs, in order, that make it largest."""
+def _match(here: Program, there: Program) -> int:
+    """Set the kinds of all entries. Return how many entries of the program with fewer ones agree."""
+    groups: dict[int, list[Entry]] = {}
+    for x in (*here.entries, *there.entries):
+        x.kind = None
+    for y in there.entries:
+        groups.setdefault(y.numbers.value.size, []).append(y)
+    norms = {size: np.array([y.numbers.norm for y in group]) for size, group in groups.items()}
+    for kind, x in enumerate(here.entries):
+        size, norm = x.numbers.value.size, x.numbers.norm
+        for i in np.flatnonzero(np.abs(norms.get(size, np.zeros(0)) - norm) <= NEAR * abs(norm)):
+            y = groups[size][i]
+            if None in (x.kind, y.kind) and same_elements(x.numbers, y.numbers):
+                x.kind = x.kind if x.kind is not None else y.kind if y.kind is not None else kind
+                y.kind = y.kind if y.kind is not None else x.kind
+    return min(sum(x.kind is not None for x in side.entries) for side in (here, there))
+
+
+def pairs(ours: Sequence[Entry], theirs: Sequence[Entry], kinds: Callable[[Entry], Any]) -> list[tuple[int, int]]:
+    """The pairs of operations, in order, that are most alike. `kinds` are those of the operands of an entry."""
+    ours, theirs = ours[:_MOST], theirs[:_MOST]
     if not ours or not theirs:
-        return 0.0, []
-    weights = _weights(ours, theirs)
+        return []
+
+    def equal(key: Callable[[Entry], Any]) -> np.ndarray[Any, Any]:
+        codes: dict[Any, int] = {}
+        left, right = ([codes.setdefault(key(x), len(codes)) for x in side] for side in (ours, theirs))
+        return np.equal.outer(np.array(left), np.array(right))
+
+    location = lambda x: x.operation.location
+    hints = [
+        (3.0, equal(lambda x: kinds(x) or id(x))),
+        (2.0, equal(lambda x: x.numbers.value.size)),
+        (1.0, equal(lambda x: (location(x).line, location(x).backward))),
+        (1.0, equal(lambda x: (location(x).scope, location(x).backward))),
+    ]
+    alike = 1 + sum(weight * hint for weight, hint in hints)
+    weights = (equal(lambda x: x.operation.primitive) * alike).astype(np.float32)
     best = np.zeros((len(ours) + 1, len(theirs) + 1), np.float32)
     for i, row in enumerate(weights):
-        best[i + 1, 1:] = np.maximum.accumulate(np.maximum(best[i, 1:], best[i, :-1] + row))
-    i, j = len(ours), len(theirs)
-    pairs = []
+        best[i + 1, 1:] = np.maximum.accumulate(np.maximum(best[i, 1:], (best[i, :-1] + row) * (row > 0)))
+    i, j, found = len(ours), len(theirs), list[tuple[int, int]]()
     while i and j:
         if best[i, j] == best[i - 1, j]:
             i -= 1
@@ -89,28 +134,5 @@ def _pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[float, list[
             j -= 1
         else:
             i, j = i - 1, j - 1
-            pairs.append((i, j))
-    return float(best[-1, -1]), pairs[::-1]
-
-
-def _weights(ours: Sequence[Entry], theirs: Sequence[Entry]) -> np.ndarray[Any, Any]:
-    """How likely it is that two entries compute the same, f32[ours, theirs]. 0 if they cannot."""
-
-    def equal(key: Callable[[Entry], Any]) -> np.ndarray[Any, Any]:
-        codes: dict[Any, int] = {}
-        left, right = ([codes.setdefault(key(x), len(codes)) for x in side] for side in (ours, theirs))
-        return np.equal.outer(np.array(left), np.array(right))
-
-    log = lambda square: np.log(square) if 0 < square < np.inf else np.sign(square) * 1e3  # 0, inf and NaN, too
-    left, right = (np.nan_to_num([log(float(x.numbers.square)) for x in side], nan=2e3) for side in (ours, theirs))
-    apart = np.abs(np.subtract.outer(left, right))
-    same_size, same_primitive = equal(lambda x: x.numbers.size), equal(lambda x: x.operation.primitive)
-    hints = [
-        (2.0, equal(lambda x: (x.operation.location.line, x.operation.location.backward))),
-        (2.0, equal(lambda x: (x.operation.location.scope, x.operation.location.backward))),
-        (1.0, equal(lambda x: x.operation.shape[-1:])),
-        (3.0, apart < 0.02),
-    ]
-    weights = same_primitive * (1 + sum(weight * hint for weight, hint in hints)) + ~same_primitive * (apart < 1e-5)
-    result: np.ndarray[Any, Any] = (weights * same_size).astype(np.float32)
-    return result
+            found.append((i, j))
+    return found[::-1]

@@ -4,23 +4,41 @@ import dataclasses
 
 from jamp import _table
 
-JUMP = 8.0  # A difference is a jump if it is more than 8 times what rounding and the operands explain.
-_SHOWN = 12
+_WIDTH, _SHOWN = 100, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A difference of two functions that can be read.
+
+    Attributes:
+      text: What differs, such as "mul(_, 0.25) here, mul(_, 0.2) there".
+      source, scope: The user's line and the name scopes in the first function, or "" if it has no such operation.
+      other_source, other_scope: The same in the other function.
+    """
+
+    text: str
+    source: str
+    scope: str
+    other_source: str
+    other_scope: str
+
+    def __str__(self) -> str:
+        sides = (("here", self.source, self.scope), ("there", self.other_source, self.other_scope))
+        lines = [f"  {title:<5}  {_place(line, scope, 90)}" for title, line, scope in sides if line]
+        return "\n".join([_cut(self.text, _WIDTH - 10), *lines])
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparedRow:
-    """An operation that both functions have. All differences are relative, by the norm.
+    """An operation that both functions have.
 
     Attributes:
       operation, source, scope, dtype: The primitive, the user's line, the name scopes, and the dtype of the result.
       other_operation, other_source, other_scope, other_dtype: The same in the other function.
       backward: Whether it is part of a backward pass.
-      difference: How much the results differ, estimated to about 15 %.
-      operands: How much of it the differences of its operands explain. A sum whose terms cancel amplifies them.
-      rounding: How much of it rounding explains: the unit roundoff of the coarsest dtype among this operation and those
-        before it, with the same amplification.
-      reaches_results: Whether a result still shows the difference. That of masked values does not.
+      difference: How much the results differ, relative, by the norm of those elements that differ.
+      reaches_results: Whether a result shows the difference. That of masked values does not reach it.
     """
 
     operation: str
@@ -33,85 +51,104 @@ class ComparedRow:
     other_dtype: str
     backward: bool
     difference: float
-    operands: float
-    rounding: float
-    reaches_results: bool = True
-
-    @property
-    def is_jump(self) -> bool:
-        """Whether rounding and the operands do not explain the difference."""
-        return self.difference > JUMP * max(self.operands, self.rounding)
-
-    def __str__(self) -> str:
-        name = self.operation if self.operation == self.other_operation else f"{self.operation}, {self.other_operation}"
-        dtypes = self.dtype if self.dtype == self.other_dtype else f"{self.dtype}, {self.other_dtype}"
-        lines = [f"{name}, {dtypes}: differs by {self.difference:.1e}; its operands explain {self.operands:.1e}"]
-        for title, line, scope in (("line", self.source, self.scope), ("other", self.other_source, self.other_scope)):
-            lines.append(f"  {title:<7} {line or 'unknown'}{f' in {scope}' if scope else ''}")
-        return "\n".join(lines)
+    reaches_results: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
-    """The result of `compare`. `bool()` is whether the functions part, `str()` is a report.
+    """The result of `compare`. `bool()` is whether the results differ, `str()` is a report, `repr()` one line of it.
 
     Attributes:
-      rows: The operations that both functions have, in order.
-      first: The first operation that differs by more than rounding explains.
-      only_here, only_there: The operations before it that only one of the functions has.
+      results_part: Whether a result differs by more than rounding explains.
       results: How much each result differs: by the norm, or the share of unequal integers. inf if the shapes differ, or
         where they are inf or NaN.
-      results_part: Whether a result differs by more than rounding explains.
+      dtype: The dtype whose rounding explains the results' differences, or "" if none does.
+      differences: What differs in the functions, the first one first. Empty if the results agree.
+      first: The first operation that both functions have and whose results differ.
+      rows: The operations that both functions have, in order.
       compiled: How much the results of each function differ if XLA compiles it whole.
     """
 
-    rows: tuple[ComparedRow, ...]
-    first: ComparedRow | None
-    only_here: tuple[str, ...]
-    only_there: tuple[str, ...]
-    results: tuple[float, ...]
     results_part: bool
+    results: tuple[float, ...]
+    dtype: str
+    differences: tuple[Difference, ...]
+    first: ComparedRow | None
+    rows: tuple[ComparedRow, ...]
     compiled: tuple[float, float]
 
     def __bool__(self) -> bool:
-        return self.first is not None or self.results_part
+        return self.results_part
+
+    def __repr__(self) -> str:
+        if not self:
+            return f"<Comparison: {self._verdict()}>"
+        x = self.differences[0]
+        lines = ", ".join(dict.fromkeys(line for line in (x.source, x.other_source) if line))
+        # pytest shows 240 characters of it.
+        return f"<Comparison: {_cut(self._verdict(), 60)}; first {_cut(x.text, 90)}; {_cut(lines, 60)}>"
 
     def __str__(self) -> str:
-        worst = max(self.results, default=0.0)
-        if not self:
-            lines = [f"The functions agree: the results differ by {worst:.1e}, which rounding explains"]
-        elif self.first is None:
-            lines = [f"The results differ by {worst:.1e}, but none of the {len(self.rows)} operations in both parts"]
-        else:
-            lines = [f"The functions part at {self.first}"]
+        lines = [self._verdict()]
+        for title, x in zip(("First:", "Then: ", "Then: "), self.differences, strict=False):
+            lines += [f"{title} {x}"]
+        lines += self._growth()
+        if max(self.compiled) > max(2 * self._worst, 1e-6):  # Below, it is the order of sums.
+            here, there = self.compiled
+            lines += [
+                f"Compiled whole, the results change by {here:.1e} and {there:.1e}. This is the compiler's difference:",
+                "XLA may leave out roundings (xla_allow_excess_precision).",
+            ]
+        return "\n".join([*lines, *self._next()])
+
+    @property
+    def _worst(self) -> float:
+        return max(self.results, default=0.0)
+
+    def _verdict(self) -> str:
+        if self and self._worst == float("inf"):
+            return "The results differ: in their shapes, or in where they are inf or NaN"
         if self:
-            for title, names in (("here", self.only_here), ("there", self.only_there)):
-                lines += [f"  only {title:<5} {', '.join(names[-3:])}"] if names else []
-            if not (self.only_here or self.only_there):
-                lines += ["  its operands agree, so they are moved, masked or indexed differently, or arguments are"]
-        grown, largest = [], 0.0
+            return f"The results differ by {self._worst:.1e}, which rounding does not explain"
+        is_coarse = self.dtype not in ("", "float32", "float64")
+        return f"The functions agree{f' to {self.dtype}' * is_coarse}: the results differ by {self._worst:.1e}"
+
+    def _growth(self) -> list[str]:
+        """A table of the operations at which the difference grows."""
+        grown, largest = list[ComparedRow](), 0.0
         for row in self.rows:
             if row.reaches_results and row.difference > 1.5 * largest:
                 grown.append(row)
                 largest = row.difference
-        if grown:
-            cells = [
-                (
-                    f"{x.difference:.1e}",
-                    x.operation + ", backward" * x.backward,
-                    f"{x.dtype}, {x.other_dtype}",
-                    x.scope,
-                    x.source,
-                )
-                for x in grown[-_SHOWN:]
-            ]
-            lines += ["", "The difference grows:", *(f"  {line}" for line in _table.aligned(cells))]
-            lines += [f"  {worst:.1e}  the results"]
-        if max(self.compiled) > max(2 * worst, 1e-6):  # Below, it is the order of sums.
-            here, there = self.compiled
-            lines += [
-                "",
-                f"Compiled whole, the results change by {here:.1e} and {there:.1e}. This is the compiler's difference "
-                "and not the program's: XLA may leave out roundings (xla_allow_excess_precision).",
-            ]
-        return "\n".join(lines)
+        cells = [
+            (f"{x.difference:.1e}", x.operation + ", backward" * x.backward, f"{x.dtype}, {x.other_dtype}")
+            for x in grown[-_SHOWN:]
+        ]
+        if not cells:
+            return []
+        header = ("differs by", "operation", "dtypes", "where")
+        room = _WIDTH - 4 - sum(max(map(len, column)) + 2 for column in zip(header[:3], *cells, strict=True))
+        places = [_place(x.source, x.scope, room) for x in grown[-_SHOWN:]]
+        rows = [(*cell, place) for cell, place in zip(cells, places, strict=True)]
+        table = _table.with_header(header, [*rows, (f"{self._worst:.1e}", "the results", "", "")])
+        return ["", "The difference grows:", *(f"  {line}" for line in table), ""]
+
+    def _next(self) -> list[str]:
+        if self and self._worst == float("inf"):
+            return ["Next: jamp.debug.find_nonfinite of both functions, if the shapes are equal."]
+        if self:
+            return ["Next: change the first line that differs, and compare again."]
+        if self.dtype not in ("", "float32", "float64"):
+            return [f"Next: if that is too much, jamp.debug.rounding_report(fun, jnp.{self.dtype}) names the lines."]
+        return []
+
+
+def _place(line: str, scope: str, width: int) -> str:
+    """A line and its scopes in at most `width` characters."""
+    line = line or "an unknown line"
+    room = width - len(line) - 4
+    return _cut(line, width) if not scope or room < 8 else f"{line} in {scope if len(scope) <= room else '…' + scope[1 - room:]}"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
