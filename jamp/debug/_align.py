@@ -76,7 +76,7 @@ def _program(operations: Sequence[Operation], merged: set[int]) -> Program:
     for group in groups.values():
         parts = [operations[i].numbers for i in group]
         numbers = parts[0]
-        if len(parts) > 1:
+        if any(not np.array_equal(x.value, numbers.value, equal_nan=x.is_inexact) for x in parts):  # else invariant
             join = lambda arrays: np.concatenate([np.ravel(x) for x in arrays])
             unit, constant = max(x.unit for x in parts), max(x.constant for x in parts)
             numbers = Numbers(join(x.value for x in parts), join(x.traced for x in parts), unit, constant)
@@ -86,7 +86,7 @@ def _program(operations: Sequence[Operation], merged: set[int]) -> Program:
 
 
 def _match(here: Program, there: Program) -> int:
-    """Set the kinds of all entries. Return how many entries of the program with fewer ones agree."""
+    """Set the kinds of all entries. Return how many operations agree, in the program where they are fewer."""
     groups: dict[int, list[Entry]] = {}
     for x in (*here.entries, *there.entries):
         x.kind = None
@@ -100,7 +100,8 @@ def _match(here: Program, there: Program) -> int:
             if None in (x.kind, y.kind) and same_elements(x.numbers, y.numbers):
                 x.kind = x.kind if x.kind is not None else y.kind if y.kind is not None else kind
                 y.kind = y.kind if y.kind is not None else x.kind
-    return min(sum(x.kind is not None for x in side.entries) for side in (here, there))
+    counts = lambda x: x.kind is not None and x.operation.primitive not in LAYOUT and x.numbers.value.size > 1
+    return min(sum(map(counts, side.entries)) for side in (here, there))
 
 
 def pairs(ours: Sequence[Entry], theirs: Sequence[Entry], kinds: Callable[[Entry], Any]) -> list[tuple[int, int]]:

@@ -67,6 +67,7 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
         return Comparison(
             results_part=bool(differing),
             results=tuple(here.apart(there)),
+            without_rounding=tuple(apart(x, y)[0] for x, y in zip(*pairs, strict=True)),
             dtype="" if differing else _dtype(here, there),
             differences=tuple(_readable(x) for x in parting.differences),
             first=first,

@@ -62,6 +62,7 @@ class Comparison:
       results_part: Whether a result differs by more than rounding explains.
       results: How much each result differs: by the norm, or the share of unequal integers. inf if the shapes differ, or
         where they are inf or NaN.
+      without_rounding: The same in float64. This decides.
       dtype: The dtype whose rounding explains the results' differences, or "" if none does.
       differences: What differs in the functions, the first one first. Empty if the results agree.
       first: The first operation that both functions have and whose results differ.
@@ -71,6 +72,7 @@ class Comparison:
 
     results_part: bool
     results: tuple[float, ...]
+    without_rounding: tuple[float, ...]
     dtype: str
     differences: tuple[Difference, ...]
     first: ComparedRow | None
@@ -81,18 +83,18 @@ class Comparison:
         return self.results_part
 
     def __repr__(self) -> str:
-        if not self:
+        if not self.differences:
             return f"<Comparison: {self._verdict()}>"
         x = self.differences[0]
-        lines = ", ".join(dict.fromkeys(line for line in (x.source, x.other_source) if line))
-        # pytest shows 240 characters of it.
-        return f"<Comparison: {_cut(self._verdict(), 60)}; first {_cut(x.text, 90)}; {_cut(lines, 60)}>"
+        lines = ", ".join(dict.fromkeys(_cut(line, 50) for line in (x.source, x.other_source) if line))
+        worst = max(self.without_rounding)
+        return f"<Comparison: differ by {worst:.1e} in float64; first {_cut(x.text, 80)}, {lines}>"  # pytest shows 240
 
     def __str__(self) -> str:
         lines = [self._verdict()]
         for title, x in zip(("First:", "Then: ", "Then: "), self.differences, strict=False):
             lines += [f"{title} {x}"]
-        lines += self._growth()
+        lines += self._growth() if self._is_coarse else []
         if max(self.compiled) > max(2 * self._worst, 1e-6):  # Below, it is the order of sums.
             here, there = self.compiled
             lines += [
@@ -106,12 +108,17 @@ class Comparison:
         return max(self.results, default=0.0)
 
     def _verdict(self) -> str:
+        exact = max(self.without_rounding, default=0.0)
         if self and self._worst == float("inf"):
-            return "The results differ: in their shapes, or in where they are inf or NaN"
+            return "The results differ in shape, or in where they are inf or NaN"
         if self:
-            return f"The results differ by {self._worst:.1e}, which rounding does not explain"
-        is_coarse = self.dtype not in ("", "float32", "float64")
-        return f"The functions agree{f' to {self.dtype}' * is_coarse}: the results differ by {self._worst:.1e}"
+            return f"The functions differ, not by rounding: in float64 their results differ by {exact:.1e}"
+        dtype = f" to {self.dtype}" * self._is_coarse
+        return f"The functions agree{dtype}: their results differ by {self._worst:.1e}, which is rounding"
+
+    @property
+    def _is_coarse(self) -> bool:
+        return self.dtype not in ("", "float32", "float64")
 
     def _growth(self) -> list[str]:
         """A table of the operations at which the difference grows."""
@@ -138,7 +145,7 @@ class Comparison:
             return ["Next: jamp.debug.find_nonfinite of both functions, if the shapes are equal."]
         if self:
             return ["Next: change the first line that differs, and compare again."]
-        if self.dtype not in ("", "float32", "float64"):
+        if self._is_coarse:
             return [f"Next: if that is too much, jamp.debug.rounding_report(fun, jnp.{self.dtype}) names the lines."]
         return []
 

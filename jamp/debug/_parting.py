@@ -57,6 +57,7 @@ def part(here: Program, there: Program, results: Sequence[tuple[int, int]]) -> P
             first = first or ((x, y) if found and x.numbers.is_inexact else None)
         elif x or y:
             found.append(Parted(f"{_describe(x or y, operands)} only {'here' if x else 'there'}", x, y))
+    found = list({(d.text, *(z and z.operation.location for z in d[1:])): d for d in found}.values())
     if not found:
         found = [Parted("the results are other values", here.entries[i], there.entries[j]) for i, j in results[:1]]
     return Parting(found, first, [(sides[0][i], sides[1][j]) for i, j in aligned], region)
