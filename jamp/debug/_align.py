@@ -9,7 +9,7 @@ import numpy as np
 
 from jamp._primitives import MOVING
 from jamp.debug._numbers import NEAR, Numbers, same_elements
-from jamp.debug._observe import Operation
+from jamp.debug._observe import ARGUMENT, CONSTANT, Operation
 
 LAYOUT = (MOVING | {"item", "stack"}) - {"concatenate", "dynamic_slice", "gather", "pad", "select_n", "slice"}
 _MOST = 2000  # operations of each program that are aligned without their values
@@ -22,16 +22,23 @@ class Entry:
     Attributes:
       operation: The operation in the first iteration.
       numbers: Those of all iterations.
-      reads: The entries of the operands.
+      reads: The entries of the operands, in the first iteration.
+      carried: Those of other iterations.
       parts: How many iterations.
       kind: Equal for entries of both programs with the same elements. None if the other program has no such entry.
     """
 
     operation: Operation
     numbers: Numbers
-    reads: tuple[int, ...]
+    reads: list["Entry"]
+    carried: list["Entry"]
     parts: int
     kind: int | None = None
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is an argument or a constant."""
+        return self.operation.primitive in (ARGUMENT, CONSTANT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +47,17 @@ class Program:
 
     entries: list[Entry]
     entry_of: dict[int, int]
+
+    def behind(self, results: Sequence[int], enter: Callable[[Entry], bool]) -> list[Entry]:
+        """The entries that some are computed from, in order, and themselves. `enter` says which of them to follow."""
+        todo = [self.entries[i] for i in results]
+        found = {id(x) for x in todo}
+        while todo:
+            x = todo.pop()
+            new = {id(y): y for y in (*x.reads, *x.carried) if id(y) not in found and enter(y)}
+            found.update(new)
+            todo += new.values()
+        return [x for x in self.entries if id(x) in found]
 
 
 def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> tuple[Program, Program]:
@@ -80,8 +98,10 @@ def _program(operations: Sequence[Operation], merged: set[int]) -> Program:
             join = lambda arrays: np.concatenate([np.ravel(x) for x in arrays])
             unit, constant = max(x.unit for x in parts), max(x.constant for x in parts)
             numbers = Numbers(join(x.value for x in parts), join(x.traced for x in parts), unit, constant)
-        reads = tuple(number[k] for k in operations[group[0]].reads)
-        entries.append(Entry(operations[group[0]], numbers, reads, len(group)))
+        entries.append(Entry(operations[group[0]], numbers, [], [], len(group)))
+    for entry, group in zip(entries, groups.values(), strict=True):
+        reads = [[entries[number[k]] for k in operations[i].reads] for i in group]
+        entry.reads, entry.carried = reads[0], [x for later in reads[1:] for x in later if x not in reads[0]]
     return Program(entries, number)
 
 

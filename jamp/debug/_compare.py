@@ -11,9 +11,9 @@ from jamp._arguments import Call, named, paths
 from jamp._cast import is_floating, is_inexact
 from jamp.debug._align import LAYOUT, Entry, Program, align
 from jamp.debug._comparison import ComparedRow, Comparison, Difference
-from jamp.debug._numbers import JUMP, agree, apart, relative, roundoff
+from jamp.debug._numbers import JUMP, agree, apart, relative, roundoff, same_elements
 from jamp.debug._observe import Operation, observe, to_host
-from jamp.debug._parting import Parted, Parting, difference, part
+from jamp.debug._parting import Parted, Parting, part
 
 
 def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Comparison]:
@@ -62,8 +62,9 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
         differing = [k for k, x in enumerate(here.apart(there)) if np.isinf(x) or not explained[k]]
         programs = align(here.operations, there.operations)
         entries = [(programs[0].entry_of[here.results[k]], programs[1].entry_of[there.results[k]]) for k in differing]
-        parting = part(*programs, entries) if differing else Parting([], None, [], set())
-        rows, first = _rows(programs, parting)
+        parting = part(*programs, entries) if differing else Parting([], [])
+        used = programs[0].behind([programs[0].entry_of[i] for i in here.results], lambda x: True)
+        rows, first = _rows(programs, parting, set(map(id, used)))
         return Comparison(
             results_part=bool(differing),
             results=tuple(here.apart(there)),
@@ -129,33 +130,37 @@ def _dtype(here: _Run, there: _Run) -> str:
     return next(reversed(used), "")
 
 
-def _rows(programs: tuple[Program, Program], parting: Parting) -> tuple[list[ComparedRow], ComparedRow | None]:
-    """The rows, and the first one at or after the first difference."""
-    is_row = lambda x: is_floating(x.operation) and x.operation.primitive not in (*LAYOUT, "argument", "constant")
-    partners: dict[Any, list[Entry]] = {}
+def _rows(
+    programs: tuple[Program, Program], parting: Parting, used: set[int]
+) -> tuple[list[ComparedRow], ComparedRow | None]:
+    """The rows, and the first one that differs. The results depend on those entries that are `used`."""
+    is_row = lambda x: is_floating(x.operation) and not x.is_leaf and x.operation.primitive not in LAYOUT
     key = lambda x: (x.kind, x.operation.primitive)
-    for y in filter(is_row, programs[1].entries):
-        if y.kind is not None:
+    partners: dict[Any, list[Entry]] = {}
+    for y in programs[1].entries:
+        if is_row(y) and y.kind is not None:
             partners.setdefault(key(y), []).append(y)
-    aligned = {id(x): y for x, y in parting.aligned}
-    rows, first = list[ComparedRow](), None
+    for x, y in parting.aligned:
+        partners.setdefault(id(x), []).append(y)
+    pairs = []
     for x in filter(is_row, programs[0].entries):
-        same = partners.get(key(x))
-        y = same.pop(0) if same else aligned.get(id(x))
-        if y is not None:
-            rows.append(_row(x, y, x.kind is not None or id(x) in parting.region))
-            first = rows[-1] if parting.first and parting.first[0] is x else first
-    return rows, first
+        if same := partners.get(id(x) if x.kind is None else key(x)):
+            pairs.append((x, same.pop(0)))
+    rows = [_row(x, y, id(x) in used) for x, y in pairs]
+    differing = [i for i, (x, _) in enumerate(pairs) if x.kind is None]
+    about = [x for d in parting.differences[:1] for x in (d.here, d.there) if x]
+    first = next((i for i in differing if any(z is x for z in pairs[i] for x in about)), *differing[:1] or [None])
+    return rows, None if first is None else rows[first]
 
 
-def _row(x: Entry, y: Entry, reaches_results: bool) -> ComparedRow:
-    sides = [
-        (z.operation.primitive, z.operation.location.line, z.operation.location.scope, str(z.operation.dtype))
-        for z in (x, y)
-    ]
-    return ComparedRow(*sides[0], *sides[1], x.operation.location.backward, difference(x, y), reaches_results)
+def _row(x: Entry, y: Entry, is_used: bool) -> ComparedRow:
+    """The row of two aligned entries."""
+    place = lambda z: (z.operation.primitive, z.operation.location.line, z.operation.location.scope, str(z.operation.dtype))
+    is_moved = not agree(x.numbers, y.numbers) and same_elements(x.numbers, y.numbers)
+    traced = [np.ravel((z.numbers.sorted if is_moved else z.numbers).traced) for z in (x, y)]
+    return ComparedRow(*place(x), *place(y), x.operation.location.backward, relative(*traced), is_used)
 
 
 def _readable(x: Parted) -> Difference:
     places = [(z.operation.location.line, z.operation.location.scope) if z else ("", "") for z in (x.here, x.there)]
-    return Difference(x.text, *places[0], *places[1])
+    return Difference(x.text, x.only, *places[0], *places[1])

@@ -13,11 +13,14 @@ class Difference:
 
     Attributes:
       text: What differs, such as "mul(_, 0.25) here, mul(_, 0.2) there".
-      source, scope: The user's line and the name scopes in the first function, or "" if it has no such operation.
+      only: "here" or "there" if only one function has the operation, else "".
+      source, scope: The user's line and the name scopes in the first function. If only the other one has the operation,
+        those of the next operation in both.
       other_source, other_scope: The same in the other function.
     """
 
     text: str
+    only: str
     source: str
     scope: str
     other_source: str
@@ -25,8 +28,10 @@ class Difference:
 
     def __str__(self) -> str:
         sides = (("here", self.source, self.scope), ("there", self.other_source, self.other_scope))
-        lines = [f"  {title:<5}  {_place(line, scope, 90)}" for title, line, scope in sides if line]
-        return "\n".join([_cut(self.text, _WIDTH - 10), *lines])
+        before = {"here": "there", "there": "here"}.get(self.only)
+        places = [(title, _place(line, scope, 85)) for title, line, scope in sides if line]
+        lines = [f"  {title:<5}  {'before ' * (title == before)}{place}" for title, place in places]
+        return "\n".join([_cut(self.text + f" only {self.only}" * bool(self.only), 90), *lines])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,7 @@ class ComparedRow:
       other_operation, other_source, other_scope, other_dtype: The same in the other function.
       backward: Whether it is part of a backward pass.
       difference: How much the results differ, relative, by the norm of those elements that differ.
-      reaches_results: Whether a result shows the difference. That of masked values does not reach it.
+      reaches_results: Whether a result depends on it.
     """
 
     operation: str
@@ -86,9 +91,10 @@ class Comparison:
         if not self.differences:
             return f"<Comparison: {self._verdict()}>"
         x = self.differences[0]
+        only = f" only {x.only}" * bool(x.only)
         lines = ", ".join(dict.fromkeys(_cut(line, 50) for line in (x.source, x.other_source) if line))
         worst = max(self.without_rounding)
-        return f"<Comparison: differ by {worst:.1e} in float64; first {_cut(x.text, 80)}, {lines}>"  # pytest shows 240
+        return f"<Comparison: differ by {worst:.1e} in float64; first {_cut(x.text, 80)}{only}, {lines}>"  # pytest shows 240
 
     def __str__(self) -> str:
         lines = [self._verdict()]
