@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,17 +60,18 @@ class Program:
         return [x for x in self.entries if id(x) in found]
 
 
-def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> tuple[Program, Program]:
+def align(ours: Sequence[Operation], theirs: Sequence[Operation], results: Sequence[Sequence[int]]) -> tuple[Program, Program]:
     """Two programs whose entries with the same elements have the same `kind`.
 
-    In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
+    Operations that no result is computed from are left out. In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
     (micro-batches, or tokens that are decoded one by one). A loop is merged if more entries agree then.
     """
-    sides, merged = (ours, theirs), (set[int](), set[int]())
+    sides = [_used(operations, indices) for operations, indices in zip((ours, theirs), results, strict=True)]
+    merged = set[int](), set[int]()
     programs = [_program(side, set()) for side in sides]
     best = _match(programs[0], programs[1])
     for k, operations in enumerate(sides):
-        for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops):
+        for loop in dict.fromkeys(loop for x in operations.values() for loop, _ in x.loops):
             tried = list(programs)
             tried[k] = _program(operations, merged[k] | {loop})
             agreeing = _match(tried[0], tried[1])
@@ -81,10 +82,18 @@ def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> tuple[Progr
     return programs[0], programs[1]
 
 
-def _program(operations: Sequence[Operation], merged: set[int]) -> Program:
+def _used(operations: Sequence[Operation], results: Sequence[int]) -> dict[int, Operation]:
+    """The operations by their indices, without those that no result is computed from."""
+    used = set(results)
+    for i in reversed(range(len(operations))):
+        used.update(operations[i].reads if i in used else ())
+    return {i: operations[i] for i in sorted(used)}
+
+
+def _program(operations: Mapping[int, Operation], merged: set[int]) -> Program:
     seen: Counter[Any] = Counter()
     groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(operations):
+    for i, x in operations.items():
         # A function may be called several times in an iteration.
         seen[x.equation, x.loops] += 1
         kept = tuple(pair for pair in x.loops if pair[0] not in merged)

@@ -60,11 +60,10 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
         pairs = [[run.operations[i].numbers for i in run.results] for run in (here, there)]
         explained = [agree(x, y) for x, y in zip(*pairs, strict=True)]
         differing = [k for k, x in enumerate(here.apart(there)) if np.isinf(x) or not explained[k]]
-        programs = align(here.operations, there.operations)
+        programs = align(here.operations, there.operations, [here.results, there.results])
         entries = [(programs[0].entry_of[here.results[k]], programs[1].entry_of[there.results[k]]) for k in differing]
         parting = part(*programs, entries) if differing else Parting([], [])
-        used = programs[0].behind([programs[0].entry_of[i] for i in here.results], lambda x: True)
-        rows, first = _rows(programs, parting, set(map(id, used)))
+        rows, first = _rows(programs, parting)
         return Comparison(
             results_part=bool(differing),
             results=tuple(here.apart(there)),
@@ -130,10 +129,8 @@ def _dtype(here: _Run, there: _Run) -> str:
     return next(reversed(used), "")
 
 
-def _rows(
-    programs: tuple[Program, Program], parting: Parting, used: set[int]
-) -> tuple[list[ComparedRow], ComparedRow | None]:
-    """The rows, and the first one that differs. The results depend on those entries that are `used`."""
+def _rows(programs: tuple[Program, Program], parting: Parting) -> tuple[list[ComparedRow], ComparedRow | None]:
+    """The rows, and the first one that differs."""
     is_row = lambda x: is_floating(x.operation) and not x.is_leaf and x.operation.primitive not in LAYOUT
     key = lambda x: (x.kind, x.operation.primitive)
     partners: dict[Any, list[Entry]] = {}
@@ -146,19 +143,19 @@ def _rows(
     for x in filter(is_row, programs[0].entries):
         if same := partners.get(id(x) if x.kind is None else key(x)):
             pairs.append((x, same.pop(0)))
-    rows = [_row(x, y, id(x) in used) for x, y in pairs]
+    rows = [_row(x, y) for x, y in pairs]
     differing = [i for i, (x, _) in enumerate(pairs) if x.kind is None]
     about = [x for d in parting.differences[:1] for x in (d.here, d.there) if x]
     first = next((i for i in differing if any(z is x for z in pairs[i] for x in about)), *differing[:1] or [None])
     return rows, None if first is None else rows[first]
 
 
-def _row(x: Entry, y: Entry, is_used: bool) -> ComparedRow:
+def _row(x: Entry, y: Entry) -> ComparedRow:
     """The row of two aligned entries."""
     place = lambda z: (z.operation.primitive, z.operation.location.line, z.operation.location.scope, str(z.operation.dtype))
     is_moved = not agree(x.numbers, y.numbers) and same_elements(x.numbers, y.numbers)
     traced = [np.ravel((z.numbers.sorted if is_moved else z.numbers).traced) for z in (x, y)]
-    return ComparedRow(*place(x), *place(y), x.operation.location.backward, relative(*traced), is_used)
+    return ComparedRow(*place(x), *place(y), x.operation.location.backward, relative(*traced))
 
 
 def _readable(x: Parted) -> Difference:

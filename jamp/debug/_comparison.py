@@ -43,7 +43,6 @@ class ComparedRow:
       other_operation, other_source, other_scope, other_dtype: The same in the other function.
       backward: Whether it is part of a backward pass.
       difference: How much the results differ, relative, by the norm of those elements that differ.
-      reaches_results: Whether a result depends on it.
     """
 
     operation: str
@@ -56,7 +55,11 @@ class ComparedRow:
     other_dtype: str
     backward: bool
     difference: float
-    reaches_results: bool
+
+    @property
+    def reaches_results(self) -> bool:
+        """True: operations that no result is computed from have no row."""
+        return True
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -130,7 +133,7 @@ class Comparison:
         """A table of the operations at which the difference grows."""
         grown, largest = list[ComparedRow](), 0.0
         for row in self.rows:
-            if row.reaches_results and row.difference > 1.5 * largest:
+            if row.difference > 1.5 * largest:
                 grown.append(row)
                 largest = row.difference
         cells = [

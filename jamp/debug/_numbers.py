@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-JUMP = 8.0  # Rounding explains a difference of at most 8 roundings.
+JUMP = 4.0  # Rounding explains a difference of at most four roundings.
 NEAR = 1e-2  # The norms of arrays that agree differ by less, relative to the larger one.
 FINEST = 2.0**-44  # of float64, whose errors are estimated from those of float32
 

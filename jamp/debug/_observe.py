@@ -82,7 +82,8 @@ class Observer(Walker[Value]):
         results = _bind(eqn, [x.array for x in values])
         wides, is_exact = _in_float64(eqn, values, results)
         types = _jaxpr.avals([*eqn.invars, *eqn.outvars])
-        constant = 0.0 if is_exact else max(roundoff(x.dtype) for x in types)
+        # Two kernels may round twice as much as their operands.
+        constant = 0.0 if is_exact else 2 * max(roundoff(x.dtype) for x in types)
         options = {"location": here, "options": _jaxpr.params(eqn), "constant": constant}
         outs = zip(results, wides, _jaxpr.avals(eqn.outvars), strict=True)
         name = _jaxpr.name(eqn)

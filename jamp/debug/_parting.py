@@ -10,7 +10,7 @@ from jamp.debug._align import LAYOUT, Entry, Program, pairs
 from jamp.debug._numbers import JUMP, agree, same_elements
 from jamp.debug._observe import ARGUMENT
 
-_COMMUTE = ("add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne")
+_COMMUTE = ("add", "add_any", "mul", "dot_general", "max", "min", "and", "or", "xor", "eq", "ne")
 # Of the parameters of primitives, those that do not change what is computed, or that follow from the shapes.
 _NO_OPTIONS = ("sharding", "precision", "dtype", "element_type", "name", "shape", "sizes", "jaxpr", "accuracy", "mode")
 
@@ -101,11 +101,12 @@ def _compared(x: Entry, y: Entry) -> list[Parted]:
         return []
     moved = [(a, b) for a, b in known if not agree(a.numbers, b.numbers) and a.numbers.value.size > 1]
     if moved and is_whole:
-        (a, b), *_ = moved
-        if not (_is_moving(a) or _is_moving(b)) and (found := _compared(a, b)):
+        # Programs may hold weights, and operands of other shapes, in another layout.
+        a, b = min(moved, key=lambda z: (_source(z[0]).is_leaf, z[0].numbers.value.shape != z[1].numbers.value.shape))
+        if _name(a) == _name(b) and not _is_moving(a) and (found := _compared(a, b)):
             return found
         text = f"an operand of {_name(x)} has the same elements in another order"
-        return [Parted(text, "", a if _is_moving(a) else x, b if _is_moving(b) else y)]
+        return [Parted(text, "", *(z if z.operation.location.line else w for z, w in ((a, x), (b, y))))]
     shapes = [[z.numbers.value.shape for z in side] for side in (left, right)]
     if shapes[0] == shapes[1] and (options := _options(x, y)):
         return [Parted(f"{_name(x)} with {options}", "", x, y)]
