@@ -1,7 +1,7 @@
 """Tools that find inf, NaN, underflow and lost digits: which operation, on which line, in which parameter."""
 
 from ._compare import compare as compare
-from ._comparison import ComparedRow as ComparedRow, Comparison as Comparison, Difference as Difference
+from ._comparison import ComparedRow as ComparedRow, Comparison as Comparison
 from ._find_nonfinite import find_nonfinite as find_nonfinite
 from ._lost_updates import lost_updates as lost_updates
 from ._nonfinite_report import NonfiniteReport as NonfiniteReport, nonfinite_report as nonfinite_report

@@ -20,11 +20,8 @@ class Entry:
     """An operation, in all iterations of the merged loops together.
 
     Attributes:
-      operation: The operation in the first iteration.
-      numbers: Those of all iterations.
-      reads: The entries of the operands, in the first iteration.
-      carried: Those of other iterations.
-      parts: How many iterations.
+      operation, reads: The operation in the first iteration, and the entries of its operands there.
+      numbers, carried: The result in all iterations, and the operands in the others.
       kind: Equal for entries of both programs with the same elements. None if the other program has no such entry.
     """
 
@@ -32,7 +29,6 @@ class Entry:
     numbers: Numbers
     reads: list["Entry"]
     carried: list["Entry"]
-    parts: int
     kind: int | None = None
 
     @property
@@ -40,50 +36,44 @@ class Entry:
         """Whether it is an argument or a constant."""
         return self.operation.primitive in (ARGUMENT, CONSTANT)
 
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """The entries of a program in order, and the entry of each operation."""
-
-    entries: list[Entry]
-    entry_of: dict[int, int]
-
-    def behind(self, results: Sequence[int], enter: Callable[[Entry], bool]) -> list[Entry]:
-        """The entries that some are computed from, in order, and themselves. `enter` says which of them to follow."""
-        todo = [self.entries[i] for i in results]
-        found = {id(x) for x in todo}
-        while todo:
-            x = todo.pop()
-            new = {id(y): y for y in (*x.reads, *x.carried) if id(y) not in found and enter(y)}
-            found.update(new)
-            todo += new.values()
-        return [x for x in self.entries if id(x) in found]
+    @property
+    def is_layout(self) -> bool:
+        """Whether it only rearranges or copies its operand."""
+        return self.operation.primitive in LAYOUT
 
 
-def align(ours: Sequence[Operation], theirs: Sequence[Operation], results: Sequence[Sequence[int]]) -> tuple[Program, Program]:
+Program = dict[int, Entry]  # by the index of the operation; entries of several operations are repeated
+
+
+def align(ours: Sequence[Operation], theirs: Sequence[Operation], results: Sequence[Sequence[int]]) -> list[Program]:
     """Two programs whose entries with the same elements have the same `kind`.
 
-    Operations that no result is computed from are left out. In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
-    (micro-batches, or tokens that are decoded one by one). A loop is merged if more entries agree then.
+    Operations that no result is computed from are left out. In the other program, an iteration of a loop may be an
+    operation of its own (layers), or a part of one (micro-batches, or tokens that are decoded one by one). A loop is
+    merged if more entries agree then.
     """
     sides = [_used(operations, indices) for operations, indices in zip((ours, theirs), results, strict=True)]
     merged = set[int](), set[int]()
     programs = [_program(side, set()) for side in sides]
-    best = _match(programs[0], programs[1])
+    best = _match(*programs)
     for k, operations in enumerate(sides):
         for loop in dict.fromkeys(loop for x in operations.values() for loop, _ in x.loops):
             tried = list(programs)
             tried[k] = _program(operations, merged[k] | {loop})
-            agreeing = _match(tried[0], tried[1])
+            agreeing = _match(*tried)
             if agreeing > best:
                 best, programs = agreeing, tried
                 merged[k].add(loop)
-    _match(programs[0], programs[1])
-    return programs[0], programs[1]
+    _match(*programs)
+    return programs
+
+
+def entries(program: Program) -> list[Entry]:
+    """The entries of a program, in order."""
+    return list({id(x): x for x in program.values()}.values())
 
 
 def _used(operations: Sequence[Operation], results: Sequence[int]) -> dict[int, Operation]:
-    """The operations by their indices, without those that no result is computed from."""
     used = set(results)
     for i in reversed(range(len(operations))):
         used.update(operations[i].reads if i in used else ())
@@ -98,61 +88,58 @@ def _program(operations: Mapping[int, Operation], merged: set[int]) -> Program:
         seen[x.equation, x.loops] += 1
         kept = tuple(pair for pair in x.loops if pair[0] not in merged)
         groups.setdefault((x.equation, kept, seen[x.equation, x.loops]), []).append(i)
-    number = {i: j for j, group in enumerate(groups.values()) for i in group}
-    entries = []
+    program: Program = {}
     for group in groups.values():
         parts = [operations[i].numbers for i in group]
         numbers = parts[0]
         if any(not np.array_equal(x.value, numbers.value, equal_nan=x.is_inexact) for x in parts):  # else invariant
-            join = lambda arrays: np.concatenate([np.ravel(x) for x in arrays])
-            unit, constant = max(x.unit for x in parts), max(x.constant for x in parts)
-            numbers = Numbers(join(x.value for x in parts), join(x.traced for x in parts), unit, constant)
-        entries.append(Entry(operations[group[0]], numbers, [], [], len(group)))
-    for entry, group in zip(entries, groups.values(), strict=True):
-        reads = [[entries[number[k]] for k in operations[i].reads] for i in group]
-        entry.reads, entry.carried = reads[0], [x for later in reads[1:] for x in later if x not in reads[0]]
-    return Program(entries, number)
+            arrays = [np.concatenate([np.ravel(getattr(x, name)) for x in parts]) for name in ("value", "traced")]
+            numbers = Numbers(*arrays, max(x.unit for x in parts), max(x.constant for x in parts))
+        program |= dict.fromkeys(group, Entry(operations[group[0]], numbers, [], []))
+    for i, x in operations.items():
+        entry = program[i]
+        (entry.reads if x is entry.operation else entry.carried).extend(program[k] for k in x.reads)
+    return program
 
 
 def _match(here: Program, there: Program) -> int:
     """Set the kinds of all entries. Return how many operations agree, in the program where they are fewer."""
+    sides = entries(here), entries(there)
     groups: dict[int, list[Entry]] = {}
-    for x in (*here.entries, *there.entries):
+    for x in (*sides[0], *sides[1]):
         x.kind = None
-    for y in there.entries:
+    for y in sides[1]:
         groups.setdefault(y.numbers.value.size, []).append(y)
     norms = {size: np.array([y.numbers.norm for y in group]) for size, group in groups.items()}
-    for kind, x in enumerate(here.entries):
+    for kind, x in enumerate(sides[0]):
         size, norm = x.numbers.value.size, x.numbers.norm
         for i in np.flatnonzero(np.abs(norms.get(size, np.zeros(0)) - norm) <= NEAR * abs(norm)):
             y = groups[size][i]
             if None in (x.kind, y.kind) and same_elements(x.numbers, y.numbers):
-                x.kind = x.kind if x.kind is not None else y.kind if y.kind is not None else kind
-                y.kind = y.kind if y.kind is not None else x.kind
-    counts = lambda x: x.kind is not None and x.operation.primitive not in LAYOUT and x.numbers.value.size > 1
-    return min(sum(map(counts, side.entries)) for side in (here, there))
+                x.kind = next(k for k in (x.kind, y.kind, kind) if k is not None)
+                y.kind = x.kind if y.kind is None else y.kind
+    counts = lambda x: x.kind is not None and not x.is_layout and x.numbers.value.size > 1
+    return min(sum(map(counts, side)) for side in sides)
 
 
-def pairs(ours: Sequence[Entry], theirs: Sequence[Entry], kinds: Callable[[Entry], Any]) -> list[tuple[int, int]]:
-    """The pairs of operations, in order, that are most alike. `kinds` are those of the operands of an entry."""
+def pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> list[tuple[int, int]]:
+    """The pairs of operations, in order, that are most alike."""
     ours, theirs = ours[:_MOST], theirs[:_MOST]
-    if not ours or not theirs:
-        return []
 
     def equal(key: Callable[[Entry], Any]) -> np.ndarray[Any, Any]:
         codes: dict[Any, int] = {}
         left, right = ([codes.setdefault(key(x), len(codes)) for x in side] for side in (ours, theirs))
         return np.equal.outer(np.array(left), np.array(right))
 
-    location = lambda x: x.operation.location
+    place = lambda x: x.operation.location
+    operands = lambda x: frozenset(y.kind for y in x.reads if y.kind is not None and y.numbers.value.size > 1)
     hints = [
-        (3.0, equal(lambda x: kinds(x) or id(x))),
+        (3.0, equal(lambda x: operands(x) or id(x))),
         (2.0, equal(lambda x: x.numbers.value.size)),
-        (1.0, equal(lambda x: (location(x).line, location(x).backward))),
-        (1.0, equal(lambda x: (location(x).scope, location(x).backward))),
+        (1.0, equal(lambda x: (place(x).line, place(x).backward))),
+        (1.0, equal(lambda x: (place(x).scope, place(x).backward))),
     ]
-    alike = 1 + sum(weight * hint for weight, hint in hints)
-    weights = (equal(lambda x: x.operation.primitive) * alike).astype(np.float32)
+    weights = equal(lambda x: x.operation.primitive) * (1 + sum(weight * hint for weight, hint in hints))
     best = np.zeros((len(ours) + 1, len(theirs) + 1), np.float32)
     for i, row in enumerate(weights):
         best[i + 1, 1:] = np.maximum.accumulate(np.maximum(best[i, 1:], (best[i, :-1] + row) * (row > 0)))

@@ -1,19 +1,18 @@
 """`compare`, which says whether the results of two programs differ by more than rounding, and where they part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jamp._arguments import Call, named, paths
-from jamp._cast import is_floating, is_inexact
-from jamp.debug._align import LAYOUT, Entry, Program, align
-from jamp.debug._comparison import ComparedRow, Comparison, Difference
-from jamp.debug._numbers import JUMP, agree, apart, relative, roundoff, same_elements
-from jamp.debug._observe import Operation, observe, to_host
-from jamp.debug._parting import Parted, Parting, part
+from jamp._cast import is_floating
+from jamp.debug._align import Entry, Program, align, entries, pairs
+from jamp.debug._comparison import ComparedRow, Comparison
+from jamp.debug._numbers import FLOAT32, JUMP, Numbers, agree, apart, relative, roundoff
+from jamp.debug._observe import Operation, observe
+from jamp.debug._parting import differences, region, row
 
 
 def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Comparison]:
@@ -57,107 +56,73 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
         here, there = (_run(f, args, kwargs) for f in (fun, other))
         if here.tree != there.tree:
             raise ValueError(f"compare needs functions with the same results, got {here.tree} and {there.tree}.")
-        pairs = [[run.operations[i].numbers for i in run.results] for run in (here, there)]
-        explained = [agree(x, y) for x, y in zip(*pairs, strict=True)]
-        differing = [k for k, x in enumerate(here.apart(there)) if np.isinf(x) or not explained[k]]
+        results = list(zip(here.numbers, there.numbers, strict=True))
+        traced = [relative(x.traced, y.traced) for x, y in results]
+        differing = [i for i, (x, y) in enumerate(results) if x.value.shape != y.value.shape or not agree(x, y)]
         programs = align(here.operations, there.operations, [here.results, there.results])
-        entries = [(programs[0].entry_of[here.results[k]], programs[1].entry_of[there.results[k]]) for k in differing]
-        parting = part(*programs, entries) if differing else Parting([], [])
-        rows, first = _rows(programs, parting)
+        ends = [[p[run.results[i]] for i in differing] for p, run in zip(programs, (here, there), strict=True)]
+        regions = list(map(region, ends))
+        sides = [
+            [x for x in entries(p) if id(x) in found and not x.is_layout and x.operation.primitive != "iota"]
+            for p, found in zip(programs, regions, strict=True)
+        ]
+        aligned = pairs(*sides)
+        found = differences(sides, aligned)
+        if differing and not found:
+            found = [row(*(side[0] for side in ends), "the results are other values")]
         return Comparison(
-            results_part=bool(differing),
-            results=tuple(here.apart(there)),
-            without_rounding=tuple(apart(x, y)[0] for x, y in zip(*pairs, strict=True)),
-            dtype="" if differing else _dtype(here, there),
-            differences=tuple(_readable(x) for x in parting.differences),
-            first=first,
-            rows=tuple(rows),
-            compiled=(here.compiled_apart, there.compiled_apart),
+            results_part=bool(differing) or np.inf in traced,
+            results=tuple(traced),
+            without_rounding=tuple(apart(x, y)[0] for x, y in results),
+            dtype=_dtype(here, there),
+            differences=tuple(found),
+            rows=tuple(_rows(programs, {id(sides[0][i]): sides[1][j] for i, j in aligned})),
         )
 
     return comparison
 
 
 class _Run(NamedTuple):
-    """The operations of a function, those that computed its results, the results and their tree.
-
-    `compiled_apart` is how much the results differ if the function is compiled whole.
-    """
+    """The operations of a function, those that computed its results, and the tree of these."""
 
     operations: list[Operation]
     results: list[int]
     tree: Any
-    compiled_apart: float
 
-    def arrays(self) -> list[Any]:
-        """The results as traced."""
-        found = [self.operations[i].numbers for i in self.results]
-        return [x.traced for x in found]
-
-    def apart(self, other: "_Run") -> list[float]:
-        """How much the results differ, as traced."""
-        return list(map(relative, self.arrays(), other.arrays()))
+    @property
+    def numbers(self) -> list[Numbers]:
+        """The results."""
+        return [self.operations[i].numbers for i in self.results]
 
 
 def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     call = Call(args, kwargs)
-    flat = call.traceable(fun)
-    closed = jax.make_jaxpr(flat)(*call.leaves)
+    closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
     tree = call.result_structure  # without the new values of an NNX module
     parameters = list(named(fun, args, kwargs))
     whole = [parameters[path[1].idx] if hasattr(path[1], "idx") else str(path[1].key) for path in call.paths]
     names = [path or name for path, name in zip(paths(fun, args, kwargs), whole, strict=True)]
     operations, results = observe(closed, call.leaves, names)
-    run = _Run(operations, results[: tree.num_leaves], tree, 0.0)
-    compiled = [to_host(x) for x in jax.jit(flat)(*call.leaves)[: tree.num_leaves]]
-    floating = [relative(x, y) for x, y in zip(compiled, run.arrays(), strict=True) if is_inexact(x)]
-    return run._replace(compiled_apart=max(floating, default=0.0))
+    return _Run(operations, results[: tree.num_leaves], tree)
 
 
 def _dtype(here: _Run, there: _Run) -> str:
-    """The finest dtype of the functions whose rounding explains how much the results differ."""
-    used = {str(x.dtype): roundoff(x.dtype) for run in (here, there) for x in run.operations if is_floating(x)}
-    used = dict(sorted(used.items(), key=lambda x: x[1]))
-    numbers = [[run.operations[i].numbers for i in run.results] for run in (here, there)]
-    for dtype, unit in used.items():
-        limits = [
-            JUMP * max(unit, *(relative(z.value, z.traced) * unit / z.unit for z in (x, y)))
-            for x, y in zip(*numbers, strict=True)
-        ]
-        if all(x <= limit for x, limit in zip(here.apart(there), limits, strict=True)):
-            return dtype
-    return next(reversed(used), "")
+    """The coarsest dtype of two functions if its rounding is seen in their results, else the finest."""
+    used = sorted({x.dtype for run in (here, there) for x in run.operations if is_floating(x)}, key=roundoff)
+    in_float32 = lambda x: relative(x.value, x.traced) * (FLOAT32 / x.unit)
+    pairs = zip(here.numbers, there.numbers, strict=True)
+    is_fine = all(relative(x.traced, y.traced) <= JUMP * max(FLOAT32, in_float32(x), in_float32(y)) for x, y in pairs)
+    return str(used[0 if is_fine else -1]) if used else ""
 
 
-def _rows(programs: tuple[Program, Program], parting: Parting) -> tuple[list[ComparedRow], ComparedRow | None]:
-    """The rows, and the first one that differs."""
-    is_row = lambda x: is_floating(x.operation) and not x.is_leaf and x.operation.primitive not in LAYOUT
+def _rows(programs: Sequence[Program], aligned: dict[int, Entry]) -> Iterator[ComparedRow]:
+    """The rows of entries with the same elements, and of others that are aligned."""
+    is_row = lambda x: is_floating(x.operation) and not x.is_leaf and not x.is_layout
     key = lambda x: (x.kind, x.operation.primitive)
     partners: dict[Any, list[Entry]] = {}
-    for y in programs[1].entries:
-        if is_row(y) and y.kind is not None:
-            partners.setdefault(key(y), []).append(y)
-    for x, y in parting.aligned:
-        partners.setdefault(id(x), []).append(y)
-    pairs = []
-    for x in filter(is_row, programs[0].entries):
-        if same := partners.get(id(x) if x.kind is None else key(x)):
-            pairs.append((x, same.pop(0)))
-    rows = [_row(x, y) for x, y in pairs]
-    differing = [i for i, (x, _) in enumerate(pairs) if x.kind is None]
-    about = [x for d in parting.differences[:1] for x in (d.here, d.there) if x]
-    first = next((i for i in differing if any(z is x for z in pairs[i] for x in about)), *differing[:1] or [None])
-    return rows, None if first is None else rows[first]
-
-
-def _row(x: Entry, y: Entry) -> ComparedRow:
-    """The row of two aligned entries."""
-    place = lambda z: (z.operation.primitive, z.operation.location.line, z.operation.location.scope, str(z.operation.dtype))
-    is_moved = not agree(x.numbers, y.numbers) and same_elements(x.numbers, y.numbers)
-    traced = [np.ravel((z.numbers.sorted if is_moved else z.numbers).traced) for z in (x, y)]
-    return ComparedRow(*place(x), *place(y), x.operation.location.backward, relative(*traced))
-
-
-def _readable(x: Parted) -> Difference:
-    places = [(z.operation.location.line, z.operation.location.scope) if z else ("", "") for z in (x.here, x.there)]
-    return Difference(x.text, x.only, *places[0], *places[1])
+    for y in filter(is_row, entries(programs[1])):
+        partners.setdefault(key(y), []).append(y)
+    for x in filter(is_row, entries(programs[0])):
+        same = partners.get(key(x), []) if x.kind is not None else [aligned[id(x)]] if id(x) in aligned else []
+        if same:
+            yield row(x, same.pop(0))

@@ -1,4 +1,4 @@
-"""Arrays that were computed twice, as traced and in float64, and whether two of them differ by more than rounding."""
+"""Arrays computed twice, as traced and in float64, and whether two of them differ by more than rounding."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 JUMP = 4.0  # Rounding explains a difference of at most four roundings.
+FLOAT32 = 2.0**-23  # its unit roundoff
 NEAR = 1e-2  # The norms of arrays that agree differ by less, relative to the larger one.
-FINEST = 2.0**-44  # of float64, whose errors are estimated from those of float32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,10 +18,9 @@ class Numbers:
     """An array.
 
     Attributes:
-      value: The array without rounding: float64, complex128 or integers.
-      traced: The same as the function computes it.
+      value, traced: Its elements without rounding, and as the function computes them: float64, complex128 or integers.
       unit: The unit roundoff of the coarsest dtype on the way to it.
-      constant: The same of what float64 does not remove: constants, and calls that run as traced.
+      constant: The same of what float64 does not remove: of constants, and of calls that run as traced.
     """
 
     value: np.ndarray[Any, Any]
@@ -37,14 +36,12 @@ class Numbers:
     @functools.cached_property
     def norm(self) -> float:
         """The norm of its finite elements. -1 if it is not inexact."""
-        with np.errstate(over="ignore"):
-            return float(np.linalg.norm(self.value[np.isfinite(self.value)])) if self.is_inexact else -1.0
+        return float(np.linalg.norm(self.value[np.isfinite(self.value)])) if self.is_inexact else -1.0
 
     @functools.cached_property
     def is_uniform(self) -> bool:
         """Whether all elements are equal."""
-        flat = np.ravel(self.value)
-        return flat.size > 0 and bool((flat == flat[0]).all())
+        return self.value.size > 0 and bool((self.value == self.value.flat[0]).all())
 
     @functools.cached_property
     def sorted(self) -> "Numbers":
@@ -54,32 +51,30 @@ class Numbers:
 
 
 def roundoff(dtype: Any) -> float:
-    """The unit roundoff of a dtype, at least `FINEST`."""
-    return max(float(jnp.finfo(dtype).eps), FINEST) if jnp.issubdtype(dtype, jnp.inexact) else FINEST
+    """The unit roundoff of a dtype. For float64 it is larger, because its errors are estimated from float32."""
+    return max(float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0, 2.0**-44)
 
 
 def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
-    """The relative difference of two arrays without rounding, and how much of it their rounding explains.
+    """The relative difference of two arrays without rounding, and how much of it one rounding explains.
 
     Elements that are equal but for one rounding take no part, such as the fill of a mask, which would hide the others.
     """
-    if x.value.size != y.value.size or x.is_inexact != y.is_inexact:
-        return math.inf, 0.0
     a, b = np.ravel(x.value), np.ravel(y.value)
+    if a.size != b.size or x.is_inexact != y.is_inexact:
+        return math.inf, 0.0
     if not x.is_inexact:
-        return (float(np.mean(a != b)) if a.size else 0.0), 0.0
+        return relative(a, b), 0.0
     constant = max(x.constant, y.constant)
     with np.errstate(all="ignore"):
         finite = np.isfinite(a) & np.isfinite(b)
         if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
             return math.inf, 0.0
-        unequal = finite & ~(np.abs(a - b) <= constant * np.maximum(np.abs(a), np.abs(b)))
-        size = max(np.linalg.norm(a[unequal]), np.linalg.norm(b[unequal]))
-        if not size:
-            return 0.0, constant
-        errors = [np.ravel(z.traced - z.value)[unequal] * (constant / z.unit) for z in (x, y)]
+        differ = finite & ~(np.abs(a - b) <= constant * np.maximum(np.abs(a), np.abs(b)))
+        size = max(np.linalg.norm(a[differ]), np.linalg.norm(b[differ])) or 1.0
+        errors = [np.ravel(z.traced - z.value)[differ] * (constant / z.unit) for z in (x, y)]
         noise = max(np.linalg.norm(e[np.isfinite(e)]) for e in errors)
-        return float(np.linalg.norm((a - b)[unequal]) / size), max(float(noise / size), constant)
+        return float(np.linalg.norm((a - b)[differ]) / size), max(float(noise / size), constant)
 
 
 def agree(x: Numbers, y: Numbers) -> bool:
@@ -90,24 +85,19 @@ def agree(x: Numbers, y: Numbers) -> bool:
 
 def same_elements(x: Numbers, y: Numbers) -> bool:
     """The same, with floating elements in any order."""
-    if x.value.size != y.value.size or not abs(x.norm - y.norm) <= NEAR * max(abs(x.norm), abs(y.norm)):
-        return False
-    return agree(x, y) or (x.is_inexact and agree(x.sorted, y.sorted))
+    is_near = x.value.size == y.value.size and abs(x.norm - y.norm) <= NEAR * max(abs(x.norm), abs(y.norm))
+    return is_near and (agree(x, y) or (x.is_inexact and agree(x.sorted, y.sorted)))
 
 
 def relative(x: Any, y: Any) -> float:
-    """The relative difference of two arrays, by the norm, or the share of unequal integers.
+    """The relative difference of two arrays, by the norm of what differs, or the share of unequal integers.
 
     It is inf if their shapes differ, or if inf and NaN are at other elements.
     """
-    if np.shape(x) != np.shape(y):
+    if np.shape(x) != np.shape(y) or not np.array_equal(np.isfinite(x), np.isfinite(y)):
         return math.inf
-    if not np.issubdtype(np.asarray(x).dtype, np.inexact):
-        return float(np.mean(np.not_equal(x, y))) if np.size(x) else 0.0
-    with np.errstate(all="ignore"):
-        finite = np.isfinite(x)
-        if not np.array_equal(finite, np.isfinite(y)):
-            return math.inf
-        a, b = (np.asarray(z)[finite & ~np.equal(x, y)] for z in (x, y))
-        size = max(np.linalg.norm(a), np.linalg.norm(b))
-        return float(np.linalg.norm(a - b) / size) if size else 0.0
+    differ = np.isfinite(x) & np.not_equal(x, y)
+    if not np.issubdtype(x.dtype, np.inexact):
+        return float(np.mean(differ)) if differ.size else 0.0
+    a, b = x[differ], y[differ]
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(a), np.linalg.norm(b))) if a.size else 0.0
