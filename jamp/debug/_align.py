@@ -1,6 +1,7 @@
 """Align the operations of two programs, first by their values, then by what they are."""
 
 import dataclasses
+import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,6 +69,13 @@ def align(ours: Sequence[Operation], theirs: Sequence[Operation], results: Seque
     return programs
 
 
+def source(x: Entry) -> Entry:
+    """What an entry is, but for its layout."""
+    while x.is_layout and len(x.reads) == 1:
+        (x,) = x.reads
+    return x
+
+
 def entries(program: Program) -> list[Entry]:
     """The entries of a program, in order."""
     return list({id(x): x for x in program.values()}.values())
@@ -123,33 +131,8 @@ def _match(here: Program, there: Program) -> int:
 
 
 def pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> list[tuple[int, int]]:
-    """The pairs of operations, in order, that are most alike."""
-    ours, theirs = ours[:_MOST], theirs[:_MOST]
-
-    def equal(key: Callable[[Entry], Any]) -> np.ndarray[Any, Any]:
-        codes: dict[Any, int] = {}
-        left, right = ([codes.setdefault(key(x), len(codes)) for x in side] for side in (ours, theirs))
-        return np.equal.outer(np.array(left), np.array(right))
-
-    place = lambda x: x.operation.location
-    operands = lambda x: frozenset(y.kind for y in x.reads if y.kind is not None and y.numbers.value.size > 1)
-    hints = [
-        (3.0, equal(lambda x: operands(x) or id(x))),
-        (2.0, equal(lambda x: x.numbers.value.size)),
-        (1.0, equal(lambda x: (place(x).line, place(x).backward))),
-        (1.0, equal(lambda x: (place(x).scope, place(x).backward))),
-    ]
-    weights = equal(lambda x: x.operation.primitive) * (1 + sum(weight * hint for weight, hint in hints))
-    best = np.zeros((len(ours) + 1, len(theirs) + 1), np.float32)
-    for i, row in enumerate(weights):
-        best[i + 1, 1:] = np.maximum.accumulate(np.maximum(best[i, 1:], (best[i, :-1] + row) * (row > 0)))
-    i, j, found = len(ours), len(theirs), list[tuple[int, int]]()
-    while i and j:
-        if best[i, j] == best[i - 1, j]:
-            i -= 1
-        elif best[i, j] == best[i, j - 1]:
-            j -= 1
-        else:
-            i, j = i - 1, j - 1
-            found.append((i, j))
-    return found[::-1]
+    """The pairs of operations, in order, that seem to be the same."""
+    weights = lambda x: frozenset(y.kind for y in map(source, x.reads) if y.is_leaf and not y.numbers.is_uniform)
+    keys = [[(x.operation.primitive, x.numbers.value.size, weights(x)) for x in side] for side in (ours, theirs)]
+    blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+    return [(x.a + k, x.b + k) for x in blocks for k in range(x.size)]

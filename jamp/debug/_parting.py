@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jamp._primitives import MOVING
-from jamp.debug._align import Entry
+from jamp.debug._align import Entry, source
 from jamp.debug._comparison import ComparedRow
 from jamp.debug._numbers import JUMP, agree, relative, same_elements
 from jamp.debug._observe import ARGUMENT
@@ -54,7 +54,7 @@ def differences(sides: Sequence[Sequence[Entry]], aligned: Sequence[tuple[int, i
 
 def _other_leaves(sides: Sequence[Sequence[Entry]]) -> Iterator[ComparedRow]:
     """The arguments and constant arrays that one program reads after they part, where the other one reads others."""
-    reads = [{id(y): (y, x) for x in reversed(side) for z in x.reads if _is_array(y := _source(z))} for side in sides]
+    reads = [{id(y): (y, x) for x in reversed(side) for z in x.reads if _is_array(y := source(z))} for side in sides]
     alone = [
         [x for y, x in reversed(mine.values()) if not any(_equal(y, z) for z, _ in other.values())]
         for mine, other in (reads, reads[::-1])
@@ -82,8 +82,8 @@ def _compared(x: Entry, y: Entry) -> list[ComparedRow]:
     known = [pair for pair in operands if not any(map(_follows, pair))]
     other = [pair for pair in known if not _equal(*pair)]
     if other and not x.carried and not y.carried:
-        a, b = map(_source, other[0])
-        if all(_source(z).is_leaf for pair in other for z in pair):
+        a, b = map(source, other[0])
+        if all(source(z).is_leaf for pair in other for z in pair):
             return [row(x, y, f"{_text(x)} here, {_text(y)} there")]
         if a.numbers.value.size != b.numbers.value.size:  # They are not the same operation.
             return [row(x, y, f"{_text(x)} only here", "here"), row(x, y, f"{_text(y)} only there", "there")]
@@ -93,7 +93,7 @@ def _compared(x: Entry, y: Entry) -> list[ComparedRow]:
     moved = [(a, b) for a, b in known if not agree(a.numbers, b.numbers) and a.numbers.value.size > 1]
     if moved and not x.carried and not y.carried:
         # Programs may hold weights, and operands of other shapes, in another layout.
-        a, b = min(moved, key=lambda z: (_source(z[0]).is_leaf, z[0].numbers.value.shape != z[1].numbers.value.shape))
+        a, b = min(moved, key=lambda z: (source(z[0]).is_leaf, z[0].numbers.value.shape != z[1].numbers.value.shape))
         deeper = _compared(a, b) if _name(a) == _name(b) and _name(a) not in MOVING else []
         ends = [z if z.operation.location.line else w for z, w in ((a, x), (b, y))]
         return deeper or [row(*ends, f"an operand of {_name(x)} has the same elements in another order")]
@@ -113,19 +113,11 @@ def _equal(x: Entry, y: Entry) -> bool:
 
 def _follows(x: Entry) -> bool:
     """Whether an operand comes from an operation that the other program does not have."""
-    source = _source(x)
-    return x.kind is None and source.kind is None and not source.is_leaf
+    return x.kind is None and source(x).kind is None and not source(x).is_leaf
 
 
 def _is_array(x: Entry) -> bool:
     return x.is_leaf and x.numbers.is_inexact and not x.numbers.is_uniform
-
-
-def _source(x: Entry) -> Entry:
-    """What an entry is, but for its layout."""
-    while x.is_layout and len(x.reads) == 1:
-        (x,) = x.reads
-    return x
 
 
 def _value(x: Entry) -> str:
@@ -139,7 +131,7 @@ def _value(x: Entry) -> str:
 
 def _text(x: Entry) -> str:
     """An operation with those operands that can be read: "mul(_, 0.97)"."""
-    texts = [_value(y) if y.is_leaf else "_" for y in map(_source, x.reads)]
+    texts = [_value(y) if y.is_leaf else "_" for y in map(source, x.reads)]
     return _name(x) + (f"({', '.join(texts)})" if {*texts} - {"_"} else "")
 
 
