@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,8 +101,9 @@ def _program(operations: Mapping[int, Operation], merged: set[int]) -> Program:
         parts = [operations[i].numbers for i in group]
         numbers = parts[0]
         if any(not np.array_equal(x.value, numbers.value, equal_nan=x.is_inexact) for x in parts):  # else invariant
-            arrays = [np.concatenate([np.ravel(getattr(x, name)) for x in parts]) for name in ("value", "traced")]
-            numbers = Numbers(*arrays, max(x.unit for x in parts), max(x.constant for x in parts))
+            join = lambda arrays: np.concatenate(list(map(np.ravel, arrays)))
+            value, traced = join(x.value for x in parts), join(x.traced for x in parts)
+            numbers = Numbers(value, traced, max(x.unit for x in parts), max(x.constant for x in parts))
         program |= dict.fromkeys(group, Entry(operations[group[0]], numbers, [], []))
     for i, x in operations.items():
         entry = program[i]
@@ -133,6 +134,6 @@ def _match(here: Program, there: Program) -> int:
 def pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> list[tuple[int, int]]:
     """The pairs of operations, in order, that seem to be the same."""
     weights = lambda x: frozenset(y.kind for y in map(source, x.reads) if y.is_leaf and not y.numbers.is_uniform)
-    keys = [[(x.operation.primitive, x.numbers.value.size, weights(x)) for x in side] for side in (ours, theirs)]
-    blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
-    return [(x.a + k, x.b + k) for x in blocks for k in range(x.size)]
+    key = lambda x: (x.operation.primitive, x.numbers.value.size, weights(x))
+    matcher = difflib.SequenceMatcher(None, list(map(key, ours)), list(map(key, theirs)), autojunk=False)
+    return [(x.a + k, x.b + k) for x in matcher.get_matching_blocks() for k in range(x.size)]

@@ -102,7 +102,9 @@ class Comparison:
         if self:
             return f"The results differ by {max(self.without_rounding):.1e} in float64, so not by rounding."
         is_coarse = self.dtype not in ("", "float32", "float64")
-        return f"The functions agree{f' to {self.dtype}' * is_coarse}: rounding explains that they differ by {worst:.1e}."
+        return (
+            f"The functions agree{f' to {self.dtype}' * is_coarse}: rounding explains that they differ by {worst:.1e}."
+        )
 
 
 def _cut(text: str, width: int) -> str:

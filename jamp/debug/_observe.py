@@ -74,14 +74,14 @@ class Observer(Walker[Value]):
         return self._add(Operation("item", value.array.dtype), value.array[i], value.wide[i], [value])
 
     def stack(self, values: list[Value]) -> Value:
-        arrays = [jnp.stack([getattr(x, name) for x in values]) for name in ("array", "wide")]
-        return self._add(Operation("stack", arrays[0].dtype), *arrays, values)
+        array, wide = jnp.stack([x.array for x in values]), jnp.stack([x.wide for x in values])
+        return self._add(Operation("stack", array.dtype), array, wide, values)
 
     def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
-        results, before, after = _as_traced(eqn, [x.array for x in values]), *map(_jaxpr.avals, (eqn.invars, eqn.outvars))
+        results, after = _as_traced(eqn, [x.array for x in values]), _jaxpr.avals(eqn.outvars)
         wides = _in_float64(eqn, values, results)
         # Two kernels may round twice as much as the operations that they are compared with.
-        constant = 0.0 if wides else 2 * max(roundoff(x.dtype) for x in (*before, *after))
+        constant = 0.0 if wides else 2 * max(roundoff(x.dtype) for x in (*_jaxpr.avals(eqn.invars), *after))
         wides = wides or _as_traced(eqn, [x.wide for x in values])
         found = Operation(_jaxpr.name(eqn), None, here, _jaxpr.params(eqn))
         outs = enumerate(zip(results, wides, after, strict=True))
@@ -99,8 +99,8 @@ class Observer(Walker[Value]):
         unit = max([roundoff(array.dtype), *(x.unit for x in before)])
         least = min(roundoff(found.dtype), roundoff(_F32))
         numbers = Numbers(_to_host(wide), _to_host(array), unit, max([constant, least, *(x.constant for x in before)]))
-        known = {"numbers": numbers, "loops": tuple(self.loops), "reads": tuple(x.index for x in reads)}
-        self.operations.append(found._replace(equation=found.equation or index, **known))
+        found = found._replace(equation=found.equation or index, loops=tuple(self.loops))
+        self.operations.append(found._replace(numbers=numbers, reads=tuple(x.index for x in reads)))
         return Value(array, wide, index)
 
 

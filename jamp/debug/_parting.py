@@ -95,8 +95,8 @@ def _compared(x: Entry, y: Entry) -> list[ComparedRow]:
         # Programs may hold weights, and operands of other shapes, in another layout.
         a, b = min(moved, key=lambda z: (source(z[0]).is_leaf, z[0].numbers.value.shape != z[1].numbers.value.shape))
         deeper = _compared(a, b) if _name(a) == _name(b) and _name(a) not in MOVING else []
-        ends = [z if z.operation.location.line else w for z, w in ((a, x), (b, y))]
-        return deeper or [row(*ends, f"an operand of {_name(x)} has the same elements in another order")]
+        a, b = (z if z.operation.location.line else w for z, w in ((a, x), (b, y)))
+        return deeper or [row(a, b, f"an operand of {_name(x)} has the same elements in another order")]
     shapes = [[z.numbers.value.shape for z in side] for side in (left, right)]
     options = _options(x, y) if shapes[0] == shapes[1] else ""
     return [row(x, y, f"{_name(x)} {'with ' + options if options else 'of operands that agree'}")]
