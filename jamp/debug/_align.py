@@ -43,6 +43,7 @@ class Entry:
         return self.operation.primitive in LAYOUT
 
 
+FILL = -1e4  # Less is the fill of a mask, if it is selected.
 Program = dict[int, Entry]  # by the index of the operation; entries of several operations are repeated
 
 
@@ -104,6 +105,8 @@ def _program(operations: Mapping[int, Operation], merged: set[int]) -> Program:
             join = lambda arrays: np.concatenate(list(map(np.ravel, arrays)))
             value, traced = join(x.value for x in parts), join(x.traced for x in parts)
             numbers = Numbers(value, traced, max(x.unit for x in parts), max(x.constant for x in parts))
+        if operations[group[0]].primitive == "select_n":  # Any fill of a mask does the same.
+            numbers = dataclasses.replace(numbers, value=np.where(numbers.value < FILL, -np.inf, numbers.value))
         program |= dict.fromkeys(group, Entry(operations[group[0]], numbers, [], []))
     for i, x in operations.items():
         entry = program[i]

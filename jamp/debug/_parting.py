@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jamp._primitives import MOVING
-from jamp.debug._align import Entry, source
+from jamp.debug._align import FILL, Entry, source
 from jamp.debug._comparison import ComparedRow
 from jamp.debug._numbers import JUMP, agree, relative, same_elements
 from jamp.debug._observe import ARGUMENT
@@ -32,12 +32,12 @@ def region(results: Sequence[Entry]) -> set[int]:
 
     Where the other program has the same value, the difference cannot come from before it.
     """
-    found, todo = set(map(id, results)), list(results)
+    found, todo = set[int](), list(results)
     while todo:
         x = todo.pop()
-        new = [y for y in (*x.reads, *x.carried) if id(y) not in found and y.kind is None and not y.is_leaf]
-        found.update(map(id, new))
-        todo += new
+        if x.kind is None and not x.is_leaf and id(x) not in found:
+            found.add(id(x))
+            todo += [*x.reads, *x.carried]
     return found
 
 
@@ -107,7 +107,11 @@ def _equal(x: Entry, y: Entry) -> bool:
     a, b = x.numbers, y.numbers
     if a.is_uniform and b.is_uniform:
         p, q = (complex(z.value.flat[0]) for z in (a, b))
-        return p == q or abs(p - q) <= JUMP * max(a.constant, b.constant) * max(abs(p), abs(q))
+        return (
+            p == q
+            or max(p.real, q.real) < FILL
+            or abs(p - q) <= JUMP * max(a.constant, b.constant) * max(abs(p), abs(q))
+        )
     return (x.kind is not None and x.kind == y.kind) or same_elements(a, b)
 
 
