@@ -4,9 +4,9 @@
 
 1. Pairs of random programs: a chain of layers, each written in two ways that are equal in exact arithmetic. Both run in
    float32, or one of them in bfloat16 or float16. `compare` must be false for all, with the margin that it has.
-2. The same pairs with one factor changed by a part in a thousand: how often `compare` is true, and names its line.
+2. The first 50 of them with one factor of 1.001: how often `compare` is true, and names its line.
 
-The seeds are 0 to 199, and were fixed with the margin before the first run.
+The seeds are 0 to 199. They were fixed, with the margin, before the first run.
 """
 
 import random
@@ -23,7 +23,7 @@ import jamp.debug
 from benchmarks.record import Rows, parser, record, show, write
 from jamp.debug._numbers import JUMP
 
-PAIRS, WIDTH = 200, 12
+PAIRS, FAULTY, WIDTH = 200, 50, 12
 DTYPES = (None, jnp.bfloat16, jnp.float16)
 Way = Callable[[Any, Array], Array]
 
@@ -168,7 +168,8 @@ def summary(rows: Rows) -> Rows:
 if __name__ == "__main__":
     options = parser("benchmarks.false_alarms", __doc__).parse_args()
     about = record("benchmarks.false_alarms", options.quick, jax.devices()[0].device_kind)
-    rows = [case(seed, is_faulty) for is_faulty in (False, True) for seed in range(6 if options.quick else PAIRS)]
+    pairs = {False: PAIRS, True: FAULTY}
+    rows = [case(i, is_faulty) for is_faulty, n in pairs.items() for i in range(6 if options.quick else n)]
     totals = summary(rows)
     for row in totals:
         show(row)

@@ -99,7 +99,7 @@ def test_linen_and_equinox_compute_the_same_until_one_is_changed():
     found = jamp.debug.compare(exact, in_equinox)(params, X, Y)
     assert found
     assert "LinenBlock" in found.first.scope
-    assert "erf" in found.differences[0].operation + found.differences[1].operation
+    assert any("erf" in x.operation for x in found.differences)
 
 
 def test_one_call_finds_the_head_of_a_classifier():
