@@ -76,7 +76,7 @@ def test_a_failed_assertion_names_the_line_and_a_report_has_100_columns():
     assert len(repr(found)) <= 240
     *_, last = lines = str(found).splitlines()
     assert max(map(len, lines)) <= 100
-    assert last == "Next: make the first one equal and compare again."
+    assert last == "Make the first difference equal, and compare again."
     assert str(jamp.debug.compare(unrolled, unrolled)(WEIGHTS, X)).count("\n") == 0
 
 
@@ -100,7 +100,7 @@ def test_float32_and_16_bit_differ_by_rounding():
     assert 1e-3 < max(row.difference for row in found.rows) < 2e-2
     assert found.dtype == "bfloat16"
     assert str(found).startswith("The functions agree to bfloat16: ")
-    assert str(found).endswith("jamp.debug.rounding_report(fun, jnp.bfloat16).")
+    assert str(found).endswith("call jamp.debug.rounding_report(fun, jnp.bfloat16).")
 
 
 def decoded(params, tokens):
@@ -297,7 +297,7 @@ def test_an_overflow_of_one_program_is_a_difference_of_its_own():
     assert math.isinf(found.results[0])
     assert str(found).splitlines() == [
         "The results differ in shape, or in where they are inf or NaN.",
-        "Next: jamp.debug.find_nonfinite of both functions. In float64 they agree.",
+        "In float64 they agree. Call jamp.debug.find_nonfinite of both functions.",
     ]
 
 

@@ -85,14 +85,15 @@ class Comparison:
 
     def __str__(self) -> str:
         is_coarse = self.dtype not in ("", "float32", "float64")
-        lines = [self._verdict()]
-        lines += map("{} {}".format, ("First:", "Then: ", "Then: "), self.differences)
+        # Beside an operation that only one function has stands what the other one has instead.
+        shown = self.differences[: 2 if self.differences and self.differences[0].only else 1]
+        lines = [self._verdict(), *map("{} {}".format, ("First:", "Other:"), shown)]
         if self.differences:
-            lines.append("Next: make the first one equal and compare again.")
+            lines.append("Make the first difference equal, and compare again.")
         elif self:
-            lines.append("Next: jamp.debug.find_nonfinite of both functions. In float64 they agree.")
+            lines.append("In float64 they agree. Call jamp.debug.find_nonfinite of both functions.")
         elif is_coarse:
-            lines.append(f"Next: if that is too much, jamp.debug.rounding_report(fun, jnp.{self.dtype}).")
+            lines.append(f"If that is too much, call jamp.debug.rounding_report(fun, jnp.{self.dtype}).")
         return "\n".join(lines)
 
     def _verdict(self) -> str:
