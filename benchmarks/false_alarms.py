@@ -6,7 +6,8 @@
    float32, or one of them in bfloat16 or float16. `compare` must be false for all, with the margin that it has.
 2. The first 50 of them with one factor of 1.001: how often `compare` is true, and names its line.
 
-The seeds are 0 to 199. They were fixed, with the margin, before the first run.
+The seeds and the margin were fixed before the first run. With the seeds 0 to 199 it had one false alarm, about a gradient
+that was 0 but for the rounding of float64. `compare` was mended, and these are the seeds 200 to 399.
 """
 
 import random
@@ -23,7 +24,7 @@ import jamp.debug
 from benchmarks.record import Rows, parser, record, show, write
 from jamp.debug._numbers import JUMP
 
-PAIRS, FAULTY, WIDTH = 200, 50, 12
+FIRST, PAIRS, FAULTY, WIDTH = 200, 200, 50, 12
 DTYPES = (None, jnp.bfloat16, jnp.float16)
 Way = Callable[[Any, Array], Array]
 
@@ -169,7 +170,9 @@ if __name__ == "__main__":
     options = parser("benchmarks.false_alarms", __doc__).parse_args()
     about = record("benchmarks.false_alarms", options.quick, jax.devices()[0].device_kind)
     pairs = {False: PAIRS, True: FAULTY}
-    rows = [case(i, is_faulty) for is_faulty, n in pairs.items() for i in range(6 if options.quick else n)]
+    rows = [
+        case(i, is_faulty) for is_faulty, n in pairs.items() for i in range(FIRST, FIRST + (6 if options.quick else n))
+    ]
     totals = summary(rows)
     for row in totals:
         show(row)

@@ -72,8 +72,10 @@ def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
             return math.inf, 0.0
         differ = finite & ~(np.abs(a - b) <= constant * np.maximum(np.abs(a), np.abs(b)))
         size = max(np.linalg.norm(a[differ]), np.linalg.norm(b[differ])) or 1.0
-        errors = [np.ravel(z.traced - z.value)[differ] * (constant / z.unit) for z in (x, y)]
-        noise = max(np.linalg.norm(e[np.isfinite(e)]) for e in errors)
+        errors = [np.ravel(z.traced - z.value)[differ] for z in (x, y)]
+        norms = [float(np.linalg.norm(e[np.isfinite(e)])) for e in errors]
+        # If rounding leaves no digit, the value may be 0 but for the rounding of float64.
+        noise = max(e if e >= size / 2 else e * constant / z.unit for e, z in zip(norms, (x, y), strict=True))
         return float(np.linalg.norm((a - b)[differ]) / size), max(float(noise / size), constant)
 
 
