@@ -6,8 +6,8 @@
    float32, or one of them in bfloat16 or float16. `compare` must be false for all, with the margin that it has.
 2. The first 50 of them with one factor of 1.001: how often `compare` is true, and names its line.
 
-The seeds and the margin were fixed before the first run. With the seeds 0 to 199 it had one false alarm, about a gradient
-that was 0 but for the rounding of float64. `compare` was mended, and these are the seeds 200 to 399.
+The seeds and the margin were fixed before the first run. With the seeds 0 to 199 it had one false alarm, about a
+gradient that was 0 but for the rounding of float64. `compare` was fixed, and these are the seeds 200 to 399.
 """
 
 import random

@@ -60,25 +60,19 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
         traced = [relative(x.traced, y.traced) for x, y in results]
         differing = [i for i, (x, y) in enumerate(results) if x.value.shape != y.value.shape or not agree(x, y)]
         programs = align(here.operations, there.operations, [here.results, there.results])
-        ends = [[p[run.results[i]] for i in differing] for p, run in zip(programs, (here, there), strict=True)]
-        for x, y in zip(*ends, strict=True):
+        ends = [(programs[0][here.results[i]], programs[1][there.results[i]]) for i in differing]
+        for x, y in ends:
             if x.kind == y.kind:  # The same elements, in another order.
                 x.kind = y.kind = None
-        regions = list(map(region, ends))
-        sides = [
-            [x for x in entries(p) if id(x) in found and not x.is_layout and x.operation.primitive != "iota"]
-            for p, found in zip(programs, regions, strict=True)
-        ]
+        sides = [region(program, [end[k] for end in ends]) for k, program in enumerate(programs)]
         aligned = pairs(*sides)
-        found = differences(sides, aligned)
-        if differing and not found:
-            found = [row(ends[0][0], ends[1][0], "the results are other values")]
+        swapped = [row(x, y, "the results are other values") for x, y in ends[:1]]
         return Comparison(
             results_part=bool(differing) or np.inf in traced,
             results=tuple(traced),
             without_rounding=tuple(apart(x, y)[0] for x, y in results),
             dtype=_dtype(here, there),
-            differences=tuple(found),
+            differences=tuple(differences(sides, aligned) or swapped),
             rows=tuple(_rows(programs, {id(sides[0][i]): sides[1][j] for i, j in aligned})),
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jamp._primitives import MOVING
-from jamp.debug._align import FILL, Entry, source
+from jamp.debug._align import FILL, Entry, Program, entries, source
 from jamp.debug._comparison import ComparedRow
 from jamp.debug._numbers import JUMP, agree, relative, same_elements
 from jamp.debug._observe import ARGUMENT
@@ -13,7 +13,6 @@ from jamp.debug._observe import ARGUMENT
 _COMMUTE = ("add", "add_any", "mul", "dot_general", "max", "min", "and", "or", "xor", "eq", "ne")
 # Of the parameters of primitives, those that do not change what is computed, or that follow from the shapes.
 _NO_OPTIONS = ("sharding", "precision", "dtype", "element_type", "name", "shape", "sizes", "jaxpr", "accuracy", "mode")
-Pair = tuple[Entry | None, Entry | None]
 
 
 def row(x: Entry | None, y: Entry | None, text: str = "", only: str = "") -> ComparedRow:
@@ -27,8 +26,8 @@ def row(x: Entry | None, y: Entry | None, text: str = "", only: str = "") -> Com
     return ComparedRow(_name(x), *sides[0], *sides[1], "", backward, relative(*arrays), x.kind is not None)
 
 
-def region(results: Sequence[Entry]) -> set[int]:
-    """The entries that differing results are computed from and that the other program does not have.
+def region(program: Program, results: Sequence[Entry]) -> list[Entry]:
+    """The operations that differing results are computed from and that the other program does not have, in order.
 
     Where the other program has the same value, the difference cannot come from before it.
     """
@@ -38,7 +37,8 @@ def region(results: Sequence[Entry]) -> set[int]:
         if x.kind is None and not x.is_leaf and id(x) not in found:
             found.add(id(x))
             todo += [*x.reads, *x.carried]
-    return found
+    kept = (x for x in entries(program) if id(x) in found)
+    return [x for x in kept if not x.is_layout and _name(x) != "iota"]
 
 
 def differences(sides: Sequence[Sequence[Entry]], aligned: Sequence[tuple[int, int]]) -> list[ComparedRow]:
@@ -54,7 +54,8 @@ def differences(sides: Sequence[Sequence[Entry]], aligned: Sequence[tuple[int, i
 
 def _other_leaves(sides: Sequence[Sequence[Entry]]) -> Iterator[ComparedRow]:
     """The arguments and constant arrays that one program reads after they part, where the other one reads others."""
-    reads = [{id(y): (y, x) for x in reversed(side) for z in x.reads if _is_array(y := source(z))} for side in sides]
+    is_array = lambda y: y.is_leaf and y.numbers.is_inexact and not y.numbers.is_uniform
+    reads = [{id(y): (y, x) for x in reversed(side) for z in x.reads if is_array(y := source(z))} for side in sides]
     alone = [
         [x for y, x in reversed(mine.values()) if not any(_equal(y, z) for z, _ in other.values())]
         for mine, other in (reads, reads[::-1])
@@ -81,7 +82,8 @@ def _compared(x: Entry, y: Entry) -> list[ComparedRow]:
     operands = list(zip(left, right, strict=False))
     known = [pair for pair in operands if not any(map(_follows, pair))]
     other = [pair for pair in known if not _equal(*pair)]
-    if other and not x.carried and not y.carried:
+    is_whole = not (x.carried or y.carried)
+    if other and is_whole:
         a, b = map(source, other[0])
         if all(source(z).is_leaf for pair in other for z in pair):
             return [row(x, y, f"{_text(x)} here, {_text(y)} there")]
@@ -91,7 +93,7 @@ def _compared(x: Entry, y: Entry) -> list[ComparedRow]:
     if len(known) < len(operands):
         return []
     moved = [(a, b) for a, b in known if not agree(a.numbers, b.numbers) and a.numbers.value.size > 1]
-    if moved and not x.carried and not y.carried:
+    if moved and is_whole:
         # Programs may hold weights, and operands of other shapes, in another layout.
         a, b = min(moved, key=lambda z: (source(z[0]).is_leaf, z[0].numbers.value.shape != z[1].numbers.value.shape))
         deeper = _compared(a, b) if _name(a) == _name(b) and _name(a) not in MOVING else []
@@ -118,10 +120,6 @@ def _equal(x: Entry, y: Entry) -> bool:
 def _follows(x: Entry) -> bool:
     """Whether an operand comes from an operation that the other program does not have."""
     return x.kind is None and source(x).kind is None and not source(x).is_leaf
-
-
-def _is_array(x: Entry) -> bool:
-    return x.is_leaf and x.numbers.is_inexact and not x.numbers.is_uniform
 
 
 def _value(x: Entry) -> str:
