@@ -180,6 +180,12 @@ def test_results_that_differ_are_never_called_equal(name):
         assert found.differences[0].operation == "mul(_, 1.5) only there"
 
 
+def test_random_numbers_are_those_of_the_function():
+    draw = lambda x, factor=1.0: jax.random.gamma(jax.random.key(0), jnp.exp(x * factor))
+    assert not jamp.debug.compare(draw, draw)(X)
+    assert jamp.debug.compare(draw, lambda x: draw(x, 1.02))(X)
+
+
 def test_results_of_other_structures_are_an_error():
     with pytest.raises(ValueError, match="the same results"):
         jamp.debug.compare(lambda x: x, lambda x: (x, x))(X)

@@ -18,6 +18,8 @@ from jamp.debug._walk import Walker
 from jamp.debug._wider import bind_wider
 
 ARGUMENT, CONSTANT = "argument", "constant"
+# They work on bits, or would draw other numbers in float64.
+_AS_TRACED = ("bitcast_convert_type", "nextafter", "random_bits", "random_gamma", "rng_uniform")
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -144,8 +146,7 @@ def _in_float64(eqn: JaxprEqn, values: list[Value], results: list[Any]) -> list[
         return [values[0].wide]
     if all(x.wide is x.array for x in values) and not any(map(is_floating, results)):
         return results
-    # The first two work on bits.
-    if name in ("bitcast_convert_type", "nextafter", "random_bits") or _jaxpr.has_body(eqn):
+    if name in _AS_TRACED or _jaxpr.has_body(eqn):
         return []
     try:
         return bind_wider(eqn, [x.wide for x in values], _F64)
