@@ -1,116 +1,142 @@
-"""Align the operations of two programs, each of which may have operations that the other one lacks."""
+"""Align the operations of two programs, first by their values, then by what they are."""
 
 import dataclasses
+import difflib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from jamp.debug._observe import Numbers, Operation
+from jamp._primitives import MOVING
+from jamp.debug._numbers import NEAR, Numbers, same_elements
+from jamp.debug._observe import ARGUMENT, CONSTANT, Operation
 
-_MOST = 4_000_000  # pairs
+LAYOUT = (MOVING | {"item", "stack"}) - {"concatenate", "dynamic_slice", "gather", "pad", "select_n", "slice"}
+_MOST = 2000  # operations of each program that are aligned without their values
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Entry:
-    """An operation, in all iterations of the merged loops together."""
+    """An operation, in all iterations of the merged loops together.
 
-    operation: Operation  # in the first iteration
-    numbers: Numbers
-    reads: frozenset[int]  # entries
-    parts: int  # how many iterations
-
-
-class Alignment(NamedTuple):
-    """The entries of two programs, the pairs of those that compute the same, and the entry of each operation."""
-
-    ours: list[Entry]
-    theirs: list[Entry]
-    pairs: list[tuple[int, int]]
-    entry_of: dict[int, int]  # of ours
-    other_entry_of: dict[int, int]
-
-
-def align(ours: Sequence[Operation], theirs: Sequence[Operation]) -> Alignment:
-    """Align two programs.
-
-    In the other program, an iteration of a loop may be an operation of its own (layers), or a part of one
-    (micro-batches, or tokens that are decoded one by one). Each loop is merged if more operations are aligned then.
+    Attributes:
+      operation, reads: The operation in the first iteration, and the entries of its operands there.
+      numbers, carried: The result in all iterations, and the operands in the others.
+      kind: Equal for entries of both programs with the same elements. None if the other program has no such entry.
     """
-    # The entries of a long loop would need too much memory.
-    long = len(ours) * len(theirs) > _MOST
-    merged = [{loop for x in side for loop, _ in x.loops} if long else set[int]() for side in (ours, theirs)]
-    entries = [_entries(x, loops) for x, loops in zip((ours, theirs), merged, strict=True)]
-    best, pairs = _pairs(entries[0][0], entries[1][0])
-    for side, operations in enumerate((ours, theirs)):
-        for loop in dict.fromkeys(loop for x in operations for loop, _ in x.loops if loop not in merged[side]):
-            tried = list(entries)
-            tried[side] = _entries(operations, merged[side] | {loop})
-            score, tried_pairs = _pairs(tried[0][0], tried[1][0])
-            if score > best:
-                best, pairs, entries = score, tried_pairs, tried
-                merged[side].add(loop)
-    return Alignment(entries[0][0], entries[1][0], pairs, entries[0][1], entries[1][1])
+
+    operation: Operation
+    numbers: Numbers
+    reads: list["Entry"]
+    carried: list["Entry"]
+    kind: int | None = None
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is an argument or a constant."""
+        return self.operation.primitive in (ARGUMENT, CONSTANT)
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether it only rearranges or copies its operand."""
+        return self.operation.primitive in LAYOUT
 
 
-def _entries(operations: Sequence[Operation], merged: set[int]) -> tuple[list[Entry], dict[int, int]]:
+FILL = -1e4  # Less is the fill of a mask, if it is selected.
+Program = dict[int, Entry]  # by the index of the operation; entries of several operations are repeated
+
+
+def align(ours: Sequence[Operation], theirs: Sequence[Operation], results: Sequence[Sequence[int]]) -> list[Program]:
+    """Two programs whose entries with the same elements have the same `kind`.
+
+    Operations that no result is computed from are left out. In the other program, an iteration of a loop may be an
+    operation of its own (layers), or a part of one (micro-batches, or tokens that are decoded one by one). A loop is
+    merged if more entries agree then.
+    """
+    sides = [_used(operations, indices) for operations, indices in zip((ours, theirs), results, strict=True)]
+    merged = set[int](), set[int]()
+    programs = [_program(side, set()) for side in sides]
+    best = _match(*programs)
+    for k, operations in enumerate(sides):
+        for loop in dict.fromkeys(loop for x in operations.values() for loop, _ in x.loops):
+            tried = list(programs)
+            tried[k] = _program(operations, merged[k] | {loop})
+            agreeing = _match(*tried)
+            if agreeing > best:
+                best, programs = agreeing, tried
+                merged[k].add(loop)
+    _match(*programs)
+    return programs
+
+
+def source(x: Entry) -> Entry:
+    """What an entry is, but for its layout."""
+    while x.is_layout and len(x.reads) == 1:
+        (x,) = x.reads
+    return x
+
+
+def entries(program: Program) -> list[Entry]:
+    """The entries of a program, in order."""
+    return list({id(x): x for x in program.values()}.values())
+
+
+def _used(operations: Sequence[Operation], results: Sequence[int]) -> dict[int, Operation]:
+    used = set(results)
+    for i in reversed(range(len(operations))):
+        used.update(operations[i].reads if i in used else ())
+    return {i: operations[i] for i in sorted(used)}
+
+
+def _program(operations: Mapping[int, Operation], merged: set[int]) -> Program:
     seen: Counter[Any] = Counter()
     groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(operations):
+    for i, x in operations.items():
         # A function may be called several times in an iteration.
         seen[x.equation, x.loops] += 1
         kept = tuple(pair for pair in x.loops if pair[0] not in merged)
         groups.setdefault((x.equation, kept, seen[x.equation, x.loops]), []).append(i)
-    number = {i: j for j, group in enumerate(groups.values()) for i in group}
-    entries = []
-    for j, group in enumerate(groups.values()):
-        numbers = [operations[i].numbers for i in group]
-        total = Numbers(*(sum(column) for column in zip(*numbers, strict=True)))
-        reads = {number[k] for i in group for k in operations[i].reads} - {j}
-        entries.append(Entry(operations[group[0]], total, frozenset(reads), len(group)))
-    return entries, number
+    program: Program = {}
+    for group in groups.values():
+        parts = [operations[i].numbers for i in group]
+        numbers = parts[0]
+        if any(not np.array_equal(x.value, numbers.value, equal_nan=x.is_inexact) for x in parts):  # else invariant
+            join = lambda arrays: np.concatenate(list(map(np.ravel, arrays)))
+            value, traced = join(x.value for x in parts), join(x.traced for x in parts)
+            numbers = Numbers(value, traced, max(x.unit for x in parts), max(x.constant for x in parts))
+        if operations[group[0]].primitive == "select_n":  # Any fill of a mask does the same.
+            numbers = dataclasses.replace(numbers, value=np.where(numbers.value < FILL, -np.inf, numbers.value))
+        program |= dict.fromkeys(group, Entry(operations[group[0]], numbers, [], []))
+    for i, x in operations.items():
+        entry = program[i]
+        (entry.reads if x is entry.operation else entry.carried).extend(program[k] for k in x.reads)
+    return program
 
 
-def _pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[float, list[tuple[int, int]]]:
-    """The sum of the weights, and the pairs, in order, that make it largest."""
-    if not ours or not theirs:
-        return 0.0, []
-    weights = _weights(ours, theirs)
-    best = np.zeros((len(ours) + 1, len(theirs) + 1), np.float32)
-    for i, row in enumerate(weights):
-        best[i + 1, 1:] = np.maximum.accumulate(np.maximum(best[i, 1:], best[i, :-1] + row))
-    i, j = len(ours), len(theirs)
-    pairs = []
-    while i and j:
-        if best[i, j] == best[i - 1, j]:
-            i -= 1
-        elif best[i, j] == best[i, j - 1]:
-            j -= 1
-        else:
-            i, j = i - 1, j - 1
-            pairs.append((i, j))
-    return float(best[-1, -1]), pairs[::-1]
+def _match(here: Program, there: Program) -> int:
+    """Set the kinds of all entries. Return how many operations agree, in the program where they are fewer."""
+    sides = entries(here), entries(there)
+    groups: dict[int, list[Entry]] = {}
+    for x in (*sides[0], *sides[1]):
+        x.kind = None
+    for y in sides[1]:
+        groups.setdefault(y.numbers.value.size, []).append(y)
+    norms = {size: np.array([y.numbers.norm for y in group]) for size, group in groups.items()}
+    for kind, x in enumerate(sides[0]):
+        size, norm = x.numbers.value.size, x.numbers.norm
+        for i in np.flatnonzero(np.abs(norms.get(size, np.zeros(0)) - norm) <= NEAR * abs(norm)):
+            y = groups[size][i]
+            if None in (x.kind, y.kind) and same_elements(x.numbers, y.numbers):
+                x.kind = next(k for k in (x.kind, y.kind, kind) if k is not None)
+                y.kind = x.kind if y.kind is None else y.kind
+    counts = lambda x: x.kind is not None and not x.is_layout and x.numbers.value.size > 1
+    return min(sum(map(counts, side)) for side in sides)
 
 
-def _weights(ours: Sequence[Entry], theirs: Sequence[Entry]) -> np.ndarray[Any, Any]:
-    """How likely it is that two entries compute the same, f32[ours, theirs]. 0 if they cannot."""
-
-    def equal(key: Callable[[Entry], Any]) -> np.ndarray[Any, Any]:
-        codes: dict[Any, int] = {}
-        left, right = ([codes.setdefault(key(x), len(codes)) for x in side] for side in (ours, theirs))
-        return np.equal.outer(np.array(left), np.array(right))
-
-    log = lambda square: np.log(square) if 0 < square < np.inf else np.sign(square) * 1e3  # 0, inf and NaN, too
-    left, right = (np.nan_to_num([log(float(x.numbers.square)) for x in side], nan=2e3) for side in (ours, theirs))
-    apart = np.abs(np.subtract.outer(left, right))
-    same_size, same_primitive = equal(lambda x: x.numbers.size), equal(lambda x: x.operation.primitive)
-    hints = [
-        (2.0, equal(lambda x: (x.operation.location.line, x.operation.location.backward))),
-        (2.0, equal(lambda x: (x.operation.location.scope, x.operation.location.backward))),
-        (1.0, equal(lambda x: x.operation.shape[-1:])),
-        (3.0, apart < 0.02),
-    ]
-    weights = same_primitive * (1 + sum(weight * hint for weight, hint in hints)) + ~same_primitive * (apart < 1e-5)
-    result: np.ndarray[Any, Any] = (weights * same_size).astype(np.float32)
-    return result
+def pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> list[tuple[int, int]]:
+    """The pairs of operations, in order, that seem to be the same."""
+    weights = lambda x: frozenset(y.kind for y in map(source, x.reads) if y.is_leaf and not y.numbers.is_uniform)
+    key = lambda x: (x.operation.primitive, x.numbers.value.size, weights(x))
+    matcher = difflib.SequenceMatcher(None, list(map(key, ours)), list(map(key, theirs)), autojunk=False)
+    return [(x.a + k, x.b + k) for x in matcher.get_matching_blocks() for k in range(x.size)]

@@ -1,117 +1,112 @@
 """The result of `compare`."""
 
 import dataclasses
+import math
 
-from jamp import _table
-
-JUMP = 8.0  # A difference is a jump if it is more than 8 times what rounding and the operands explain.
-_SHOWN = 12
+_WIDTH = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparedRow:
-    """An operation that both functions have. All differences are relative, by the norm.
+    """An operation of both functions, or a difference between them.
 
     Attributes:
-      operation, source, scope, dtype: The primitive, the user's line, the name scopes, and the dtype of the result.
-      other_operation, other_source, other_scope, other_dtype: The same in the other function.
+      operation: The primitive. Of a difference what differs: "mul(_, 0.25) here, mul(_, 0.2) there".
+      source, scope, dtype: The user's line, the name scopes, and the dtype of the result.
+      other_source, other_scope, other_dtype: The same in the other function.
+      only: "here" or "there" if only one function has the operation. The line of the other one is then that of the next
+        operation that both have.
       backward: Whether it is part of a backward pass.
-      difference: How much the results differ, estimated to about 15 %.
-      operands: How much of it the differences of its operands explain. A sum whose terms cancel amplifies them.
-      rounding: How much of it rounding explains: the unit roundoff of the coarsest dtype among this operation and those
-        before it, with the same amplification.
-      reaches_results: Whether a result still shows the difference. That of masked values does not.
+      difference: How much the results differ, relative, by the norm of those elements that differ.
+      is_explained: Whether rounding explains it.
     """
 
     operation: str
     source: str
     scope: str
     dtype: str
-    other_operation: str
     other_source: str
     other_scope: str
     other_dtype: str
+    only: str
     backward: bool
     difference: float
-    operands: float
-    rounding: float
-    reaches_results: bool = True
+    is_explained: bool
 
     @property
-    def is_jump(self) -> bool:
-        """Whether rounding and the operands do not explain the difference."""
-        return self.difference > JUMP * max(self.operands, self.rounding)
+    def reaches_results(self) -> bool:
+        """True: operations that no result is computed from have no row."""
+        return True
 
     def __str__(self) -> str:
-        name = self.operation if self.operation == self.other_operation else f"{self.operation}, {self.other_operation}"
-        dtypes = self.dtype if self.dtype == self.other_dtype else f"{self.dtype}, {self.other_dtype}"
-        lines = [f"{name}, {dtypes}: differs by {self.difference:.1e}; its operands explain {self.operands:.1e}"]
-        for title, line, scope in (("line", self.source, self.scope), ("other", self.other_source, self.other_scope)):
-            lines.append(f"  {title:<7} {line or 'unknown'}{f' in {scope}' if scope else ''}")
+        lines = [_cut(self.operation, _WIDTH - 7)]
+        for side, line, scope in (("here", self.source, self.scope), ("there", self.other_source, self.other_scope)):
+            place = f"before {line}" if self.only not in ("", side) else line
+            room = _WIDTH - 13 - len(place)
+            lines += [_cut(f"  {side:<5}  {place}" + f" in {scope}" * (0 < len(scope) <= room), _WIDTH)] if line else []
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
-    """The result of `compare`. `bool()` is whether the functions part, `str()` is a report.
+    """The result of `compare`. `bool()` is whether the results differ, `str()` is a report, `repr()` one line of it.
 
     Attributes:
-      rows: The operations that both functions have, in order.
-      first: The first operation that differs by more than rounding explains.
-      only_here, only_there: The operations before it that only one of the functions has.
+      results_part: Whether a result differs by more than rounding explains.
       results: How much each result differs: by the norm, or the share of unequal integers. inf if the shapes differ, or
         where they are inf or NaN.
-      results_part: Whether a result differs by more than rounding explains.
-      compiled: How much the results of each function differ if XLA compiles it whole.
+      without_rounding: The same in float64.
+      dtype: The coarsest dtype of the functions if its rounding is seen in the results, else the finest.
+      differences: What differs in the functions, the first one first. Empty if the results agree.
+      rows: The operations that both functions have, in order.
     """
 
-    rows: tuple[ComparedRow, ...]
-    first: ComparedRow | None
-    only_here: tuple[str, ...]
-    only_there: tuple[str, ...]
-    results: tuple[float, ...]
     results_part: bool
-    compiled: tuple[float, float]
+    results: tuple[float, ...]
+    without_rounding: tuple[float, ...]
+    dtype: str
+    differences: tuple[ComparedRow, ...]
+    rows: tuple[ComparedRow, ...]
+
+    @property
+    def first(self) -> ComparedRow | None:
+        """The first operation that both functions have and whose results differ."""
+        return next((row for row in self.rows if not row.is_explained), None)
 
     def __bool__(self) -> bool:
-        return self.first is not None or self.results_part
+        return self.results_part
+
+    def __repr__(self) -> str:
+        text = self._verdict()
+        for x in self.differences[:1]:
+            lines = ", ".join(dict.fromkeys(_cut(line, 60) for line in (x.source, x.other_source) if line))
+            text = f"differ by {max(self.without_rounding):.1e} in float64; first {_cut(x.operation, 75)}; {lines}"
+        return f"<Comparison: {text}>"  # pytest shows 240 characters.
 
     def __str__(self) -> str:
-        worst = max(self.results, default=0.0)
-        if not self:
-            lines = [f"The functions agree: the results differ by {worst:.1e}, which rounding explains"]
-        elif self.first is None:
-            lines = [f"The results differ by {worst:.1e}, but none of the {len(self.rows)} operations in both parts"]
-        else:
-            lines = [f"The functions part at {self.first}"]
-        if self:
-            for title, names in (("here", self.only_here), ("there", self.only_there)):
-                lines += [f"  only {title:<5} {', '.join(names[-3:])}"] if names else []
-            if not (self.only_here or self.only_there):
-                lines += ["  its operands agree, so they are moved, masked or indexed differently, or arguments are"]
-        grown, largest = [], 0.0
-        for row in self.rows:
-            if row.reaches_results and row.difference > 1.5 * largest:
-                grown.append(row)
-                largest = row.difference
-        if grown:
-            cells = [
-                (
-                    f"{x.difference:.1e}",
-                    x.operation + ", backward" * x.backward,
-                    f"{x.dtype}, {x.other_dtype}",
-                    x.scope,
-                    x.source,
-                )
-                for x in grown[-_SHOWN:]
-            ]
-            lines += ["", "The difference grows:", *(f"  {line}" for line in _table.aligned(cells))]
-            lines += [f"  {worst:.1e}  the results"]
-        if max(self.compiled) > max(2 * worst, 1e-6):  # Below, it is the order of sums.
-            here, there = self.compiled
-            lines += [
-                "",
-                f"Compiled whole, the results change by {here:.1e} and {there:.1e}. This is the compiler's difference "
-                "and not the program's: XLA may leave out roundings (xla_allow_excess_precision).",
-            ]
+        is_coarse = self.dtype not in ("", "float32", "float64")
+        # Beside an operation that only one function has stands what the other one has instead.
+        shown = self.differences[: 2 if self.differences and self.differences[0].only else 1]
+        lines = [self._verdict(), *map("{} {}".format, ("First:", "Other:"), shown)]
+        if self.differences:
+            lines.append("Make the first difference equal, and compare again.")
+        elif self:
+            lines.append("In float64 they agree. Call jamp.debug.find_nonfinite of both functions.")
+        elif is_coarse:
+            lines.append(f"If that is too much, call jamp.debug.rounding_report(fun, jnp.{self.dtype}).")
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        worst = max(self.results, default=0.0)
+        if math.isinf(worst):
+            return "The results differ in shape, or in where they are inf or NaN."
+        if self:
+            return f"The results differ by {max(self.without_rounding):.1e} in float64, so not by rounding."
+        is_coarse = self.dtype not in ("", "float32", "float64")
+        return (
+            f"The functions agree{f' to {self.dtype}' * is_coarse}: rounding explains that they differ by {worst:.1e}."
+        )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,180 +1,154 @@
-"""Run a function operation by operation, and keep statistics of each result instead of the result."""
+"""Run a function operation by operation, as traced and in float64 at the same time."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jamp import _evaluate, _jaxpr
-from jamp._cast import cast_leaf, is_floating
-from jamp._jaxpr import JaxprEqn
-from jamp._primitives import MOVING, PRODUCTS
+from jamp._cast import is_floating
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._source_line import Location
+from jamp.debug._numbers import Numbers, roundoff
 from jamp.debug._walk import Walker
 from jamp.debug._wider import bind_wider
 
-_SKETCHES = 24
-
-
-class Numbers(NamedTuple):
-    """Statistics of an array. Those of several arrays add up to those of all.
-
-    Attributes:
-      flat: Sums of all elements with random signs, f32[24]. The mean square of the difference of two of them is an
-        unbiased estimate of the squared norm of the difference of two arrays.
-      rows: The same with signs that depend on the index along the last axis only, so that the order of rows, and how
-        they are split, does not matter.
-      square: The sum of the squares.
-      terms: What `square` would be if the terms of each sum had random signs. It is larger where they cancel.
-      bad: How many elements are inf or NaN. The other numbers are without them.
-      size: The number of elements.
-    """
-
-    flat: Any
-    rows: Any
-    square: Any
-    terms: Any
-    bad: Any
-    size: int
+ARGUMENT, CONSTANT = "argument", "constant"
+# They work on bits, or would draw other numbers in float64.
+_AS_TRACED = ("bitcast_convert_type", "nextafter", "random_bits", "random_gamma", "rng_uniform")
+_F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 class Operation(NamedTuple):
-    """An operation that ran.
+    """A result of an operation that ran, an argument, or a constant.
 
     Attributes:
-      equation: The number of its equation.
-      primitive, location: The name of its primitive, and where it is in the source.
-      shape, dtype: Those of its first floating result.
-      loops: The loops around it and the iteration of each: the number of the loop's equation, and of the iteration.
-      reads: The operations that computed what it reads.
-      numbers: Of its first floating result.
+      primitive, dtype: The name of its primitive, and the dtype of the result as traced.
+      location, options: Where it is in the source, and the parameters of the primitive.
+      name: The path of an argument.
+      equation: A key of the equation and the result, in all iterations.
+      numbers: The result.
+      loops: The loops around it, and the iteration of each.
+      reads: The operations that computed its operands.
     """
 
-    equation: int
     primitive: str
-    location: Location
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    loops: tuple[tuple[int, int], ...]
-    reads: frozenset[int]
-    numbers: Numbers
+    dtype: Any
+    location: Location = Location()
+    options: Mapping[str, Any] = MappingProxyType({})
+    name: str = ""
+    equation: Any = None
+    numbers: Any = None
+    loops: tuple[tuple[int, int], ...] = ()
+    reads: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array, and the indices of the operations that computed it. Data movement does not count."""
+    """An array as traced but at most float32, the same in float64, and the index of its operation."""
 
     array: Any
-    made_by: frozenset[int] = frozenset()
+    wide: Any
+    index: int
 
 
 class Observer(Walker[Value]):
-    """An evaluation that keeps an `Operation` for all arithmetic with a floating result, but not for data movement."""
+    """An evaluation that keeps every result on the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._operations: list[Operation] = []
+        self.operations: list[Operation] = []
 
-    def operations(self) -> list[Operation]:
-        """All of them, in order, with numbers on the host."""
-        numbers = jax.device_get([x.numbers for x in self._operations])
-        return [x._replace(numbers=y) for x, y in zip(self._operations, numbers, strict=True)]
-
-    def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
-        results = _evaluate.bind(eqn, [x.array for x in values], _jaxpr.avals(eqn.outvars))
-        made_by = frozenset[int]().union(*(x.made_by for x in values))
-        first = next((x for x in results if is_floating(x)), None)
-        name = _jaxpr.name(eqn)
-        if first is not None and (name not in MOVING or _narrows(eqn)):
-            flat, rows, square, bad = _numbers(first)
-            numbers = Numbers(flat, rows, square, _terms(eqn, [x.array for x in values], square), bad, first.size)
-            loops = tuple(self.loops)
-            self._operations.append(Operation(id(eqn), name, here, first.shape, first.dtype, loops, made_by, numbers))
-            made_by = frozenset({len(self._operations) - 1})
-        return [Value(x, made_by) for x in results]
+    def argument(self, array: Any, name: str) -> Value:
+        """An argument of the function. It is exact."""
+        return self._add(Operation(ARGUMENT, array.dtype, name=name), array, array)
 
     def constant(self, array: Any) -> Value:
-        return Value(array)
+        # One of few digits, such as 0.5, was not rounded.
+        is_short = is_floating(array) and bool(jnp.all((array * 64 == jnp.round(array * 64)) | jnp.isinf(array)))
+        return self._add(Operation(CONSTANT, array.dtype), array, array, (), 0.0 if is_short else roundoff(array.dtype))
 
     def item(self, value: Value, i: int) -> Value:
-        return Value(value.array[i], value.made_by)
+        return self._add(Operation("item", value.array.dtype), value.array[i], value.wide[i], [value])
 
     def stack(self, values: list[Value]) -> Value:
-        return Value(jnp.stack([x.array for x in values]), frozenset().union(*(x.made_by for x in values)))
+        array, wide = jnp.stack([x.array for x in values]), jnp.stack([x.wide for x in values])
+        return self._add(Operation("stack", array.dtype), array, wide, values)
+
+    def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
+        results, after = _as_traced(eqn, [x.array for x in values]), _jaxpr.avals(eqn.outvars)
+        wides = _in_float64(eqn, values, results)
+        # Two kernels may round twice as much as the operations that they are compared with.
+        constant = 0.0 if wides else 2 * max(roundoff(x.dtype) for x in (*_jaxpr.avals(eqn.invars), *after))
+        wides = wides or _as_traced(eqn, [x.wide for x in values])
+        found = Operation(_jaxpr.name(eqn), None, here, _jaxpr.params(eqn))
+        outs = enumerate(zip(results, wides, after, strict=True))
+        return [
+            self._add(found._replace(dtype=aval.dtype, equation=(id(eqn), i)), x, y, values, constant)
+            for i, (x, y, aval) in outs
+        ]
+
+    def _add(
+        self, found: Operation, array: Any, wide: Any, reads: Sequence[Value] = (), constant: float = 0.0
+    ) -> Value:
+        """Keep a result. Its unit roundoffs are the coarsest of its own and those of its operands."""
+        array, wide, index = _narrow(array), _widen(wide), len(self.operations)
+        before = [self.operations[x.index].numbers for x in reads]
+        unit = max([roundoff(array.dtype), *(x.unit for x in before)])
+        least = min(roundoff(found.dtype), roundoff(_F32))
+        numbers = Numbers(_to_host(wide), _to_host(array), unit, max([constant, least, *(x.constant for x in before)]))
+        found = found._replace(equation=found.equation or index, loops=tuple(self.loops))
+        self.operations.append(found._replace(numbers=numbers, reads=tuple(x.index for x in reads)))
+        return Value(array, wide, index)
 
 
-def observe(closed: Any, args: Sequence[Any]) -> tuple[list[Operation], list[Value]]:
-    """The operations of a jaxpr, and its results."""
-    observer = Observer()
-    results = observer.run(closed, [Value(jnp.asarray(x)) for x in args])
-    return observer.operations(), results
+def observe(closed: ClosedJaxpr, args: Sequence[Any], names: Sequence[str]) -> tuple[list[Operation], list[int]]:
+    """The operations of a jaxpr whose arguments have names, and the indices of those that computed its results."""
+    observer, arrays = Observer(), list(map(jnp.asarray, args))
+    with jax.enable_x64(True):
+        results = observer.run(closed, list(map(observer.argument, arrays, names)))
+    return observer.operations, [x.index for x in results]
 
 
-def _narrows(eqn: JaxprEqn) -> bool:
-    """Whether an operation is a cast that rounds."""
-    (before, *_), (after, *_) = _jaxpr.avals(eqn.invars) or [None], _jaxpr.avals(eqn.outvars)
-    is_cast = _jaxpr.name(eqn) == "convert_element_type" and is_floating(before) and is_floating(after)
-    return is_cast and after.dtype.itemsize < before.dtype.itemsize
+def _to_host(x: Any) -> np.ndarray[Any, Any]:
+    x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    wide = np.complex128 if np.iscomplexobj(x) else _F64 if is_floating(x) else x.dtype
+    return x.astype(wide)
 
 
-@jax.jit
-def _numbers(x: Array) -> tuple[Array, Array, Array, Array]:
-    x = cast_leaf(x, jnp.float32)
-    bad = jnp.sum(~jnp.isfinite(x))
-    x = jnp.where(jnp.isfinite(x), x, 0)
-    columns = jnp.sum(x, range(x.ndim - 1)) if x.ndim > 1 else jnp.ravel(x)
-    sketch = lambda key, y: jnp.sum(y * jax.random.rademacher(key, y.shape, y.dtype))
-    keys = jax.random.split(jax.random.key(0), _SKETCHES)
-    flat, rows = jax.lax.map(lambda key: (sketch(key, jnp.ravel(x)), sketch(key, columns)), keys)
-    return flat, rows, jnp.sum(x**2), bad
+def _widen(x: Any) -> Any:
+    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return jnp.asarray(x, np.complex128) if is_complex else jnp.asarray(x, _F64) if is_floating(x) else x
 
 
-def _terms(eqn: JaxprEqn, operands: Sequence[Any], square: Array) -> Any:
+def _narrow(x: Any) -> Any:
+    return jnp.asarray(x, _F32) if x.dtype == _F64 else x
+
+
+def _as_traced(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
+    """The results as traced, but with float32 in place of float64, so that the errors of float64 can be estimated."""
+    before, after = _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+    if not any(x.dtype == _F64 for x in (*before, *after)) or _jaxpr.has_body(eqn):
+        given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(arrays, before, strict=True)]
+        return _evaluate.bind(eqn, given, after)
+    types = [x.update(dtype=_F32, weak_type=False) if x.dtype == _F64 else x for x in after]
+    return _evaluate.bind(_evaluate.widened(eqn, {_F64}, _F32), list(map(_narrow, arrays)), types)
+
+
+def _in_float64(eqn: JaxprEqn, values: list[Value], results: list[Any]) -> list[Any]:
+    """The results in float64, or an empty list if the operation does not exist there."""
     name = _jaxpr.name(eqn)
-    if name == "reduce_sum":
-        return _square(operands[0])
-    if name in ("add", "sub", "add_any"):
-        return sum(_square(jnp.broadcast_to(x, _jaxpr.avals(eqn.outvars)[0].shape)) for x in operands)
-    if name in PRODUCTS and all(map(is_floating, operands[:2])):
-        squares = [jnp.square(cast_leaf(x, jnp.float32)) for x in operands[:2]]
-        return jnp.sum(bind_wider(eqn, [*squares, *operands[2:]], np.dtype(np.float32))[0])
-    return square
-
-
-@jax.jit
-def _square(x: Array) -> Array:
-    x = cast_leaf(x, jnp.float32)
-    return jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2)
-
-
-def gain(x: Numbers) -> float:
-    """How much a sum amplifies relative errors of its terms, because they cancel. 1 for any other operation."""
-    return max(1.0, math.sqrt(x.terms / x.square)) if x.square else math.inf if x.terms else 1.0
-
-
-def rows_gain(x: Numbers) -> float:
-    """The same for the sums over rows, by which arrays are compared whose rows are split."""
-    rows = _root_mean_square(x.rows)
-    return max(1.0, math.sqrt(x.square) / rows) if rows else math.inf
-
-
-def difference(x: Numbers, y: Numbers, same_rows: bool, is_split: bool) -> float:
-    """The estimated relative difference of two arrays. It uses fewer statistics if their rows are split or differ."""
-    if x.bad != y.bad:
-        return math.inf
-    norm, other = math.sqrt(x.square), math.sqrt(y.square)
-    size = max(norm, other) or 1.0
-    if same_rows and not is_split:
-        return _root_mean_square(x.flat - y.flat) / size
-    rows = max(map(_root_mean_square, (x.rows, y.rows))) or 1.0
-    apart = _root_mean_square(x.rows - y.rows) / rows if same_rows else 0.0
-    return max(apart, abs(norm - other) / size)
-
-
-def _root_mean_square(x: Any) -> float:
-    return float(np.sqrt(np.mean(np.square(x))))
+    if name == "reduce_precision":
+        return [values[0].wide]
+    if all(x.wide is x.array for x in values) and not any(map(is_floating, results)):
+        return results
+    if name in _AS_TRACED or _jaxpr.has_body(eqn):
+        return []
+    try:
+        return bind_wider(eqn, [x.wide for x in values], _F64)
+    except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return []

@@ -1,0 +1,187 @@
+"""`compare` on layers of Linen, NNX and Equinox and the same written by hand, healthy and with one fault."""
+
+from pathlib import Path
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jamp
+import jamp.debug
+
+WIDTH, HEADS, LENGTH = 16, 2, 8
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (2, LENGTH, WIDTH))
+
+
+def noisy(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    noise = [0.1 * jax.random.normal(jax.random.fold_in(KEYS[1], i), x.shape) for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, map(jnp.add, leaves, noise))
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
+        x = x + nn.MultiHeadDotProductAttention(HEADS, name="attention")(nn.LayerNorm(name="before")(x), mask=mask)
+        h = nn.gelu(nn.Dense(32, name="up")(nn.LayerNorm(name="after")(x)))
+        return x + nn.Dense(WIDTH, name="down")(h)
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.before, self.after = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up, self.down = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        mask = nnx.make_causal_mask(jnp.ones(x.shape[:2]))
+        x = x + self.attention(self.before(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.after(x))))
+
+
+class EquinoxLayer(eqx.Module):
+    before: eqx.nn.LayerNorm
+    after: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, p):
+        shape = {"query": (WIDTH, -1), "key": (WIDTH, -1), "value": (WIDTH, -1), "out": (-1, WIDTH)}
+
+        def linear(p, shape=(0, 0)):
+            kernel = p["kernel"] if shape == (0, 0) else p["kernel"].reshape(shape)
+            made = eqx.nn.Linear(*kernel.shape, key=KEYS[0])
+            return eqx.tree_at(lambda m: (m.weight, m.bias), made, (kernel.T, p["bias"].reshape(-1)))
+
+        made = eqx.nn.MultiheadAttention(
+            HEADS, WIDTH, use_query_bias=True, use_key_bias=True, use_value_bias=True, use_output_bias=True, key=KEYS[0]
+        )
+        parts = lambda m: (m.query_proj, m.key_proj, m.value_proj, m.output_proj)
+        self.attention = eqx.tree_at(parts, made, tuple(linear(p["attention"][name], shape[name]) for name in shape))
+        self.before, self.after = (
+            eqx.tree_at(
+                lambda m: (m.weight, m.bias), eqx.nn.LayerNorm(WIDTH, eps=1e-6), (p[name]["scale"], p[name]["bias"])
+            )
+            for name in ("before", "after")
+        )
+        self.up, self.down = linear(p["up"]), linear(p["down"])
+
+    def __call__(self, x):
+        h = jax.vmap(self.before)(x)
+        x = x + self.attention(h, h, h, jnp.tri(LENGTH, dtype=bool))
+        return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.after)(x))))
+
+
+def by_hand(p, x, fault=""):
+    """The same layer. Each fault has a line with its name at the end."""
+
+    def norm(x, p):
+        centered = x - x.mean(-1, keepdims=True)
+        variance = jnp.square(centered).mean(-1, keepdims=True)
+        epsilon = 1e-6
+        if fault == "epsilon":
+            return centered / jnp.sqrt(variance + 1e-5) * p["scale"] + p["bias"]  # epsilon
+        return centered / jnp.sqrt(variance + epsilon) * p["scale"] + p["bias"]
+
+    def attention(x, p):
+        q, k, v = (
+            jnp.einsum("btd,dhe->bhte", x, p[n]["kernel"]) + p[n]["bias"][:, None] for n in ("query", "key", "value")
+        )
+        scores = jnp.einsum("bhqe,bhke->bhqk", q, k)
+        scores = scores * (0.3 if fault == "scale" else (WIDTH // HEADS) ** -0.5)  # scale
+        i = jnp.arange(LENGTH)
+        mask = i[:, None] >= i
+        if fault == "mask":
+            mask = i[:, None] + 1 >= i  # mask
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), -2 if fault == "axis" else -1)  # axis
+        out = jnp.einsum("bhqk,bhke->bqhe", weights, v)
+        if fault == "heads":
+            out = jnp.einsum("bhqk,bhke->bhqe", weights, v).reshape(out.shape)  # heads
+        return jnp.einsum("bqhe,hed->bqd", out, p["out"]["kernel"]) + p["out"]["bias"]
+
+    a = attention(norm(x, p["before"]), p["attention"])
+    x = x + (a * 0.98 if fault == "factor" else a)  # factor
+    h = norm(x, p["before" if fault == "parameter" else "after"]) @ p["up"]["kernel"] + p["up"]["bias"]
+    h = jax.nn.relu(h) if fault == "activation" else jax.nn.gelu(h)  # activation
+    h = h @ p["down"]["kernel"]
+    return x + h if fault == "bias" else x + h + p["down"]["bias"]  # bias
+
+
+PARAMS = noisy(LinenLayer().init(KEYS[2], X)["params"])
+
+
+def nnx_layer(p, x):
+    layer = NnxLayer(nnx.Rngs(0))
+    graph, state = nnx.split(layer, nnx.Param)
+    nnx.replace_by_pure_dict(state, p)
+    return nnx.merge(graph, state)(x)
+
+
+LAYERS = {
+    "Linen": lambda p, x: LinenLayer().apply({"params": p}, x),
+    "NNX": nnx_layer,
+    "Equinox": lambda p, x: jax.vmap(EquinoxLayer(p))(x),
+}
+FAULTS = {
+    "epsilon": "1e-05",
+    "scale": "0.3",
+    "mask": "add(_, 1) only there",
+    "axis": "reduce_max ",
+    "heads": "the same elements in another order",
+    "factor": "mul(_, 0.98) only there",
+    "parameter": "['after']['scale']",
+    "activation": " only ",
+    "bias": "['down']['bias']",
+}
+
+
+def named(found):
+    """The first differences: the first one, and what the other function has instead of it."""
+    return [x for x in found.differences[:2] if not x.only or x.only == "there" or x is found.differences[0]]
+
+
+@pytest.mark.promotes("Flax and Equinox")
+@pytest.mark.parametrize("framework", LAYERS)
+def test_a_layer_and_the_same_by_hand_agree_in_every_dtype(framework):
+    layer = LAYERS[framework]
+    assert not jamp.debug.compare(layer, by_hand)(PARAMS, X)
+    found = jamp.debug.compare(jamp.autocast(layer, jnp.bfloat16), by_hand)(PARAMS, X)
+    assert not found
+    assert found.dtype == "bfloat16"
+
+
+@pytest.mark.promotes("Flax and Equinox")
+@pytest.mark.parametrize("framework", LAYERS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_line_of_a_fault_in_a_layer_is_named(framework, fault):
+    found = jamp.debug.compare(LAYERS[framework], lambda p, x: by_hand(p, x, fault))(PARAMS, X)
+    assert found
+    assert any(FAULTS[fault] in x.operation for x in named(found)), str(found)
+    if fault != "parameter":  # The line of the norm, which both norms share.
+        source = Path(__file__).read_text().splitlines()
+        here = 1 + next(i for i, text in enumerate(source) if text.endswith(f"# {fault}"))
+        assert any(f"test_compare.py:{here} " in x.other_source for x in named(found)), str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.promotes("Flax and Equinox")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_healthy_model_of_12_layers_with_finite_masks_raises_no_alarm(dtype):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(12):
+                x = LinenLayer(name=f"h_{i}")(x)
+            return jnp.mean(nn.LayerNorm()(x) ** 2)
+
+    model = Model()
+    params = noisy(model.init(KEYS[3], X))
+    found = jamp.debug.compare(model.apply, jamp.autocast(model.apply, dtype))(params, X)
+    assert not found
+    assert len(found.rows) > 200
