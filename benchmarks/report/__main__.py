@@ -59,6 +59,7 @@ DRAWN: dict[str, tuple[str, Callable[[Any], Figure]]] = {
     "benchmark_step": ("step", pictures.steps),
     "benchmark_train": ("train", pictures.train),
     "text_model": ("text_model.json", pictures.text_model),
+    "budgets": ("budget_h200.json", pictures.budgets),
 }
 
 

@@ -86,8 +86,33 @@ def train(rows: Rows) -> Figure:
             batches = [str(r["batch"]) for r in at]
             axes.errorbar(batches, ratio, [ratio - low, high - ratio], fmt="o-", label=name, **style)
         axes.axhline(1, color="0.4", lw=0.8)
-        axes.set(title=model, xlabel="batch")
+        axes.set_title(model, size=9)
+        axes.set(xlabel="batch")
         axes.grid(alpha=0.25, axis="y")
     panels[0, 0].set_ylabel("time beside plain Optax")
     drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return drawn
+
+
+def budgets(rows: Rows) -> Figure:
+    """Temporary memory over FLOPs: at several memory budgets, and by hand."""
+    models = names(rows, "model")
+    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8, 2.7 * -(-len(models) // 2)), layout="constrained")
+        panels = figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat
+    for axes, model in zip(panels, models, strict=False):
+        found = select(rows, model=model)
+        first = found[0]["gigaflops"]
+        kinds = {
+            "by hand": ("by hand", "o", "tab:orange"),
+            "autocast at budgets 1 to 0": ("autocast, budget", "o-", "tab:blue"),
+        }
+        for label, (start, style, color) in kinds.items():
+            points = [row for row in found if row["variant"].startswith(start) and row["gigaflops"] >= first]
+            x, y = ([row[key] for row in points] for key in ("gigaflops", "temporary_megabytes"))
+            axes.plot([v / first for v in x], [v / 1e3 for v in y], style, color=color, label=label, lw=1, ms=4)
+        axes.set_title(model, size=9)
+        axes.set(xlabel="FLOPs of products, to those by hand", ylabel="GB", ylim=(0, None))
+        axes.grid(alpha=0.25)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure

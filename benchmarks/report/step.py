@@ -160,30 +160,25 @@ def fit(found: dict[str, Any]) -> str:
     return f"{table(head, body)}\n\n{origin(found)}"
 
 
+SHOWN = {"by hand": "by hand", "by hand, dots_saveable": "`dots_saveable`"}
+SHOWN |= {
+    "by hand, dots_with_no_batch_dims": "`dots_with_no_batch_dims`",
+    "by hand, each block again": "each block again",
+}
+SHOWN |= {f"autocast, budget {budget}": f"budget {budget}" for budget in ("1.0", "0.5", "0.25", "0.1", "0")}
+
+
 def budgets(h200: dict[str, Any], tpu: dict[str, Any]) -> str:
-    """Temporary memory and FLOPs at several memory budgets, and by hand, on both devices."""
-    on = [{(row["model"], row["variant"]): row for row in found["rows"]} for found in (h200, tpu)]
-    parts = []
-    for model in dict.fromkeys(model for model, _ in (*on[0], *on[1])):
-        variants = dict.fromkeys(variant for found in on for of, variant in found if of == model)
-        first = next(row for found in on for (of, _), row in found.items() if of == model)
-        body = []
-        for variant in variants:
-            rows = [found.get((model, variant)) for found in on]
-            flops = next(row["gigaflops"] for row in rows if row) / first["gigaflops"]
-            sizes = [number(row and row["temporary_megabytes"] / 1e3) for row in rows]
-            shares = [f"{row['beside_best']:.2f}" if row and row["beside_best"] else "" for row in rows]
-            is_hand = variant.startswith("by hand")
-            body.append(
-                [
-                    variant,
-                    f"{flops:.2f}",
-                    sizes[0],
-                    "" if is_hand else shares[0],
-                    sizes[1],
-                    "" if is_hand else shares[1],
-                ]
-            )
-        head = [model, "FLOPs", "H200, GB", "to the best by hand", "v5e, GB", "to the best by hand"]
-        parts.append(table(head, body))
-    return "\n\n".join([*parts, origin(h200), origin(tpu)])
+    """Temporary memory in GB by hand and at several memory budgets, with the FLOPs where they are more."""
+    body = []
+    for device, found in (("H200", h200), ("v5e", tpu)):
+        for model in names(found["rows"], "model"):
+            rows = {row["variant"]: row for row in select(found["rows"], model=model)}
+            first, line = rows["by hand"]["gigaflops"], []
+            for variant in SHOWN:
+                row = rows.get(variant)
+                again = f" ({row['gigaflops'] / first:.2f})" if row and row["gigaflops"] > 1.005 * first else ""
+                line.append(number(row["temporary_megabytes"] / 1e3) + again if row else "")
+            name, *_, form = model.split(", ")
+            body.append([f"{device}: {name}{', unrolled' if form == 'unrolled' else ''}", *line])
+    return "\n\n".join([table(["", *SHOWN.values()], body), origin(h200), origin(tpu)])

@@ -1,6 +1,7 @@
 """`memory_curve`: the memory of a compiled function at several memory budgets."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,7 +101,9 @@ def memory_curve(
 
 
 def _point(budget: MemoryBudget, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryPoint:
-    traced = (fun if hasattr(fun, "trace") else jax.jit(fun)).trace(*args, **kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The memory budget is", UserWarning)  # The curve shows what is least.
+        traced = (fun if hasattr(fun, "trace") else jax.jit(fun)).trace(*args, **kwargs)
     found = traced.lower().compile().memory_analysis()
     arrays = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     temporary = int(found.temp_size_in_bytes)
