@@ -118,6 +118,8 @@ USES = {
     "autocast to int8": lambda: gradients(functools.partial(jamp.autocast, rules=ALL), jamp.Int8(min_size=1)),
     "full_precision": lambda: jamp.full_precision(loss_fn)(PARAMS),
     "autocast_report": lambda: len(jamp.autocast_report(loss_fn, jnp.float16)(PARAMS).rows),
+    "recompute": lambda: gradients(jamp.recompute, 0),
+    "memory_report": lambda: jamp.memory_report(loss_fn, 0)(PARAMS).kept,
     "precompute": precomputed,
     "interop": lambda: jamp.interop.unwrap_state(jamp.interop.wrap_state(SGD.init(PARAMS), jamp.StaticLossScale())),
     "interop for torch": lambda: jax.tree.leaves(jamp.interop.from_torch(jamp.interop.to_torch(jamp.GradScaler()))),
@@ -130,6 +132,7 @@ USES = {
     "debug.underflow_report": lambda: jamp.debug.underflow_report(PARAMS, STATE).loss_scale,
     "debug.lost_updates": lambda: jamp.debug.lost_updates(LOW, PARAMS),
     "debug.rounding_report": lambda: len(jamp.debug.rounding_report(loss_fn, "float16")(PARAMS).rows),
+    "debug.memory_curve": lambda: jamp.debug.memory_curve(lambda budget: loss_fn, (1.0,))(PARAMS).points[0].flops,
     "debug.compare": lambda: len(jamp.debug.compare(loss_fn, loss_fn)(PARAMS).rows),
 }
 
@@ -147,6 +150,7 @@ SLOW = {
     "optimizers",
     "debug.rounding_report",
     "debug.compare",
+    "debug.memory_curve",
     "debug.find_nonfinite",
 }
 SLOW_IN = {

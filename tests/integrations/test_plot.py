@@ -13,7 +13,7 @@ from jaxprs import normal
 
 import jamp
 import jamp.plot
-from jamp.debug import compare, underflow_report
+from jamp.debug import MemoryCurve, MemoryPoint, compare, underflow_report
 from jamp.history import History
 
 STATE = jamp.StaticLossScale(2.0**16).init()
@@ -35,6 +35,7 @@ W, X = normal(16, 16, scale=0.3), normal(8, 16)
 network = lambda w, x, factor=1.0: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w * factor) ** 2)
 COMPARED = {dtype: compare(network, jamp.autocast(network, dtype))(W, X) for dtype in ("float16", "bfloat16")}
 COMPARED["a mistake"] = compare(network, lambda w, x: network(w, x, 1.1))(W, X)
+CURVE = MemoryCurve(tuple(MemoryPoint(b, int(b * 4e9 + 1e9), int(8e9), 2e12 - b * 5e11) for b in (1.0, 0.5, 0.1, 0)))
 FIGURES = {
     "dynamic": lambda: jamp.plot.loss_scale_history(DYNAMIC),
     "adaptive": lambda: jamp.plot.loss_scale_history(ADAPTIVE),
@@ -44,6 +45,7 @@ FIGURES = {
     "wild layers": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE)),
     "bfloat16": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE, jnp.bfloat16)),
     "differences": lambda: jamp.plot.differences(COMPARED),
+    "memory": lambda: jamp.plot.memory_curve({"gradient": CURVE}),
 }
 STYLES = [("default", name) for name in FIGURES]
 STYLES += [("dark_background", name) for name in ("adaptive", "range", "layers")]
@@ -63,7 +65,9 @@ def test_a_figure_is_800_pixels_wide_with_labels_and_no_overlapping_text(style, 
         figure.canvas.draw()
     assert figure.canvas.get_width_height()[0] == 800
     axes = figure.axes[0]
-    assert ("powers of 2" if name != "differences" else "relative") in axes.get_xlabel() + axes.get_ylabel()
+    assert {"differences": "relative", "memory": "temporary memory, GB"}.get(
+        name, "powers of 2"
+    ) in axes.get_xlabel() + axes.get_ylabel()
     ticks = [t for t in axes.get_xticklabels() if axes.viewLim.x0 <= t.get_position()[0] <= axes.viewLim.x1]
     texts = [*axes.texts, axes.xaxis.label, axes.yaxis.label, *ticks, *axes.get_yticklabels()]
     texts += [t for legend in figure.legends for t in legend.get_texts()]
