@@ -78,8 +78,8 @@ def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
         size = max(_norm(a[differ]), _norm(b[differ])) or 1.0
         errors = [np.ravel(z.traced - z.value)[differ] for z in (x, y)]
         norms = [_norm(e[np.isfinite(e)]) for e in errors]
-        # If rounding leaves no digit, the value may be 0 but for the rounding of float64.
-        noise = max(e if e >= size / 2 else e * constant / z.unit for e, z in zip(norms, (x, y), strict=True))
+        # If rounding leaves hardly a digit, the value may be 0 but for the rounding of float64.
+        noise = max(e if e >= size / 8 else e * constant / z.unit for e, z in zip(norms, (x, y), strict=True))
         return _norm((a - b)[differ]) / size, max(float(noise / size), constant)
 
 
