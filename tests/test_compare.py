@@ -285,6 +285,17 @@ def test_the_order_of_a_badly_conditioned_sum_is_rounding():
     assert jamp.debug.compare(jnp.sum, lambda x: jnp.sum(x) + 50)(x)
 
 
+def test_a_value_that_is_0_but_for_rounding_is_rounding():
+    total = lambda x: jnp.sum(jax.nn.softmax(x), -1) - 1
+    parts = lambda x: jnp.sum(jax.nn.softmax(x)[:, ::-1].reshape(8, 4, 4).sum(1), -1) - 1
+    found = jamp.debug.compare(total, parts)(X)
+    assert not found
+    assert found.without_rounding[0] > 0.1
+    assert not jamp.debug.compare(total, jamp.autocast(lambda x: (jax.nn.softmax(x) @ jnp.ones(16)) - 1, jnp.bfloat16))(
+        X
+    )
+
+
 def test_float64_is_compared_with_the_rounding_of_float64(x64):
     x = jnp.asarray(X, jnp.float64)
     found = jamp.debug.compare(

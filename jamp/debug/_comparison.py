@@ -16,7 +16,6 @@ class ComparedRow:
       other_source, other_scope, other_dtype: The same in the other function.
       only: "here" or "there" if only one function has the operation. The line of the other one is then that of the next
         operation that both have.
-      backward: Whether it is part of a backward pass.
       difference: How much the results differ, relative, by the norm of those elements that differ.
       is_explained: Whether rounding explains it.
     """
@@ -29,7 +28,6 @@ class ComparedRow:
     other_scope: str
     other_dtype: str
     only: str
-    backward: bool
     difference: float
     is_explained: bool
 

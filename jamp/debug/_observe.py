@@ -86,23 +86,18 @@ class Observer(Walker[Value]):
         constant = 0.0 if wides else 2 * max(roundoff(x.dtype) for x in (*_jaxpr.avals(eqn.invars), *after))
         wides = wides or _as_traced(eqn, [x.wide for x in values])
         found = Operation(_jaxpr.name(eqn), None, here, _jaxpr.params(eqn))
-        outs = enumerate(zip(results, wides, after, strict=True))
-        return [
-            self._add(found._replace(dtype=aval.dtype, equation=(id(eqn), i)), x, y, values, constant)
-            for i, (x, y, aval) in outs
-        ]
+        keep = lambda i, *arrays: self._add(found._replace(dtype=after[i].dtype, equation=(id(eqn), i)), *arrays)
+        return [keep(i, x, y, values, constant) for i, (x, y) in enumerate(zip(results, wides, strict=True))]
 
-    def _add(
-        self, found: Operation, array: Any, wide: Any, reads: Sequence[Value] = (), constant: float = 0.0
-    ) -> Value:
+    def _add(self, found: Operation, array: Any, wide: Any, xs: Sequence[Value] = (), constant: float = 0.0) -> Value:
         """Keep a result. Its unit roundoffs are the coarsest of its own and those of its operands."""
         array, wide, index = _narrow(array), _widen(wide), len(self.operations)
-        before = [self.operations[x.index].numbers for x in reads]
+        before = [self.operations[x.index].numbers for x in xs]
         unit = max([roundoff(array.dtype), *(x.unit for x in before)])
         least = min(roundoff(found.dtype), roundoff(_F32))
         numbers = Numbers(_to_host(wide), _to_host(array), unit, max([constant, least, *(x.constant for x in before)]))
         found = found._replace(equation=found.equation or index, loops=tuple(self.loops))
-        self.operations.append(found._replace(numbers=numbers, reads=tuple(x.index for x in reads)))
+        self.operations.append(found._replace(numbers=numbers, reads=tuple(x.index for x in xs)))
         return Value(array, wide, index)
 
 

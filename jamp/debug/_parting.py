@@ -18,12 +18,11 @@ _NO_OPTIONS = ("sharding", "precision", "dtype", "element_type", "name", "shape"
 def row(x: Entry | None, y: Entry | None, text: str = "", only: str = "") -> ComparedRow:
     """The row of an entry of each program."""
     sides = [(*z.operation.location[:2], str(z.operation.dtype)) if z else ("", "", "") for z in (x, y)]
-    backward = any(z.operation.location.backward for z in (x, y) if z)
     if not (x and y and not text):
-        return ComparedRow(text, *sides[0], *sides[1], only, backward, np.inf, False)
+        return ComparedRow(text, *sides[0], *sides[1], only, np.inf, False)
     is_moved = not agree(x.numbers, y.numbers) and same_elements(x.numbers, y.numbers)
     arrays = [np.ravel((z.numbers.sorted if is_moved else z.numbers).traced) for z in (x, y)]
-    return ComparedRow(_name(x), *sides[0], *sides[1], "", backward, relative(*arrays), x.kind is not None)
+    return ComparedRow(_name(x), *sides[0], *sides[1], "", relative(*arrays), x.kind is not None)
 
 
 def region(program: Program, results: Sequence[Entry]) -> list[Entry]:

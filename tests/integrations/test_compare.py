@@ -11,6 +11,7 @@ from flax import nnx
 
 import jamp
 import jamp.debug
+from benchmarks.false_alarms import case
 
 WIDTH, HEADS, LENGTH = 16, 2, 8
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -185,3 +186,9 @@ def test_a_healthy_model_of_12_layers_with_finite_masks_raises_no_alarm(dtype):
     found = jamp.debug.compare(model.apply, jamp.autocast(model.apply, dtype))(params, X)
     assert not found
     assert len(found.rows) > 200
+
+
+@pytest.mark.slow
+def test_a_gradient_without_a_correct_digit_raises_no_alarm():
+    """The only false alarm of the study's first run."""
+    assert not case(148, False)["says_that_they_differ"]
