@@ -177,7 +177,7 @@ def differences(comparisons: "Mapping[str, Comparison]") -> "Figure":
     colors = itertools.cycle((_BLUE, _ORANGE, _GREY, _RED))
     is_drawn = False
     for (name, found), color in zip(comparisons.items(), colors, strict=False):
-        rows = [(i, row) for i, row in enumerate(found.rows) if row.reaches_results and row.difference > 0]
+        rows = [(i, row) for i, row in enumerate(found.rows) if row.difference > 0]
         axes.semilogy([i for i, _ in rows], [row.difference for _, row in rows], color=color, label=name, linewidth=1)
         first = [(i, row) for i, row in rows if row is found.first]
         for i, row in first:

@@ -162,6 +162,7 @@ def layer_of_two(p):
     return jax.tree.map(lambda w: w[jnp.array([0, 1] * (LAYERS // 2))], p)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_gradients_are_those_without_a_budget(model):
     step = lambda fun: jax.jit(jax.value_and_grad(fun))(PARAMS, X)

@@ -31,11 +31,6 @@ class ComparedRow:
     difference: float
     is_explained: bool
 
-    @property
-    def reaches_results(self) -> bool:
-        """True: operations that no result is computed from have no row."""
-        return True
-
     def __str__(self) -> str:
         lines = [_cut(self.operation, _WIDTH - 7)]
         for side, line, scope in (("here", self.source, self.scope), ("there", self.other_source, self.other_scope)):
