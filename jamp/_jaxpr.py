@@ -199,6 +199,14 @@ def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
     return [(getattr(x, "jaxpr", x), times) for x in found.values()]
 
 
+def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Every equation of a jaxpr and of the jaxprs in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body, _ in inner(eqn):
+            yield from all_equations(body)
+
+
 _WITHOUT_JAXPRS = (type, FunctionType, ModuleType, Enum)
 
 

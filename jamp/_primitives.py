@@ -39,7 +39,7 @@ EXPENSIVE = _names(
     "triangular_solve tridiagonal tridiagonal_solve approx_top_k reduce_precision sort top_k"
 )
 
-# They communicate between devices.
+# They communicate between devices. In some versions of JAX, not all of them have an effect.
 COLLECTIVES = _names(
     "all_gather all_gather_invariant all_to_all collective_permute pmax pmin ppermute psum psum_invariant "
     "ragged_all_to_all reduce_scatter"

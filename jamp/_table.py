@@ -8,7 +8,12 @@ WIDTH = 100
 
 
 def fit(text: str, width: int = WIDTH) -> str:
-    """A line of at most `width` characters. It is cut in the middle, because both ends of a path or line matter."""
+    """A line of at most `width` characters.
+
+    The function after a source line goes first. Then the middle is cut, because both ends of a path or line matter.
+    """
+    if len(text) > width:
+        text = re.sub(r"(:\d+) \([^()]*\)$", r"\1", text)
     if len(text) <= width:
         return text
     end = (width - 3) // 2

@@ -95,6 +95,7 @@ ORDER = {
         "kept",
         "flops",
         "segments",
+        "residuals",
         "budget",
         "recompute",
         "passes",

@@ -16,7 +16,8 @@ from processes import run_python
 
 import jamp
 from jamp import _jaxpr
-from jamp._autocast.budget import Kind, Memory, choose
+from jamp._autocast.budget import Memory, choose
+from jamp._autocast.residuals import Kind
 from jamp._autocast.segments import Segment, Split
 
 WIDTH, HEADS, TOKENS, LAYERS = 32, 4, 32, 4
@@ -208,6 +209,37 @@ def test_a_product_is_computed_at_most_once_more():
     assert count(jamp.recompute(MODELS["unrolled"], 1.0)) == plain
 
 
+@jax.jit
+def repeating(x, w):
+    y = jnp.tanh(x @ w)
+    return y, y, jnp.float32(0.5), jnp.float32(2.0), x
+
+
+def test_a_call_that_returns_a_constant_an_input_or_a_value_twice():
+    def layer(w, x):
+        a, b, c, d, e = repeating(x, w)
+        return lax.scan(lambda s, _: (jnp.sin(s @ w) + a * c, None), b / d + e, None, length=2)[0] + a * b
+
+    fun = lambda w, x: mean(layer(w, layer(w, layer(w, x))))
+    w, x = normal(WIDTH, WIDTH, scale=0.2), normal(64, WIDTH, seed=1)
+    truth = jax.grad(fun)(w, x)
+    for budget in BUDGETS:
+        np.testing.assert_allclose(quietly(jax.grad(jamp.recompute(fun, budget)), w, x), truth, rtol=1e-4, atol=1e-6)
+        quietly(jamp.memory_report(fun, budget), w, x)
+
+
+def test_a_small_function_is_not_wrapped():
+    jaxpr = jax.make_jaxpr(jamp.recompute(lambda w, x: (x @ w).sum(), 0.5))(jnp.eye(4), jnp.ones((4, 4)))
+    assert not [eqn for eqn in equations(jaxpr) if _jaxpr.name(eqn) == "remat2"]
+
+
+def test_a_budget_of_an_autocast_opens_the_segments_of_one_inside():
+    f = MODELS["unrolled"]
+    nested = jamp.autocast(jamp.autocast(f, BF16), BF16, memory_budget=0.3)
+    kept = [quietly(kept_by_jax, fun, PARAMS, X) for fun in (nested, jamp.autocast(f, BF16, memory_budget=0.3))]
+    np.testing.assert_allclose(*kept, rtol=0.1)
+
+
 def test_the_choices_for_a_segment_are_near_the_best_ones():
     """For the segment of a transformer's layer, among all choices."""
     closed = jax.make_jaxpr(MODELS["scanned"])(PARAMS, X)
@@ -244,11 +276,14 @@ def test_collectives_and_the_bits_of_other_generators_are_not_computed_again():
         for _ in range(3):
             x = jnp.tanh(lax.psum(x @ w, "d"))
             x = x @ lax.all_gather(w, "d", tiled=True)
+            x = jnp.sin(lax.ppermute(lax.pmean(x, "d") @ w, "d", [(0, 0)]))
+            x = jnp.sin(lax.all_to_all(x @ w, "d", 0, 0, tiled=True))
+            x = jnp.sin(lax.psum_scatter(x @ w, "d", tiled=True))
         return lax.pmean(mean(x), "d")
 
     fun = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
     args = normal(64, 64), normal(256, 64)
-    names = ("psum", "psum_invariant", "all_gather")
+    names = ("psum", "psum_invariant", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
     count = lambda fun: sum(
         eqn.primitive.name in names for eqn in equations(quietly(jax.make_jaxpr(jax.grad(fun)), *args))
     )

@@ -158,14 +158,6 @@ def _dtypes(atoms: Any, stored: Flags | None = None) -> str:
     )
 
 
-def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Every equation of a jaxpr and of the jaxprs in it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner, _ in _jaxpr.inner(eqn):
-            yield from all_equations(inner)
-
-
 def cause(eqn: JaxprEqn) -> str:
     """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
     name = _jaxpr.name(eqn)
@@ -190,7 +182,7 @@ def warnings_of(passes: Passes) -> list[str]:
         return unused
     every = decisions(passes.decided, target, {}, passes.manual)
     total = sum(x.times * flops(x.eqn) for x in every) or 1
-    has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in all_equations(passes.traced.jaxpr))
+    has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in _jaxpr.all_equations(passes.traced.jaxpr))
     messages = unused + ([] if is_used or has_autocast else _unchanged(every, passes))
     for x in every:
         share = x.times * flops(x.eqn) / total
@@ -276,5 +268,5 @@ def _is_left_out(eqn: JaxprEqn, category: str) -> bool:
     """Whether an equation with float32 products in it runs as it was traced."""
     if category not in (NOT_ENTERED, NO_RULE) or not any(map(is_float32, _jaxpr.avals(eqn.invars))):
         return False
-    inner = [e for jaxpr, _ in _jaxpr.inner(eqn) for e in all_equations(jaxpr)]
+    inner = [e for jaxpr, _ in _jaxpr.inner(eqn) for e in _jaxpr.all_equations(jaxpr)]
     return any(_jaxpr.name(e) in PRODUCTS and any(map(is_float32, _jaxpr.avals(e.invars))) for e in inner)

@@ -14,11 +14,9 @@ from jamp import _evaluate, _jaxpr, _table
 from jamp._arguments import Call
 from jamp._autocast import recompute as _recompute
 from jamp._autocast.budget import Memory, MemoryBudget, Occurrence, Value, check_budget, choose
-from jamp._autocast.decisions import all_equations
-from jamp._autocast.facts import KEPT, SEGMENT
-from jamp._autocast.segments import ENTERED, code
-from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._source_line import in_scope, is_transposed, pattern, scope, user_line
+from jamp._autocast.segments import code, opened
+from jamp._jaxpr import ClosedJaxpr
+from jamp._source_line import is_transposed, pattern, scope, user_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,7 +48,7 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
       differently. Under `jamp.autocast` use the argument `memory_budget` of that.
 
     Raises:
-      TypeError: If `memory_budget` is no number and no string.
+      TypeError: If `memory_budget` is not a number or a string.
       ValueError: If it is not in [0, 1], or has an unknown unit.
 
     Warns:
@@ -90,7 +88,7 @@ def _traced(call: Call, fun: Callable[..., Any], caller: str) -> ClosedJaxpr:
 
 
 def _warn_of(closed: ClosedJaxpr, budget: MemoryBudget) -> None:
-    if any(map(is_transposed, all_equations(closed.jaxpr))):
+    if any(map(is_transposed, _jaxpr.all_equations(closed.jaxpr))):
         warnings.warn(
             "This function takes a gradient itself. What that keeps is not changed: transform the loss inside, "
             "jax.grad(jamp.recompute(loss, memory_budget)).",
@@ -109,41 +107,6 @@ def _warn_of(closed: ClosedJaxpr, budget: MemoryBudget) -> None:
             "jamp.debug.memory_curve, which reads the compiled program.",
             stacklevel=3,
         )
-
-
-def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A function in which the segments that jamp made are straight-line code again. The outermost budget decides."""
-    eqns: list[JaxprEqn] = []
-
-    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        if _jaxpr.name(eqn) == "name" and _jaxpr.params(eqn)["name"] == KEPT:
-            return operands
-        if _jaxpr.name(eqn) == "jit" and in_scope(eqn, SEGMENT) and (body := _inside(eqn)):
-            return _evaluate.interpret_names(body, operands, run)
-        outvars = [jax.extend.core.Var(v.aval) for v in eqn.outvars]
-        bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in ENTERED else None
-        if bodies:
-            eqns.append(_evaluate.with_bodies(eqn, list(map(opened, bodies)), operands, outvars))
-        else:
-            eqns.append(eqn.replace(invars=operands, outvars=outvars))
-        return list(outvars)
-
-    if not any(in_scope(eqn, SEGMENT) for eqn in all_equations(closed.jaxpr)):
-        return closed
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    outputs = _evaluate.interpret(closed.jaxpr, [*constants, *closed.jaxpr.invars], run, lambda v: v)
-    return _evaluate.closed_jaxpr(constants, closed.jaxpr.invars, outputs, eqns)
-
-
-def _inside(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The code of a segment that jamp made, in the calls around it."""
-    body = _evaluate.body_of_call(eqn)
-    while body and len(body.jaxpr.eqns) == 1 and _jaxpr.name(body.jaxpr.eqns[0]) in ("custom_jvp_call", "remat2"):
-        (inner,) = body.jaxpr.eqns
-        if list(inner.invars) != list(body.jaxpr.invars) or list(inner.outvars) != list(body.jaxpr.outvars):
-            return None
-        body = _evaluate.body_of_call(inner)
-    return body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +240,8 @@ def _report(
         eqn = value.eqn
         assert eqn is not None  # An argument is in no row.
         line = next(filter(None, map(user_line, (eqn, *reversed(value.around.eqns)))), "line unknown")
-        key = _jaxpr.name(eqn), value.type, is_kept, line
+        shape = ",".join(map(str, value.aval.shape))
+        key = _jaxpr.name(eqn), f"{value.aval.dtype}[{shape}]", is_kept, line
         rows.setdefault(key, []).append((value, flops))
     found = [
         MemoryRow(
@@ -307,7 +271,8 @@ def _values(memory: Memory) -> list[tuple[Value, bool, float]]:
     found: dict[Value, tuple[bool, float]] = {}
     for x in memory.occurrences.values():
         for i, eqn in enumerate(e for e in code(x.segment).eqns for _ in e.outvars):
-            x.values[i].eqn = eqn  # of its own lines: the kind is that of an equal layer
+            if i in x.values:
+                x.values[i].eqn = eqn  # of its own lines: the kind is that of an equal layer
         for i, flops in _dropped(x).items():
             found[x.values[i]] = False, flops
     for x in memory.occurrences.values():

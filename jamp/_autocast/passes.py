@@ -20,6 +20,7 @@ from jamp._autocast.product import products
 from jamp._autocast.quantize import quantize
 from jamp._autocast.recompute import recompute
 from jamp._autocast.rules import CATEGORIES, COMPUTE, FLOAT32, GRADIENT, RULES, YOURS, Rule
+from jamp._autocast.segments import opened
 from jamp._autocast.target import Target
 from jamp._cast import as_dtype
 from jamp._jaxpr import ClosedJaxpr
@@ -43,7 +44,9 @@ class Passes(NamedTuple):
         is_cast = any(product.format for product in products(self.decided.jaxpr))
         if not is_cast and budget == 1.0:
             return self.traced
-        return lower(recompute(self.decided, budget) if recomputes else self.decided)
+        # The outermost budget decides, also about the segments of an autocast inside.
+        decided = self.decided if budget == 1.0 else opened(self.decided)
+        return lower(recompute(decided, budget) if recomputes else decided)
 
 
 def passes(

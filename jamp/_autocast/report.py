@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr, _table
 from jamp._arguments import paths
-from jamp._autocast.decisions import Decision, all_equations, cause, decisions
+from jamp._autocast.decisions import Decision, cause, decisions
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.flops import flops
 from jamp._autocast.formats import Format
@@ -169,7 +169,7 @@ def autocast_report(
 
     def of_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AutocastReport:
         passes = trace(args, kwargs)
-        as_run = any(in_scope(eqn, AUTOCAST) for eqn in all_equations(passes.traced.jaxpr))
+        as_run = any(in_scope(eqn, AUTOCAST) for eqn in _jaxpr.all_equations(passes.traced.jaxpr))
         closed, target = passes.decided, passes.target
         if as_run:
             closed, target = passes.traced, Target(target.compute_dtype, _AS_RUN)
@@ -180,7 +180,7 @@ def autocast_report(
             if row is not None:
                 merged.setdefault(row, []).append(x)
         rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
-        backward = not as_run and any(map(is_transposed, all_equations(passes.traced.jaxpr)))
+        backward = not as_run and any(map(is_transposed, _jaxpr.all_equations(passes.traced.jaxpr)))
         name = passes.format.name if passes.format else ""
         return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run)
 

@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from jax.extend import core
+
 from jamp import _dataflow, _evaluate, _fingerprint, _jaxpr
+from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
 from jamp._autocast.product import name_of
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
+from jamp._source_line import in_scope
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
@@ -229,3 +233,38 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
     sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
     is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
     return is_large and _jaxpr.name(eqn) not in MOVING and is_recomputed(eqn)
+
+
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A function in which the segments that jamp made are straight-line code again. The outermost budget decides."""
+    eqns: list[JaxprEqn] = []
+
+    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if _jaxpr.name(eqn) == "name" and _jaxpr.params(eqn)["name"] == KEPT:
+            return operands
+        if _jaxpr.name(eqn) == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
+            return _evaluate.interpret_names(body, operands, run)
+        outvars = [core.Var(v.aval) for v in eqn.outvars]
+        bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in ENTERED else None
+        if bodies:
+            eqns.append(_evaluate.with_bodies(eqn, list(map(opened, bodies)), operands, outvars))
+        else:
+            eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        return list(outvars)
+
+    if not any(in_scope(eqn, SEGMENT) for eqn in _jaxpr.all_equations(closed.jaxpr)):
+        return closed
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    outputs = _evaluate.interpret(closed.jaxpr, [*constants, *closed.jaxpr.invars], run, lambda v: v)
+    return _evaluate.closed_jaxpr(constants, closed.jaxpr.invars, outputs, eqns)
+
+
+def _code_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The code of a segment that jamp made, in the calls around it."""
+    body = _evaluate.body_of_call(eqn)
+    while body and len(body.jaxpr.eqns) == 1 and _jaxpr.name(body.jaxpr.eqns[0]) in ("custom_jvp_call", "remat2"):
+        (inner,) = body.jaxpr.eqns
+        if list(inner.invars) != list(body.jaxpr.invars) or list(inner.outvars) != list(body.jaxpr.outvars):
+            return None
+        body = _evaluate.body_of_call(inner)
+    return body

@@ -1,0 +1,249 @@
+"""What the backward pass of a segment reads, and what it takes to compute that again.
+
+`Kind` finds it once for all equal segments: it traces the derivative, in which the values that may be kept have a name.
+For any choice of kept values it counts the bytes, as JAX would keep them, and the FLOPs. It proposes a few choices
+(`Point`), from all values kept to none.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from jamp import _evaluate, _jaxpr
+from jamp._autocast.facts import KEPT
+from jamp._autocast.flops import flops
+from jamp._autocast.kept import nbytes
+from jamp._autocast.lower import lower
+from jamp._autocast.product import name_of
+from jamp._autocast.segments import Code, Segment, code
+from jamp._cast import is_inexact
+from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._primitives import ARITHMETIC, COLLECTIVES, CUBIC, EXPENSIVE, MOVING, OTHERS, PRODUCTS
+from jamp._shard_map import trace
+
+_NEVER_AGAIN = COLLECTIVES | frozenset(
+    ("after_all", "create_token", "get", "random_gamma", "rng_bit_generator", "rng_uniform", "swap")
+)
+UNKNOWN = 1e18  # the FLOPs of a primitive that jamp does not know, which is therefore kept until last
+_GROUPS = 9  # so many values of a segment, or groups of equal ones, are kept or dropped in all combinations
+_RANDOM = 60.0  # FLOPs for 32 random bits: threefry has 20 rounds of three operations for two numbers
+
+
+class Point(NamedTuple):
+    """A choice for a segment: the numbers of the values that it keeps, their bytes, and the FLOPs computed again."""
+
+    kept: frozenset[int]
+    size: float
+    flops: float
+
+
+class Kind:
+    """What the backward pass of a segment reads.
+
+    The values of the segment are numbered in the order in which they are computed, and its inputs from -1 down.
+
+    Attributes:
+      code: The segment.
+      computed: The values, and the equation of each.
+      sizes: The bytes of each value.
+      kept: The numbers of the values that are kept without a budget.
+    """
+
+    def __init__(self, segment: Segment):
+        self.code = code(segment)
+        self.computed = [(v, eqn) for eqn in self.code.eqns for v in eqn.outvars]
+        values = [v for v, _ in self.computed]
+        self._numbers = {v: -1 - i for i, v in enumerate(self.code.inputs)} | {v: i for i, v in enumerate(values)}
+        self.sizes = [device_bytes(v) for v in values]
+        closed = _derivative(self.code, segment)
+        self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
+        self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}
+        self._constants = {*closed.jaxpr.constvars}
+        named = [(eqn, number) for eqn in closed.jaxpr.eqns if (number := _number(eqn)) is not None]
+        self._named: dict[Any, int] = {eqn.outvars[0]: number for eqn, number in named}
+        # What is read to compute each value, up to other values, and the FLOPs.
+        self._needs = {number: self._walk(eqn.invars) for eqn, number in named}
+        self._read = self._walk(closed.jaxpr.outvars[len(self.code.outputs) :])
+        self.kept = frozenset(self._numbers[v] for v in self.code.kept)
+        self._points: dict[frozenset[int], list[Point]] = {}
+
+    def numbers(self, variables: Iterable[Any]) -> list[int | None]:
+        """The numbers of some variables of the code. A literal has none."""
+        return [None if _jaxpr.is_literal(v) else self._numbers[v] for v in variables]
+
+    def _walk(self, atoms: Iterable[Any]) -> tuple[frozenset[int], float]:
+        """The values from which these are computed, and the FLOPs in between."""
+        found, total, seen = set[int](), 0.0, set[int]()
+        stack = [v for v in atoms if not _jaxpr.is_literal(v)]
+        while stack:
+            v = stack.pop()
+            if v in self._named or v in self._inputs:
+                found.add(self._named[v] if v in self._named else self._inputs[v])
+            elif v not in self._constants and id(self._producers[v]) not in seen:
+                eqn = self._producers[v]
+                seen.add(id(eqn))
+                total += cost(eqn)
+                stack.extend(x for x in eqn.invars if not _jaxpr.is_literal(x))
+        return frozenset(found), total
+
+    def needs(self, kept: frozenset[int]) -> tuple[set[int], float]:
+        """The values and inputs that are read in the backward pass if some are kept, and the FLOPs computed again."""
+        (read, total), found, seen = self._read, set[int](), set[int]()
+        stack = list(read)
+        while stack:
+            i = stack.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            if i < 0 or i in kept:
+                found.add(i)
+            else:
+                others, more = self._needs[i]
+                total += more
+                stack.extend(others)
+        return found, total
+
+    def point(self, kept: frozenset[int], free: frozenset[int]) -> Point:
+        """What a choice costs. The values in `free` are there anyway."""
+        found, again = self.needs(kept | free)
+        return Point(kept | free, sum(self.sizes[i] for i in found if i >= 0 and i not in free), again)
+
+    def points(self, free: frozenset[int]) -> list[Point]:
+        """The choices that may be best, from all values kept to none: each keeps less and computes more again.
+
+        All combinations of some groups of values are tried.
+        """
+        if free not in self._points:
+            groups = self._groups(self.kept - free)
+            fixed = self.kept.difference(*groups)
+            found = [
+                self.point(fixed.union(*chosen), free)
+                for n in range(len(groups) + 1)
+                for chosen in itertools.combinations(groups, n)
+            ]
+            self._points[free] = _pareto(found)
+        return self._points[free]
+
+    def _groups(self, values: frozenset[int]) -> list[frozenset[int]]:
+        """The values that may be dropped, each large one by itself. If those are many, equal ones are together."""
+        may_be_dropped = sorted(i for i in values if self._needs[i][1] < math.inf)
+        least = 0.01 * sum(self.sizes[i] for i in values)
+        large = [i for i in may_be_dropped if self.sizes[i] >= least]
+        members: dict[Any, set[int]] = {}
+        for i in large:
+            members.setdefault((self.sizes[i], self._needs[i][1]) if len(large) > _GROUPS else i, set()).add(i)
+        groups = sorted(map(frozenset, members.values()), key=lambda x: -sum(self.sizes[i] for i in x))[:_GROUPS]
+        rest = frozenset(may_be_dropped).difference(*groups)
+        return [*groups, rest] if rest else groups
+
+
+def _pareto(points: list[Point]) -> list[Point]:
+    """The points than which no other one keeps less and computes less."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda x: (x.flops, x.size)):
+        if not found or point.size < found[-1].size:
+            found.append(point)
+    return found
+
+
+def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
+    """The results of a segment and what its backward pass reads, as a function of its inputs.
+
+    The values that may be kept have a name.
+    """
+    eqns: list[JaxprEqn] = []
+    may_be_kept = code.kept.union(v for v in code.outputs if not _jaxpr.is_literal(v))
+    number = 0
+    for eqn in code.eqns:
+        results = [core.Var(v.aval) if v in may_be_kept else v for v in eqn.outvars]
+        eqns.append(eqn.replace(outvars=results))
+        for value, v in zip(results, eqn.outvars, strict=True):
+            if value is not v:
+                name = _jaxpr.with_name_for(_name_equation(number), v.aval)
+                eqns.append(name.replace(invars=[value], outvars=[v]))
+            number += 1
+    closed = lower(_evaluate.closed_jaxpr({}, code.inputs, code.outputs, eqns))
+    perturbed = [x.perturbed and is_inexact(v.aval) for x, v in zip(segment.origins, segment.inputs, strict=True)]
+    return with_residuals(closed, perturbed, segment.around.inside)
+
+
+def with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: JaxprEqn | None) -> ClosedJaxpr:
+    """A function that also returns what its backward pass reads. It may be inside a shard_map."""
+    places = [i for i, x in enumerate(perturbed) if x]
+    n = len(closed.in_avals)
+
+    def of_perturbed(args: Sequence[Any]) -> Callable[..., list[Any]]:
+        return lambda *xs: _evaluate.call(closed, _evaluate.replaced(args, places, xs))
+
+    def jvp(*args: Any) -> list[Any]:
+        results, tangents = jax.jvp(of_perturbed(args[:n]), [args[i] for i in places], list(args[n:]))
+        return [*results, *(x for x in tangents if x.dtype != jax.dtypes.float0)]
+
+    def vjp(*args: Any) -> list[Any]:
+        results, pull_back = jax.vjp(of_perturbed(args), *(args[i] for i in places))
+        return [*results, *jax.tree.leaves(pull_back)]
+
+    # JAX splits constructs, which takes far longer than to see what the tangents of straight-line code read.
+    if any(_jaxpr.has_body(e) and _jaxpr.name(e) != "custom_jvp_call" for e in _evaluate.flattened(closed)[0]):
+        return trace(inside, vjp, closed.in_avals)
+    types = [*closed.in_avals, *(closed.in_avals[i] for i in places)]
+    traced = trace(inside, jvp, types)
+    eqns, outputs = _evaluate.flattened(traced)
+    linear = {*traced.jaxpr.invars[n:]}
+    reads: dict[Any, None] = {}
+    primal: list[JaxprEqn] = []
+    for eqn in eqns:
+        operands: list[Any] = [v for v in eqn.invars if not _jaxpr.is_literal(v)]
+        if linear.isdisjoint(operands):
+            primal.append(eqn)
+        elif _jaxpr.has_body(eqn):
+            return trace(inside, vjp, closed.in_avals)
+        else:
+            linear.update(eqn.outvars)
+            reads |= dict.fromkeys(v for v in operands if v not in linear)
+    # `flattened` makes the constants literals.
+    return _evaluate.closed_jaxpr({}, traced.jaxpr.invars[:n], [*outputs[: len(closed.out_avals)], *reads], primal)
+
+
+@functools.cache
+def _name_equation(number: int) -> JaxprEqn:
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, f"{KEPT} {number}"))(0.0).eqns[0]
+
+
+def _number(eqn: JaxprEqn) -> int | None:
+    prefix, _, number = str(_jaxpr.params(eqn)["name"]).partition(" ") if _jaxpr.name(eqn) == "name" else ("", "", "")
+    return int(number) if prefix == KEPT and number else None
+
+
+def cost(eqn: JaxprEqn) -> float:
+    """The FLOPs to compute an equation again, or infinity if it must not be."""
+    name = name_of(eqn)
+    if name.startswith(("random_", "threefry")) and name != "random_gamma":
+        dtypes = [aval.dtype for aval in _jaxpr.avals(eqn.invars)]
+        keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
+        # The bits of other generators may depend on how a program is compiled.
+        is_exact = all(str(key) == "key<fry>" for key in keys)
+        return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars) if is_exact else math.inf
+    bodies = [e for inner, _ in _jaxpr.inner(eqn) for e in inner.eqns]
+    if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in bodies):
+        return math.inf
+    is_known = bodies or name in ARITHMETIC | CUBIC.keys() | EXPENSIVE | MOVING | OTHERS | PRODUCTS
+    return flops(eqn) if is_known else UNKNOWN
+
+
+def device_bytes(v: Any) -> float:
+    """The bytes of a value on one device, as far as its type says."""
+    sharding = getattr(v.aval, "sharding", None)
+    if sharding is None:  # a token
+        return 0.0
+    if sharding.mesh.empty or not all(isinstance(n, int) for n in v.aval.shape):
+        return nbytes(v)
+    local = math.prod(sharding.shard_shape(v.aval.shape))
+    return nbytes(v) * local / max(1, math.prod(v.aval.shape))
