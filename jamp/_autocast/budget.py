@@ -107,6 +107,13 @@ class Occurrence:
     point: Point
 
 
+class Known(NamedTuple):
+    """What is found once for equal segments, and for equal equations that are in none."""
+
+    kinds: dict[Any, Kind]
+    plain: dict[Any, ClosedJaxpr]
+
+
 class Memory:
     """What the backward pass of a function keeps.
 
@@ -119,12 +126,12 @@ class Memory:
         would free nothing at the peak.
     """
 
-    def __init__(self, body: Body, kinds: dict[Any, Any]):
+    def __init__(self, body: Body, known: Known):
         self.body, self.total, self.end = body, 0.0, 0.0
         self.occurrences: dict[Place, Occurrence] = {}
         self.others: list[tuple[JaxprEqn, int]] = []
         self.readers: Counter[Value] = Counter()
-        self._kinds = kinds
+        self._known = known
         self._slots: dict[Any, dict[int, float]] = {}
         jaxpr = body.closed.jaxpr
         arguments = {v: _given(v) for v in (*jaxpr.constvars, *jaxpr.invars)}
@@ -147,9 +154,9 @@ class Memory:
 
     def _add_segment(self, segment: Segment, values: dict[Any, Value], place: Place, around: Loops) -> None:
         key = segment.key(sources=False)
-        if key not in self._kinds:
-            self._kinds[key] = Kind(segment)
-        kind: Kind = self._kinds[key]
+        if key not in self._known.kinds:
+            self._known.kinds[key] = Kind(segment)
+        kind = self._known.kinds[key]
         known = {-1 - i: values[v] for i, v in enumerate(segment.inputs)}
         # A call in the segment may return a constant, an input, or one value several times.
         numbers_of_outputs = kind.numbers(kind.code.outputs)
@@ -207,10 +214,10 @@ class Memory:
         if not any(perturbed):
             return
         key = _fingerprint.fingerprint(inputs, [*defined], eqns, sources=False), perturbed
-        if key not in self._kinds:
+        if key not in self._known.plain:
             closed = lower(_evaluate.closed_jaxpr({}, inputs, [*defined], eqns))
-            self._kinds[key] = with_residuals(closed, perturbed, around.inside)
-        found: ClosedJaxpr = self._kinds[key]
+            self._known.plain[key] = with_residuals(closed, perturbed, around.inside)
+        found = self._known.plain[key]
         results = found.jaxpr.outvars[: len(defined)]
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
         producers = {v: eqn for eqn in found.jaxpr.eqns for v in eqn.outvars}
@@ -326,10 +333,10 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     Whole constructs are computed again if that pays. Segments are merged, if the budget is not reached, as long as what
     is kept and what the largest segment computes again at once become less.
     """
-    kinds: dict[Any, Any] = {}
+    known = Known({}, {})
 
     def memory(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT) -> Memory:
-        return Memory(Split(products, whole, cut_convolutions=budget != 1.0).function(closed), kinds)
+        return Memory(Split(products, whole, cut_convolutions=budget != 1.0).function(closed), known)
 
     best = memory()
     total = best.total

@@ -4,21 +4,18 @@
 values that `kept.py` chooses and that `budget.py` does not drop. They have a name.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.budget import Chosen, MemoryBudget, Place, choose
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.lower import lower
-from jamp._autocast.segments import Body, Construct, Segment, Split, code
+from jamp._autocast.segments import Body, Construct, Segment, Split, code, named
 from jamp._barrier import unless_tpu
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
@@ -71,8 +68,8 @@ class _Pass:
             return list(segment.eqns)
         key = segment.key(sources=True), chosen
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
-            named = jax.named_scope(SEGMENT)  # of the call, and of the checkpoint in it
-            call = named(jax.jit(named(_checkpointed(segment, chosen))))
+            scoped = jax.named_scope(SEGMENT)  # of the call, and of the checkpoint in it
+            call = scoped(jax.jit(scoped(_checkpointed(segment, chosen))))
             self._segments[key] = trace(segment.around.inside, call, _jaxpr.avals(segment.inputs)).eqns[0]
         return [self._segments[key].replace(invars=list(segment.inputs), outvars=list(segment.outputs))]
 
@@ -82,19 +79,9 @@ def _checkpointed(piece: Segment, chosen: frozenset[int] | None) -> Callable[...
 
     `chosen` are their numbers, in the order in which they are computed.
     """
-    eqns, inputs, outputs, kept = code(piece)
-    named = list[JaxprEqn]()
-    if chosen is not None:
-        values = [v for eqn in eqns for v in eqn.outvars]
-        kept = {values[i] for i in chosen}
-    for eqn in eqns:
-        results = [core.Var(v.aval) if v in kept else v for v in eqn.outvars]
-        named.append(eqn.replace(outvars=results))
-        for value, v in zip(results, eqn.outvars, strict=True):
-            if v in kept:
-                name = _jaxpr.with_name_for(_name_equation(), v.aval).replace(invars=[value], outvars=[v])
-                named.append(_evaluate.located(name, eqn))
-    body = _evaluate.closed_jaxpr({}, inputs, outputs, named)
+    found = code(piece)
+    values = [v for eqn in found.eqns for v in eqn.outvars]
+    body = named(found, dict.fromkeys(found.kept if chosen is None else [values[i] for i in chosen], KEPT))
 
     def segment(*args: Array) -> list[Array]:
         # The rule of a convolution is traced after all passes.
@@ -104,11 +91,6 @@ def _checkpointed(piece: Segment, chosen: frozenset[int] | None) -> Callable[...
     # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
     call = jax.checkpoint(segment, policy=policy, prevent_cse=not (piece.around.loop or piece.convolves))
     return _behind_barrier_unless_tpu(call) if piece.convolves else call
-
-
-@functools.cache
-def _name_equation() -> JaxprEqn:
-    return jax.make_jaxpr(lambda x: checkpoint_name(x, KEPT))(0.0).eqns[0]
 
 
 def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:

@@ -5,7 +5,6 @@ For any choice of kept values it counts the bytes, as JAX would keep them, and t
 (`Point`), from all values kept to none.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,8 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.facts import KEPT
@@ -22,7 +19,7 @@ from jamp._autocast.flops import flops
 from jamp._autocast.kept import nbytes
 from jamp._autocast.lower import lower
 from jamp._autocast.product import name_of
-from jamp._autocast.segments import Code, Segment, code
+from jamp._autocast.segments import Code, Segment, code, named
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import ARITHMETIC, COLLECTIVES, CUBIC, EXPENSIVE, MOVING, OTHERS, PRODUCTS
@@ -66,10 +63,10 @@ class Kind:
         self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
         self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}
         self._constants = {*closed.jaxpr.constvars}
-        named = [(eqn, number) for eqn in closed.jaxpr.eqns if (number := _number(eqn)) is not None]
-        self._named: dict[Any, int] = {eqn.outvars[0]: number for eqn, number in named}
+        numbered = [(eqn, number) for eqn in closed.jaxpr.eqns if (number := _number(eqn)) is not None]
+        self._named: dict[Any, int] = {eqn.outvars[0]: number for eqn, number in numbered}
         # What is read to compute each value, up to other values, and the FLOPs.
-        self._needs = {number: self._walk(eqn.invars) for eqn, number in named}
+        self._needs = {number: self._walk(eqn.invars) for eqn, number in numbered}
         self._read = self._walk(closed.jaxpr.outvars[len(self.code.outputs) :])
         self.kept = frozenset(self._numbers[v] for v in self.code.kept)
         self._points: dict[frozenset[int], list[Point]] = {}
@@ -158,18 +155,9 @@ def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
 
     The values that may be kept have a name.
     """
-    eqns: list[JaxprEqn] = []
     may_be_kept = code.kept.union(v for v in code.outputs if not _jaxpr.is_literal(v))
-    number = 0
-    for eqn in code.eqns:
-        results = [core.Var(v.aval) if v in may_be_kept else v for v in eqn.outvars]
-        eqns.append(eqn.replace(outvars=results))
-        for value, v in zip(results, eqn.outvars, strict=True):
-            if value is not v:
-                name = _jaxpr.with_name_for(_name_equation(number), v.aval)
-                eqns.append(name.replace(invars=[value], outvars=[v]))
-            number += 1
-    closed = lower(_evaluate.closed_jaxpr({}, code.inputs, code.outputs, eqns))
+    values = enumerate(v for eqn in code.eqns for v in eqn.outvars)
+    closed = lower(named(code, {v: f"{KEPT} {i}" for i, v in values if v in may_be_kept}))
     perturbed = [x.perturbed and is_inexact(v.aval) for x, v in zip(segment.origins, segment.inputs, strict=True)]
     return with_residuals(closed, perturbed, segment.around.inside)
 
@@ -210,11 +198,6 @@ def with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: Jaxpr
             reads |= dict.fromkeys(v for v in operands if v not in linear)
     # `flattened` makes the constants literals.
     return _evaluate.closed_jaxpr({}, traced.jaxpr.invars[:n], [*outputs[: len(closed.out_avals)], *reads], primal)
-
-
-@functools.cache
-def _name_equation(number: int) -> JaxprEqn:
-    return jax.make_jaxpr(lambda x: checkpoint_name(x, f"{KEPT} {number}"))(0.0).eqns[0]
 
 
 def _number(eqn: JaxprEqn) -> int | None:

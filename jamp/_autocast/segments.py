@@ -4,11 +4,14 @@
 of a segment the backward pass keeps, `budget.py` which of these it drops, and `recompute.py` makes it so.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jamp import _dataflow, _evaluate, _fingerprint, _jaxpr
@@ -101,6 +104,24 @@ def code(segment: Segment) -> Code:
     return Code(eqns, segment.inputs, outputs, kept(eqns, segment.inputs, segment.origins))
 
 
+def named(code: Code, names: Mapping[Var, str]) -> ClosedJaxpr:
+    """The code of a segment, in which some values have a name (`checkpoint_name`)."""
+    eqns: list[JaxprEqn] = []
+    for eqn in code.eqns:
+        results = [core.Var(v.aval) if v in names else v for v in eqn.outvars]
+        eqns.append(eqn.replace(outvars=results))
+        for value, v in zip(results, eqn.outvars, strict=True):
+            if v in names:
+                name = _jaxpr.with_name_for(_name_equation(names[v]), v.aval).replace(invars=[value], outvars=[v])
+                eqns.append(_evaluate.located(name, eqn))
+    return _evaluate.closed_jaxpr({}, code.inputs, code.outputs, eqns)
+
+
+@functools.cache
+def _name_equation(name: str) -> JaxprEqn:
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0).eqns[0]
+
+
 class Split:
     """Cuts jaxprs into segments.
 
@@ -186,8 +207,17 @@ def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int]) -> int:
     if not products or not _is_plain(eqns[products[-1]]):
         return products[-1] + 1 if products else 0
     start = products[-2] + 1 if len(products) > 1 else 0
-    crossing = lambda i: sum(nbytes(v) for eqn in eqns[:i] for v in eqn.outvars if last_uses.get(v, -1) >= i)
-    return min(range(start, products[-1] + 1), key=crossing)
+    return min(range(start, products[-1] + 1), key=_crossing(eqns, range(len(eqns)), last_uses).__getitem__)
+
+
+def _crossing(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> list[float]:
+    """For each equation, the bytes that cross a cut in front of it."""
+    change = [0.0] * (whole.stop + 2)
+    for i in whole:
+        for v in eqns[i].outvars:
+            change[i + 1] += nbytes(v)
+            change[max(i, min(last_uses.get(v, -1), whole.stop)) + 1] -= nbytes(v)
+    return list(itertools.accumulate(change))
 
 
 def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
@@ -197,12 +227,7 @@ def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], prod
     least, most = 0.75 * products, 1.5 * products
     if before[whole.stop] <= most:
         return [whole]
-    change = [0.0] * (whole.stop + 2)  # of the bytes that cross a cut in front of an equation
-    for i in whole:
-        for v in eqns[i].outvars:
-            change[i + 1] += nbytes(v)
-            change[max(i, min(last_uses.get(v, -1), whole.stop)) + 1] -= nbytes(v)
-    crossing = list(itertools.accumulate(change))
+    crossing = _crossing(eqns, whole, last_uses)
     found, start = [], whole.start
     while before[whole.stop] - before[start] > most:
         ends = [j for j in range(start + 1, whole.stop) if least <= before[j] - before[start] <= most]
