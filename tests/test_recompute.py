@@ -199,6 +199,35 @@ def test_the_outermost_budget_decides_and_opens_the_segments_inside():
         np.testing.assert_allclose(outside, inside, rtol=0.02)
 
 
+def convolutions(weights, x):
+    conv = functools.partial(
+        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    skips = [x]
+    for w in weights:
+        x = x + conv(jax.nn.relu(norm(conv(jax.nn.relu(norm(x)), w))), w)
+        skips.append(x)
+    return jnp.mean((x + sum(skips)) ** 2)
+
+
+IMAGES = [normal(3, 3, 8, 8, seed=i, scale=0.1) for i in range(8)], normal(2, 16, 16, 8, seed=8)
+
+
+def test_what_a_budget_computes_again_waits_for_its_cotangent_and_no_longer():
+    """Else XLA:GPU computes it before the backward pass, or holds it until the cotangents of a skip are added."""
+    found = list(equations(quietly(jax.make_jaxpr(jax.grad(jamp.recompute(convolutions, 0.3))), *IMAGES)))
+    again = [eqn for eqn in found if eqn.primitive.name == "remat2" and eqn.params["differentiated"]]
+    assert len(again) > 1 and all(eqn.params["prevent_cse"] for eqn in again)
+    barriers = [eqn for eqn in found if eqn.primitive.name == "barrier"]
+    assert len(barriers) == len(again)
+    assert sum(len(eqn.invars) for eqn in barriers) == sum(len(eqn.outvars) for eqn in again)
+
+
+def test_the_share_of_convolutions_is_of_what_is_kept_without_a_budget():
+    without = jamp.memory_report(convolutions, 1.0)(*IMAGES).kept
+    assert jamp.memory_report(convolutions, 0.7)(*IMAGES).kept <= 0.7 * without
+
+
 def test_attention_scores_are_dropped_first():
     """Korthikanti et al. 2022 choose them by hand."""
     report = jamp.memory_report(MODELS["unrolled"], 0.75)(PARAMS, X)
