@@ -110,6 +110,17 @@ def in_scope(eqn: JaxprEqn, name: str) -> bool:
     return any(part.name == name for part in stack.stack)
 
 
+def is_linear_algebra(eqn: JaxprEqn) -> bool:
+    """Whether an equation is in JAX's linear algebra or its derivatives, and not in a function passed to it."""
+    for frame in _frames(eqn):  # from the innermost
+        if frame.file_name.startswith(_JAX):
+            if "linalg" in frame.file_name[len(_JAX) :]:
+                return True
+        elif _file(frame.file_name).package != "":
+            return False
+    return False
+
+
 def pattern(names: Iterable[str]) -> str:
     """A short form of several scopes or paths: "h/*/{attn,mlp}". A * is for numbers, or for more than four names."""
     groups: dict[tuple[str, ...], list[list[str]]] = {}
