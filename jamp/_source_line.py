@@ -110,15 +110,18 @@ def in_scope(eqn: JaxprEqn, name: str) -> bool:
     return any(part.name == name for part in stack.stack)
 
 
-def is_linear_algebra(eqn: JaxprEqn) -> bool:
-    """Whether an equation is in JAX's linear algebra or its derivatives, and not in a function passed to it."""
+def is_linear_algebra(eqn: JaxprEqn, around: bool) -> bool:
+    """Whether an equation is in JAX's linear algebra or its derivatives, and not in a function passed to it.
+
+    If no line says so, the construct around it decides, because a traceback begins where that was traced.
+    """
     for frame in _frames(eqn):  # from the innermost
         if frame.file_name.startswith(_JAX):
-            if "linalg" in frame.file_name[len(_JAX) :]:
+            if _LINEAR_ALGEBRA.search(frame.file_name, len(_JAX)):
                 return True
         elif _file(frame.file_name).package != "":
             return False
-    return False
+    return around
 
 
 def pattern(names: Iterable[str]) -> str:
@@ -152,6 +155,7 @@ _LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"))
 _TYPED = ("<ipython-input", "<python-input", "<stdin>", "<string>", "<console>", "<doctest")
 _GENERATED = ("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__")
 _JAX = str(Path(jax.__file__).parent) + os.sep
+_LINEAR_ALGEBRA = re.compile("linalg|solves")  # in the names of JAX's files
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")  # jvp(Net), transpose(jvp(Net))
 _TRANSPOSE = re.compile(r"\btranspose\(")  # A scope of this name is printed without a parenthesis.
 # An einsum is scoped by its subscripts, an Equinox layer by its class.

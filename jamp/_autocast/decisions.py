@@ -127,7 +127,7 @@ class _Walk:
         if name in _jaxpr.CONSTRUCTS and name not in rules:
             return name, ENTERED if is_entered(eqn, around.manual, self._target) else NOT_ENTERED
         literals = [_jaxpr.number(v) for v in eqn.invars if self._target.is_wide(v.aval)]
-        key = self._target.rule_key(eqn, around.path, False, any(map(self._target.is_out_of_range, literals)))
+        key = self._target.rule_key(eqn, around.path, is_out_of_range=any(map(self._target.is_out_of_range, literals)))
         return key, rules[key].category if key in rules else NO_RULE
 
     def _is_stored(self, eqn: JaxprEqn, operands: Flags) -> bool:

@@ -24,7 +24,7 @@ from jamp._autocast.rules import (
 )
 from jamp._jaxpr import JaxprEqn, Var
 from jamp._primitives import EXPENSIVE, PRODUCTS
-from jamp._source_line import is_linear_algebra, scope_path
+from jamp._source_line import scope_path
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -84,10 +84,18 @@ class Target:
         rule = self.rules.get(f"{_jaxpr.name(eqn)}[{GRADIENT}]")
         return rule is not None and rule.category == ACCUMULATE
 
-    def rule_key(self, eqn: JaxprEqn, scope: str, is_gradient: bool, is_out_of_range: bool) -> str:
+    def rule_key(
+        self,
+        eqn: JaxprEqn,
+        scope: str,
+        is_gradient: bool = False,
+        is_out_of_range: bool = False,
+        is_linalg: bool = False,
+    ) -> str:
         """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets.
 
-        `is_out_of_range` says that an operand is a constant beyond the range of 16 bit.
+        `is_gradient` says that it is the gradient of a weight, `is_out_of_range` that an operand is a constant beyond
+        the range of 16 bit, and `is_linalg` that it is part of JAX's linear algebra.
         """
         name, case = _jaxpr.name(eqn), GRADIENT if is_gradient else None
         self.used.add(name)
@@ -106,7 +114,7 @@ class Target:
             case = "outer"
         elif is_out_of_range:
             case = "range"
-        elif is_of_float64 and is_linear_algebra(eqn):
+        elif is_linalg:
             case = LINALG
         elif is_of_float64 and _jaxpr.is_vector_product(eqn):
             case = VECTOR

@@ -151,11 +151,20 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     reads = zip(xs, before, step.rounds, strict=True)
     rounded_xs = [rounded(x, To(aval.dtype, step.wide)) if rounds else x for x, aval, rounds in reads]
     to = [To(aval.dtype, step.wide) for aval in after]
+    # The sums of float32 products are float32, and round as much as the operands do.
+    sums_in_float32 = any(step.rounds) and all(x.dtype == np.float32 for x in before)
+    as_traced = lambda: list(map(widen, _evaluate.bind(eqn, [x.astype(np.float32) for x in xs], after)))
     if isinstance(data, Damage):
-        results = compute(xs)
-        others = compute(list(map(lax.stop_gradient, rounded_xs))) if any(step.rounds) else results
+        results = others = compute(xs)
+        if sums_in_float32:
+            others = list(map(lax.stop_gradient, as_traced()))
+        elif any(step.rounds):
+            others = compute(list(map(lax.stop_gradient, rounded_xs)))
         return [_tap(*given, x) for *given, x in zip(results, [data] * len(to), others, to, strict=True)]
-    results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
+    if sums_in_float32:
+        results = [jnp.where(data.operands, z, y) for y, z in zip(compute(xs), as_traced(), strict=True)]
+    else:
+        results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
     on = data.operands if _jaxpr.name(eqn) == CAST else data.result
     return [jnp.where(on, rounded(y, x), y) for y, x in zip(results, to, strict=True)]
 
