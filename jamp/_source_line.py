@@ -110,18 +110,15 @@ def in_scope(eqn: JaxprEqn, name: str) -> bool:
     return any(part.name == name for part in stack.stack)
 
 
-def is_linear_algebra(eqn: JaxprEqn, around: bool) -> bool:
-    """Whether an equation is in JAX's linear algebra or its derivatives, and not in a function passed to it.
-
-    If no line says so, the construct around it decides, because a traceback begins where that was traced.
-    """
+def is_linear_algebra(eqn: JaxprEqn) -> bool:
+    """Whether an equation is in JAX's linear algebra or its derivatives, and not in a function passed to it."""
     for frame in _frames(eqn):  # from the innermost
         if frame.file_name.startswith(_JAX):
             if _LINEAR_ALGEBRA.search(frame.file_name, len(_JAX)):
                 return True
         elif _file(frame.file_name).package != "":
             return False
-    return around
+    return False
 
 
 def pattern(names: Iterable[str]) -> str:

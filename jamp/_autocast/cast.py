@@ -23,7 +23,7 @@ from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import PRODUCTS
 from jamp._shard_map import splits
-from jamp._source_line import in_scope, is_linear_algebra, is_transposed, scope_path
+from jamp._source_line import in_scope, is_transposed, scope_path
 
 Atom: TypeAlias = Any  # Var | Literal
 
@@ -124,8 +124,7 @@ class _Body:
             # Of arithmetic, only a rule for all operations of a scope asks.
             is_asked = is_product or self._target.parts
             is_out_of_range = bool(is_asked) and any(map(self._is_out_of_range, eqn.invars))
-            is_linalg = is_product and self._is_linalg(eqn)
-            key = self._target.rule_key(eqn, self._place.scope, is_gradient, is_out_of_range, is_linalg)
+            key = self._target.rule_key(eqn, self._place.scope, is_gradient, is_out_of_range)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
             is_low = self._runs_low(eqn, category) and not _jaxpr.has_body(eqn)
@@ -193,8 +192,7 @@ class _Body:
             for i, v in enumerate(eqn.invars)
         ]
         scope = scope_path(eqn, self._place.scope) if self._target.parts else ""
-        backward = self._place.backward or is_transposed(eqn)
-        place = self._place._replace(scope=scope, backward=backward, linalg=self._is_linalg(eqn))
+        place = self._place._replace(scope=scope, backward=self._place.backward or is_transposed(eqn))
         place = place._replace(manual=True, inside=eqn) if name == "shard_map" else place
 
         def rewrite(
@@ -218,9 +216,6 @@ class _Body:
         writes = [self._define(v, x) for v, x in zip(eqn.outvars, low, strict=True)]
         self._eqns.extend(enter(eqn, bodies, known, low, reads, writes, rewrite, place.inside))
         self._changed = True
-
-    def _is_linalg(self, eqn: JaxprEqn) -> bool:
-        return self._target.compute_dtype.itemsize > 2 and is_linear_algebra(eqn, self._place.linalg)
 
     def _constant(self, atom: Atom) -> Constant | None:
         return self._pass.constants.read(self._constants, [atom])[0]

@@ -61,14 +61,12 @@ class Place(NamedTuple):
       inside: The shard_map, if it is in the traced function and not around it.
       scope: Its name stack, if a rule is for part of one.
       backward: Whether it is part of a backward pass.
-      linalg: Whether it is part of JAX's linear algebra, in code in float64.
     """
 
     manual: bool = False
     inside: JaxprEqn | None = None
     scope: str = ""
     backward: bool = False
-    linalg: bool = False
 
 
 def computes(is_wide: IsWide, eqn: JaxprEqn, operands: Flags) -> bool:

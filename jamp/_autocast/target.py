@@ -24,7 +24,7 @@ from jamp._autocast.rules import (
 )
 from jamp._jaxpr import JaxprEqn, Var
 from jamp._primitives import EXPENSIVE, PRODUCTS
-from jamp._source_line import scope_path
+from jamp._source_line import is_linear_algebra, scope_path
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -90,12 +90,11 @@ class Target:
         scope: str,
         is_gradient: bool = False,
         is_out_of_range: bool = False,
-        is_linalg: bool = False,
     ) -> str:
         """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets.
 
         `is_gradient` says that it is the gradient of a weight, `is_out_of_range` that an operand is a constant beyond
-        the range of 16 bit, and `is_linalg` that it is part of JAX's linear algebra.
+        the range of 16 bit.
         """
         name, case = _jaxpr.name(eqn), GRADIENT if is_gradient else None
         self.used.add(name)
@@ -114,7 +113,7 @@ class Target:
             case = "outer"
         elif is_out_of_range:
             case = "range"
-        elif is_linalg:
+        elif is_of_float64 and is_linear_algebra(eqn):
             case = LINALG
         elif is_of_float64 and _jaxpr.is_vector_product(eqn):
             case = VECTOR
