@@ -335,14 +335,16 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     """
     known = Known({}, {})
 
-    def memory(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT) -> Memory:
-        return Memory(Split(products, whole, cut_convolutions=budget != 1.0).function(closed), known)
+    def memory(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT, cut: bool = True) -> Memory:
+        return Memory(Split(products, whole, cut_convolutions=cut).function(closed), known)
 
-    best = memory()
+    best = memory(cut=False)
     total = best.total
     target = in_bytes(budget) if isinstance(budget, str) else budget * total
     if total <= target:
         return best
+    if any(x.segment.convolves for x in best.occurrences.values()):
+        best = memory()
     constructs = _repeatable(best)
     best.drop(target)
     largest = max(target, best.largest)
