@@ -15,6 +15,7 @@ from pairs import of_pair
 
 import jamp
 import jamp.debug
+from jamp._autocast.rules import RULES, RULES_OF_FLOAT64
 from jamp._jaxpr import bodies
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -293,6 +294,19 @@ def test_a_rule_for_a_scope_computes_its_arithmetic_in_float32_too():
         autocast(only, rules={"*[nerwork]": "compute"})(X)
     half = jamp.autocast(functools.partial(fun, large=1e5), jnp.bfloat16, rules={"*[network]": "float32"})
     assert products(half, np.float32(W), np.float32(X)) == {F32}
+
+
+def test_the_rules_of_float64_have_a_reason_each_and_stars_need_a_scope():
+    assert RULES_OF_FLOAT64.keys() - RULES.keys() == {
+        "dot_general[vector]",
+        *(f"{name}[linalg]" for name in PRODUCTS),
+    }
+    assert {rule.category for rule in RULES_OF_FLOAT64.values()} == {"compute", "accumulate", "float64", "widest"}
+    assert not [rule.reason for rule in RULES_OF_FLOAT64.values() if "16" in rule.reason]
+    with pytest.raises(ValueError, match=r"'\*' is not the name of an operation"):
+        autocast(energy, rules={"*": "compute"})
+    with pytest.raises(ValueError, match="must be one of compute, accumulate, float64, widest, got 'float32'"):
+        autocast(energy, rules={"*[network]": "float32"})
 
 
 def test_the_report_counts_products_in_float32():

@@ -175,6 +175,8 @@ def cause(eqn: JaxprEqn) -> str:
 def warnings_of(passes: Passes) -> list[str]:
     """Warnings for the user: about large parts that are not entered, or that no product is changed."""
     target, unused = passes.target, _unused_rules(passes)
+    if target.compute_dtype == np.float32:
+        return unused  # Nothing is lost in float64. The report has it.
     is_used = any(_is_asked_for(product, passes) for product in products(passes.decided.jaxpr))
     if is_used and not _holds_left_out(passes.decided.jaxpr, target, passes.manual):
         return unused
@@ -186,7 +188,7 @@ def warnings_of(passes: Passes) -> list[str]:
         share = x.times * flops(x.eqn) / total
         if _is_left_out(x.eqn, x.category, target) and share >= 0.01:
             where = x.source or x.scope or "an unknown line"
-            message = f"autocast leaves {share:.1%} of the FLOPs in {target.wide}: {_jaxpr.name(x.eqn)} at {where} runs"
+            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {_jaxpr.name(x.eqn)} at {where} runs"
             messages.append(f"{message} as it was traced, because {cause(x.eqn)}.")
     return messages
 
@@ -246,8 +248,6 @@ def _paths(jaxpr: Jaxpr, around: str) -> Iterator[tuple[JaxprEqn, str]]:
 
 def _unchanged(every: list[Decision], passes: Passes) -> list[str]:
     """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
-    if passes.target.compute_dtype == np.float32:
-        return []  # Nothing is lost. The report says why.
     changeable = [x for x in every if _jaxpr.name(x.eqn) in PRODUCTS]
     candidates = [x for x in changeable if x.product and x.product.reason]
     largest = max(candidates or changeable, key=lambda x: x.times * flops(x.eqn), default=None)
