@@ -106,7 +106,11 @@ _CURES = (
     ("on the way", "compute it in float32: put it into jamp.full_precision, or give autocast a rule for it"),
     ("overflow in float(16|8)", "use jamp.full_precision or smaller operands; in attention divide by sqrt(width)"),
     ("overflow in .*, and in", "the value is too large for any dtype: divide, normalize or clip before"),
-    ("overflow", "the value is beyond float32: look for a learning rate, a scale or an input that is too large"),
+    (
+        "overflow",
+        "the value is beyond float32: look for a learning rate, a scale or an input that is too large; in float64 "
+        "code, use jamp.full_precision",
+    ),
     ("^log of 0", "use jax.nn.log_softmax, or add an epsilon that the dtype can hold"),
     ("^log of a negative", "clip it, or find out why it is not positive"),
     ("^sqrt of a negative", "a variance from a difference of large numbers: use jnp.var"),
