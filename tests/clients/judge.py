@@ -37,7 +37,7 @@ WAYS = {
     "8 bit": "jamp.autocast with Float8()",
     "bfloat16 parameters": "jamp.stochastic_rounding, and no float32 masters",
 }
-BUDGETS = 1.0, 0.5, 0.2
+BUDGETS = 1.0, 0.5, 0.25
 
 
 def equal(one, other):

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from maxtext.configs import pyconfig
 from maxtext.input_pipeline import input_pipeline_interface
+from maxtext.layers import nnx_decoders
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train as pre_train
 from maxtext.utils import model_creation_utils
@@ -66,71 +67,70 @@ class Text:
         tokens, positions = self.batches[self.step], np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH, 1))
         positions -= LENGTH * (self.step in self.bad)
         self.step += 1
-        row = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-        return {
-            key + more: value
-            for name, tokens in row.items()
-            for key, value, more in ((name, tokens, ""), (name, positions, "_position"), (name, positions * 0 + 1, "_segmentation"))
-        }
+        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        for name in ("inputs", "targets"):
+            batch |= {f"{name}_position": positions, f"{name}_segmentation": np.ones_like(positions)}
+        return batch
 
 
-def loss_fn(model, config, data, *args, **kwargs):
+def their_loss_fn(model, config, data, dropout_rng, params, is_train=True, original=pre_train.loss_fn):
     """MaxText's, or inf in a bad step."""
-    loss, aux = their_loss_fn(model, config, data, *args, **kwargs)
+    loss, aux = original(model, config, data, dropout_rng, params, is_train=is_train)
     return loss * jnp.where(data["inputs_position"].min() < 0, jnp.inf, 1.0), aux
 
 
-def train_step(model, *args, **kwargs):
+def train_step(model, *args, original=pre_train.train_step, **kwargs):
     """MaxText's, with jamp's metrics among its own."""
-    state, metrics = their_train_step(model, *args, **kwargs)
+    state, metrics = original(model, *args, **kwargs)
     opt_state = nnx.merge(model, state).optimizer.opt_state
     if isinstance(opt_state, jamp.LossScaledState):
         metrics["scalar"] |= jamp.metrics(opt_state)
     return state, metrics
 
 
-their_loss_fn, their_train_step, get_optimizer = pre_train.loss_fn, pre_train.train_step, optimizers.get_optimizer
 input_pipeline_interface.SyntheticDataIterator, pre_train.train_step = Text, train_step
+get_optimizer = optimizers.get_optimizer
 
 
-def of_way(way):
-    """The settings, the loss function and what is around the optimizer."""
-    tx = lambda tx: tx
+def patch(way):
+    """Wrap the loss function and the optimizer, and return the settings."""
+    loss_fn, wrap, settings = their_loss_fn, lambda tx: tx, {}
     if way.startswith("float16"):
-        tx = lambda tx: jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
-        more = {"per_device_batch_size": BATCH // 4, "gradient_accumulation_steps": 4}
-        return more if "accumulated" in way else {}, jamp.scaled(jamp.autocast(loss_fn, jnp.float16)), tx
-    if way == "bfloat16":
-        return {}, jamp.autocast(loss_fn, jnp.bfloat16), tx
-    if way == "own bfloat16":
-        return {"dtype": "bfloat16"}, loss_fn, tx
-    if way == "8 bit":
-        return {"dtype": "bfloat16"}, jamp.autocast(loss_fn, jamp.Float8()), tx
-    if way == "bfloat16 parameters":
-        return {"weight_dtype": "bfloat16"}, loss_fn, lambda tx: jamp.stochastic_rounding(tx)
-    if way == "split masters":
-        return {"weight_dtype": "bfloat16"}, loss_fn, lambda tx: jamp.master_params(tx, split=True)
-    if way == "8-bit moments":
-        return {}, loss_fn, lambda tx: jamp.quantized_state(tx)
-    return {}, loss_fn, tx
+        loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
+        wrap = lambda tx: jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
+        if way == "float16, accumulated":
+            settings = {"per_device_batch_size": BATCH // 4, "gradient_accumulation_steps": 4}
+    elif way == "bfloat16":
+        loss_fn = jamp.autocast(loss_fn, jnp.bfloat16)
+    elif way == "own bfloat16":
+        settings = {"dtype": "bfloat16"}
+    elif way == "8 bit":
+        loss_fn, settings = jamp.autocast(loss_fn, jamp.Float8()), {"dtype": "bfloat16"}
+    elif way == "bfloat16 parameters":
+        wrap, settings = lambda tx: jamp.stochastic_rounding(tx), {"weight_dtype": "bfloat16"}
+    elif way == "split masters":
+        wrap, settings = lambda tx: jamp.master_params(tx, split=True), {"weight_dtype": "bfloat16"}
+    elif way == "8-bit moments":
+        wrap = lambda tx: jamp.quantized_state(tx)
+    pre_train.loss_fn = loss_fn
+    optimizers.get_optimizer = lambda *args, **kwargs: wrap(get_optimizer(*args, **kwargs))
+    return settings
 
 
-def run(way, steps, bad=(), start=0, **settings):
+def initialize(folder, **settings):
+    files = {"base_output_directory": folder, "metrics_file": f"{folder}/metrics.txt"}
+    return pre_train.initialize(["", str(BASE), *(f"{k}={v}" for k, v in (SETTINGS | files | settings).items())])
+
+
+def run(way, steps, folder=None, bad=(), start=0, **settings):
     """Train, and return the parameters, the state of the optimizer, and what MaxText logged."""
-    of_config, loss_fn, wrap = of_way(way)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(Text, "bad", bad),
-        mock.patch.object(Text, "start", start),
-        mock.patch.object(pre_train, "loss_fn", loss_fn),
-        mock.patch.object(optimizers, "get_optimizer", lambda *args, **kwargs: wrap(get_optimizer(*args, **kwargs))),
-    ):
-        files = {"base_output_directory": folder, "metrics_file": f"{folder}/metrics.txt", "steps": steps}
-        arguments = SETTINGS | of_config | files | settings
-        config, recorder = pre_train.initialize(["", str(BASE), *(f"{k}={v}" for k, v in arguments.items())])
+    with tempfile.TemporaryDirectory() as new:
+        Text.start, Text.bad = start, bad
+        config, recorder = initialize(folder or new, steps=steps, **patch(way), **settings)
         state = pre_train.train_loop(config, recorder)
         rows = [json.loads(line) for line in Path(config.metrics_file).read_text().splitlines()]
-    return jax.device_get(jax.tree.leaves((state.model, state.optimizer.opt_state.get("inner_state", ())))), rows
+    leaves = jax.tree.leaves((state.model, state.optimizer.opt_state.get("inner_state", ())))
+    return jax.device_get([x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]), rows
 
 
 def train(way):
@@ -146,11 +146,36 @@ def overflow():
 def checkpoint():
     undisturbed, _ = run("float16", 6)
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"enable_checkpointing": True, "async_checkpointing": False, "base_output_directory": folder}
-        run("float16", 3, **settings)
-        continued, _ = run("float16", 6, start=3, **settings)
+        settings = {"enable_checkpointing": True, "async_checkpointing": False}
+        run("float16", 3, folder, **settings)
+        continued, _ = run("float16", 6, folder, start=3, **settings)
     return undisturbed, continued
 
 
 def metrics():
     return run("float16", 3, bad={1})[1][-1]
+
+
+class WithoutCheckpoints:
+    """The module `jax`, whose `checkpoint` returns the function as it is."""
+
+    checkpoint = staticmethod(lambda fun, **_: fun)
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+
+def kept(budget):
+    """Of the loss without MaxText's own checkpoints, because jamp leaves those as they are."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, _ = initialize(folder, steps=1, base_num_decoder_layers=4, param_scan_axis=0)
+    model = model_creation_utils.from_config(config, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    data = next(Text(config, model.mesh))
+
+    def loss(params):
+        with mock.patch.object(nnx_decoders, "jax", WithoutCheckpoints()):
+            return their_loss_fn(nnx.merge(graphdef, params, rest, copy=True), config, dict(data), None, None)[0]
+
+    grads = jax.jit(jax.grad(jamp.recompute(loss, budget)))(params)
+    return jamp.memory_report(loss, budget)(params).kept, grads

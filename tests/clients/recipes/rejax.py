@@ -4,11 +4,8 @@ import tempfile
 from pathlib import Path
 
 import flax
-import gymnax
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax.training.train_state import TrainState
 from rejax import PPO
 
@@ -48,13 +45,68 @@ def make_ppo(way, updates):
         skip_initial_evaluation=True,
         agent_kwargs={"hidden_layer_sizes": (256, 256)},
     )
-    return ppo.replace(
-        actor=Wrapped(ppo.actor, wrap), critic=Wrapped(ppo.critic, wrap), eval_callback=lambda ppo, ts, rng: evaluate(ppo, ts)
-    )
+    ppo = ppo.replace(actor=Wrapped(ppo.actor, wrap), critic=Wrapped(ppo.critic, wrap))
+    return ppo.replace(eval_callback=evaluate)
 
 
-def evaluate(ppo, ts):
+def evaluate(ppo, ts, rng):
     """The mean squared advantage of a new rollout."""
     ts, trajectories = ppo.collect_trajectories(ts)
     last = jnp.where(ts.last_done, 0, ppo.critic.apply(ts.critic_ts.params, ts.last_obs))
     return jnp.mean(ppo.calculate_gae(trajectories, last)[0] ** 2)
+
+
+def wrapped(ts, wrap, dtype):
+    """A train state whose optimizers are wrapped."""
+
+    def of(network):
+        params = jamp.cast_floating(network.params, dtype)
+        return TrainState.create(apply_fn=(), params=params, tx=wrap(network.tx))
+
+    return ts.replace(actor_ts=of(ts.actor_ts), critic_ts=of(ts.critic_ts))
+
+
+def trained(way, updates, ts=None, seed=0):
+    """Train, and return the train state and the loss of each update."""
+    ppo = make_ppo(way, updates)
+    if ts is None:
+        ts = ppo.init_state(jax.random.key(seed))
+        if way == "float16":
+            ts = wrapped(ts, lambda tx: jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)), jnp.float32)
+        elif way == "bfloat16 parameters":
+            ts = wrapped(ts, lambda tx: jamp.stochastic_rounding(tx), jnp.bfloat16)
+    return jax.jit(ppo.train)(train_state=ts)
+
+
+def train(way):
+    return trained(way, 100)[1]
+
+
+def saved(ts):
+    """The parameters and Adam's states."""
+    return [(network.params, network.opt_state.inner_state) for network in (ts.actor_ts, ts.critic_ts)]
+
+
+def overflow():
+    ts, _ = trained("float16", 1)
+    # Between two updates of `train`: an observation that no scale repairs.
+    skipped, _ = trained("float16", 1, ts.replace(last_obs=ts.last_obs.at[0, 0].set(jnp.inf)))
+    return saved(ts), saved(skipped), jamp.metrics(skipped.critic_ts.opt_state)["overflow_steps"]
+
+
+def checkpoint():
+    undisturbed, _ = trained("float16", 6)
+    ts, _ = trained("float16", 3)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "state.msgpack"  # rejax saves nothing: Flax does
+        file.write_bytes(flax.serialization.to_bytes(ts.replace(rng=jax.random.key_data(ts.rng))))
+        new, _ = trained("float16", 1)
+        restored = flax.serialization.from_bytes(new.replace(rng=jax.random.key_data(new.rng)), file.read_bytes())
+    continued, _ = trained("float16", 3, restored.replace(rng=jax.random.wrap_key_data(restored.rng)))
+    return saved(undisturbed), saved(continued)
+
+
+def metrics():
+    ts, _ = trained("float16", 1)
+    ts, _ = trained("float16", 1, ts.replace(last_obs=ts.last_obs.at[0, 0].set(jnp.inf)))
+    return jamp.metrics(ts.critic_ts.opt_state)  # rejax has no loggers: what you hand to yours
