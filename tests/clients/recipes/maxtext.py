@@ -73,9 +73,13 @@ class Text:
         return batch
 
 
-def their_loss_fn(model, config, data, dropout_rng, params, is_train=True, original=pre_train.loss_fn):
-    """MaxText's, or inf in a bad step."""
-    loss, aux = original(model, config, data, dropout_rng, params, is_train=is_train)
+loss_fn = pre_train.loss_fn
+get_optimizer = optimizers.get_optimizer
+
+
+def with_bad_steps(model, config, data, dropout_rng, params, is_train=True):
+    """MaxText's loss, or inf in a bad step."""
+    loss, aux = loss_fn(model, config, data, dropout_rng, params, is_train=is_train)
     return loss * jnp.where(data["inputs_position"].min() < 0, jnp.inf, 1.0), aux
 
 
@@ -89,12 +93,11 @@ def train_step(model, *args, original=pre_train.train_step, **kwargs):
 
 
 input_pipeline_interface.SyntheticDataIterator, pre_train.train_step = Text, train_step
-get_optimizer = optimizers.get_optimizer
 
 
 def patch(way):
     """Wrap the loss function and the optimizer, and return the settings."""
-    loss_fn, wrap, settings = their_loss_fn, lambda tx: tx, {}
+    loss_fn, wrap, settings = with_bad_steps, lambda tx: tx, {}
     if way.startswith("float16"):
         loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
         wrap = lambda tx: jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
@@ -175,7 +178,7 @@ def kept(budget):
 
     def loss(params):
         with mock.patch.object(nnx_decoders, "jax", WithoutCheckpoints()):
-            return their_loss_fn(nnx.merge(graphdef, params, rest, copy=True), config, dict(data), None, None)[0]
+            return with_bad_steps(nnx.merge(graphdef, params, rest, copy=True), config, dict(data), None, None)[0]
 
     grads = jax.jit(jax.grad(jamp.recompute(loss, budget)))(params)
     return jamp.memory_report(loss, budget)(params).kept, grads
