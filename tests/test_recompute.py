@@ -349,6 +349,22 @@ def test_your_own_checkpoints_and_their_policies_stay():
     assert kept == [kept_by_jax(fun, PARAMS, X)] * 2
 
 
+def test_a_name_that_no_checkpoint_of_yours_reads_holds_no_value_below_a_budget_of_1():
+    def named(p, x):
+        h = checkpoint_name(norm(checkpoint_name(x, "input")) @ p["up"], "up")
+        return x + checkpoint_name(jax.nn.gelu(h) @ p["down"], "down")
+
+    plain = lambda p, x: x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+    scanned = lambda block, p, x: mean(lax.scan(lambda x, p: (block(p, x), None), x, p)[0])
+    for loop in (unrolled, scanned):
+        fun, control = functools.partial(loop, named), functools.partial(loop, plain)
+        budget = f"{kept_by_jax(jamp.recompute(control, 1.0), PARAMS, X) // 2}B"
+        bytes_of = lambda fun, budget=budget: quietly(kept_by_jax, jamp.recompute(fun, budget), PARAMS, X)
+        assert bytes_of(fun) == bytes_of(control)
+        report = quietly(jamp.memory_report(fun, budget), PARAMS, X)
+        assert report.kept + report.end == bytes_of(fun)
+
+
 def test_bytes_are_those_of_one_device_in_shard_map_and_on_explicit_axes():
     mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(AxisType.Explicit,))
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("d")))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jamp import _evaluate, _fingerprint, _jaxpr
 from jamp._autocast.lower import lower
 from jamp._autocast.residuals import UNKNOWN, Kind, Point, cost, device_bytes, with_residuals
-from jamp._autocast.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of
+from jamp._autocast.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of, opened
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._source_line import user_line
@@ -343,7 +343,9 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     target = in_bytes(budget) if isinstance(budget, str) else budget * total
     if total <= target:
         return best
-    if any(x.segment.convolves for x in best.occurrences.values()):
+    # Models that name most values, for checkpoints that are not there, would keep them all.
+    named, closed = closed, opened(closed, keep_names=False)
+    if closed is not named or any(x.segment.convolves for x in best.occurrences.values()):
         best = memory()
     constructs = _repeatable(best)
     best.drop(target)

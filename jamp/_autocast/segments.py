@@ -265,25 +265,31 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
     return is_large and _jaxpr.name(eqn) not in MOVING and is_recomputed(eqn)
 
 
-def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A function in which the segments that jamp made are straight-line code again. The outermost budget decides."""
+def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
+    """A function in which the segments that jamp made are straight-line code again. The outermost budget decides.
+
+    Without `keep_names`, the user's `checkpoint_name`s go too, but for those in a `jax.checkpoint`.
+    """
     eqns: list[JaxprEqn] = []
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        is_kept = _jaxpr.name(eqn) == "name" and _jaxpr.params(eqn)["name"] == KEPT
-        if is_kept or _jaxpr.name(eqn) == "cotangents_behind_barrier":
+        name = _jaxpr.name(eqn)
+        is_dropped = name == "name" and (not keep_names or _jaxpr.params(eqn)["name"] == KEPT)
+        if is_dropped or name == "cotangents_behind_barrier":
             return operands
-        if _jaxpr.name(eqn) == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
+        if name == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
             return _evaluate.interpret_names(body, operands, run)
         outvars = [core.Var(v.aval) for v in eqn.outvars]
-        bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in ENTERED else None
+        bodies = _jaxpr.bodies(eqn) if name in ENTERED else None
         if bodies:
-            eqns.append(_evaluate.with_bodies(eqn, list(map(opened, bodies)), operands, outvars))
+            inner = [opened(body, keep_names) for body in bodies]
+            eqns.append(_evaluate.with_bodies(eqn, inner, operands, outvars))
         else:
             eqns.append(eqn.replace(invars=operands, outvars=outvars))
         return list(outvars)
 
-    if not any(in_scope(eqn, SEGMENT) for eqn in _jaxpr.all_equations(closed.jaxpr)):
+    is_changed = lambda eqn: in_scope(eqn, SEGMENT) or (not keep_names and _jaxpr.name(eqn) == "name")
+    if not any(map(is_changed, _jaxpr.all_equations(closed.jaxpr))):
         return closed
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     outputs = _evaluate.interpret(closed.jaxpr, [*constants, *closed.jaxpr.invars], run, lambda v: v)

@@ -10,6 +10,7 @@ the client's own trainer. `judge.py` says what holds for every recipe. It runs i
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -41,10 +42,12 @@ def run(name, wheel):
     if not python.exists():
         subprocess.run([python_of(client), "-m", "venv", folder], check=True)
         subprocess.run([*install, *client["install"], wheel], check=True)
+        for stray in folder.glob("lib/*/site-packages/tests"):  # of a package such as draccus: it would hide ours
+            shutil.rmtree(stray)
     subprocess.run([*install, "--no-deps", "--force-reinstall", wheel], check=True)
     installed = time.monotonic()
     command = [python, "-m", "tests.clients.judge", name, result]
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | client.get("variables", {}))
     print(f"{name}: {installed - started:.0f} s to install, {time.monotonic() - installed:.0f} s to run")
     return json.loads(result.read_text())
 

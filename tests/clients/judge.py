@@ -10,6 +10,12 @@ A recipe defines
     IMPOSSIBLE      For each of these that the client does not allow: why, in a few words.
     NOTE            For a way that is not as in the other rows: what it is, such as "no product is large enough".
     MARGIN          How far a way may end from float32, relative: the mean loss of the last 20 steps.
+
+and, where the client has a model of its own,
+
+    MORE            Further ways of this client, such as its own bfloat16 or its gradient accumulation.
+    kept(budget)    The bytes that `jamp.memory_report` counts for the client's decoder at a memory budget, and its
+                    gradients.
 """
 
 import importlib
@@ -31,6 +37,7 @@ WAYS = {
     "8 bit": "jamp.autocast with Float8()",
     "bfloat16 parameters": "jamp.stochastic_rounding, and no float32 masters",
 }
+BUDGETS = 1.0, 0.5, 0.25
 
 
 def equal(one, other):
@@ -42,7 +49,7 @@ def equal(one, other):
 def trainings(recipe, impossible):
     """A line for each way, and its relative difference from float32."""
     reference, exact = None, None
-    for way in (way for way in WAYS if way not in impossible):
+    for way in (way for way in (*WAYS, *getattr(recipe, "MORE", ())) if way not in impossible):
         started = time.monotonic()
         losses = np.asarray(recipe.train(way), np.float64)
         assert losses.shape == (100,), losses.shape
@@ -55,6 +62,17 @@ def trainings(recipe, impossible):
         assert last < first, (way, first, last)
         yield way, apart, f"{way:20} {first:8.4f} to {last:8.4f}  {100 * apart:+6.2f} %"
         print(f"  {way}: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def memory(recipe):
+    """What is kept for the backward pass at each budget. The gradients are the same but for rounding."""
+    kept, grads = zip(*map(recipe.kept, BUDGETS), strict=True)
+    assert all(nbytes <= budget * kept[0] for nbytes, budget in zip(kept, BUDGETS, strict=True)), kept
+    for other in grads[1:]:
+        for x, y in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5 * np.abs(x).max())
+    megabytes = ", ".join(f"{nbytes / 1e6:.2f}" for nbytes in kept)
+    return f"{megabytes} MB kept at budgets of {', '.join(map(str, BUDGETS))}"
 
 
 def judge(recipe, impossible):
@@ -77,6 +95,8 @@ def judge(recipe, impossible):
         logged = {name: float(value) for name, value in recipe.metrics().items()}
         assert logged["overflow_steps"] >= 1, logged
         checks["metrics"] = ", ".join(f"{name} {logged[name]:g}" for name in ("overflow_steps", "finite_steps"))
+    if hasattr(recipe, "kept"):
+        checks["memory"] = memory(recipe)
     lines += [f"{name:20} {text}" for name, text in checks.items()]
     lines += [f"{name:20} not possible: {why}" for name, why in impossible.items()]
     return lines, {"from_float32": apart, "checks": checks, "impossible": impossible}

@@ -41,5 +41,8 @@ def table():
         said = {way: text for way, text in found["notes"].items() if way in WAYS} | found["impossible"]
         by_text = {text: [way for way in said if said[way] == text] for text in said.values()}
         notes += [f"- {title}, {', '.join(ways)}: {text}." for text, ways in by_text.items()]
+        more = [f"{way} {100 * apart[way]:+.2f}&nbsp;%" for way in apart if way not in ("float32", *WAYS)]
+        more += [found["checks"]["memory"]] if "memory" in found["checks"] else []
+        notes += [f"- {title}: {'; '.join(more)}."] if more else []
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(["", *lines, "", *notes, "", ""])

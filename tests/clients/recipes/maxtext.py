@@ -1,0 +1,184 @@
+"""MaxText: a small Llama in `train_loop`, with its gradient accumulation, checkpoints and metrics file."""
+
+import json
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from maxtext.configs import pyconfig
+from maxtext.input_pipeline import input_pipeline_interface
+from maxtext.layers import nnx_decoders
+from maxtext.optimizers import optimizers
+from maxtext.trainers.pre_train import train as pre_train
+from maxtext.utils import model_creation_utils
+
+import jamp
+from tests.clients.data import text_batches
+
+MARGIN = 0.01
+NOTE = {"8 bit": "Float8 on MaxText's own bfloat16, `dtype: bfloat16`"}
+MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated")
+BATCH, LENGTH = 16, 64
+BASE = Path(pyconfig.__file__).parent / "base.yml"
+SETTINGS = {
+    "run_name": "run",
+    "hardware": "cpu",
+    "skip_jax_distributed_system": True,
+    "dataset_type": "synthetic",
+    "dtype": "float32",
+    "enable_tensorboard": False,
+    "enable_checkpointing": False,
+    "abort_on_inf_loss": False,
+    "abort_on_nan_loss": False,
+    "jax_cache_dir": "",
+    "log_config": False,
+    "per_device_batch_size": BATCH,
+    "max_target_length": LENGTH,
+    "vocab_size": 256,
+    "base_emb_dim": 128,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "base_mlp_dim": 256,
+    "base_num_decoder_layers": 2,
+    "head_dim": 32,
+    "attention": "dot_product",
+    "learning_rate": 1e-3,
+    "learning_rate_schedule_steps": 1000,
+    "warmup_steps_fraction": 0.01,
+}
+
+
+class Text:
+    """A data iterator of MaxText. The positions are negative in a bad step."""
+
+    start, bad = 0, ()
+
+    def __init__(self, config, mesh):
+        self.step, self.batches = self.start, text_batches(config.steps, BATCH, LENGTH)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        tokens, positions = self.batches[self.step], np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH, 1))
+        positions -= LENGTH * (self.step in self.bad)
+        self.step += 1
+        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        for name in ("inputs", "targets"):
+            batch |= {f"{name}_position": positions, f"{name}_segmentation": np.ones_like(positions)}
+        return batch
+
+
+loss_fn = pre_train.loss_fn
+get_optimizer = optimizers.get_optimizer
+
+
+def with_bad_steps(model, config, data, dropout_rng, params, is_train=True):
+    """MaxText's loss, or inf in a bad step."""
+    loss, aux = loss_fn(model, config, data, dropout_rng, params, is_train=is_train)
+    return loss * jnp.where(data["inputs_position"].min() < 0, jnp.inf, 1.0), aux
+
+
+def train_step(model, *args, original=pre_train.train_step, **kwargs):
+    """MaxText's, with jamp's metrics among its own."""
+    state, metrics = original(model, *args, **kwargs)
+    opt_state = nnx.merge(model, state).optimizer.opt_state
+    if isinstance(opt_state, jamp.LossScaledState):
+        metrics["scalar"] |= jamp.metrics(opt_state)
+    return state, metrics
+
+
+input_pipeline_interface.SyntheticDataIterator, pre_train.train_step = Text, train_step
+
+
+def patch(way):
+    """Wrap the loss function and the optimizer, and return the settings."""
+    loss_fn, wrap, settings = with_bad_steps, lambda tx: tx, {}
+    if way.startswith("float16"):
+        loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
+        wrap = lambda tx: jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
+        if way == "float16, accumulated":
+            settings = {"per_device_batch_size": BATCH // 4, "gradient_accumulation_steps": 4}
+    elif way == "bfloat16":
+        loss_fn = jamp.autocast(loss_fn, jnp.bfloat16)
+    elif way == "own bfloat16":
+        settings = {"dtype": "bfloat16"}
+    elif way == "8 bit":
+        loss_fn, settings = jamp.autocast(loss_fn, jamp.Float8()), {"dtype": "bfloat16"}
+    elif way == "bfloat16 parameters":
+        wrap, settings = lambda tx: jamp.stochastic_rounding(tx), {"weight_dtype": "bfloat16"}
+    elif way == "split masters":
+        wrap, settings = lambda tx: jamp.master_params(tx, split=True), {"weight_dtype": "bfloat16"}
+    elif way == "8-bit moments":
+        wrap = lambda tx: jamp.quantized_state(tx)
+    pre_train.loss_fn = loss_fn
+    optimizers.get_optimizer = lambda *args, **kwargs: wrap(get_optimizer(*args, **kwargs))
+    return settings
+
+
+def initialize(folder, **settings):
+    files = {"base_output_directory": folder, "metrics_file": f"{folder}/metrics.txt"}
+    return pre_train.initialize(["", str(BASE), *(f"{k}={v}" for k, v in (SETTINGS | files | settings).items())])
+
+
+def run(way, steps, folder=None, bad=(), start=0, **settings):
+    """Train, and return the parameters, the state of the optimizer, and what MaxText logged."""
+    with tempfile.TemporaryDirectory() as new:
+        Text.start, Text.bad = start, bad
+        config, recorder = initialize(folder or new, steps=steps, **patch(way), **settings)
+        state = pre_train.train_loop(config, recorder)
+        rows = [json.loads(line) for line in Path(config.metrics_file).read_text().splitlines()]
+    leaves = jax.tree.leaves((state.model, state.optimizer.opt_state.get("inner_state", ())))
+    return jax.device_get([x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]), rows
+
+
+def train(way):
+    return [row["learning/loss"] for row in run(way, 100)[1]]
+
+
+def overflow():
+    before, _ = run("float16", 1)
+    after, rows = run("float16", 2, bad={1})
+    return before, after, rows[-1]["overflow_steps"]
+
+
+def checkpoint():
+    undisturbed, _ = run("float16", 6)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"enable_checkpointing": True, "async_checkpointing": False}
+        run("float16", 3, folder, **settings)
+        continued, _ = run("float16", 6, folder, start=3, **settings)
+    return undisturbed, continued
+
+
+def metrics():
+    return run("float16", 3, bad={1})[1][-1]
+
+
+class WithoutCheckpoints:
+    """The module `jax`, whose `checkpoint` returns the function as it is."""
+
+    checkpoint = staticmethod(lambda fun, **_: fun)
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+
+def kept(budget):
+    """Of the loss without MaxText's own checkpoints, because jamp leaves those as they are."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, _ = initialize(folder, steps=1, base_num_decoder_layers=4, param_scan_axis=0)
+    model = model_creation_utils.from_config(config, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    data = next(Text(config, model.mesh))
+
+    def loss(params):
+        with mock.patch.object(nnx_decoders, "jax", WithoutCheckpoints()):
+            return with_bad_steps(nnx.merge(graphdef, params, rest, copy=True), config, dict(data), None, None)[0]
+
+    grads = jax.jit(jax.grad(jamp.recompute(loss, budget)))(params)
+    return jamp.memory_report(loss, budget)(params).kept, grads
