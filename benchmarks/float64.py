@@ -219,6 +219,7 @@ def hmc(cast: Cast, quick: bool) -> Problem:
             adapt_step_size=False,
             adapt_mass_matrix=False,
             num_steps=16,
+            trajectory_length=None,
             rng_key=jax.random.key(0),
         )
         for _ in range(2):
