@@ -1,6 +1,7 @@
 """Code in float64 on this machine: with products in float32, and in float32 throughout.
 
     python -m benchmarks.float64 --json docs/benchmarks/float64.json      five processes a problem, one after the other
+    python -m benchmarks.float64 --target h200 --only "energies and forces" "Kalman filter"      as compiled, in bytes
 
 A problem is a program that is written in float64: a network with forces, Gaussian processes, a Kalman filter and a
 smoother, a network that solves a differential equation (PINN), a neural ODE, a tangent kernel (NTK), Hamiltonian
@@ -12,6 +13,7 @@ import functools
 import importlib.util
 import itertools
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,8 +24,12 @@ from jax import lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 
 import jamp
-from benchmarks.record import Rows, parser, record, write
+from benchmarks import hlo
+from benchmarks.ahead_of_time import TARGETS, compiled, is_installed
+from benchmarks.record import Rows, parser, record, show, write
 from benchmarks.timing import Case, across, compare
+from jamp import _jaxpr
+from jamp._primitives import PRODUCTS as PRODUCT_NAMES
 
 FLOAT64, AGAIN, PRODUCTS, KEPT, FLOAT32 = (
     "float64",
@@ -299,6 +305,20 @@ def times(name: str, quick: bool) -> Rows:
     return compare(steps, 1 if quick else 9)
 
 
+def bytes_on(target: str, name: str, quick: bool) -> Rows:
+    """The bytes that each way moves on a device that is not there, and its products by dtype."""
+    rows: Rows = []
+    for case in [case for case in cases(name, quick) if case.name != AGAIN]:
+        counted = hlo.count(compiled(target, case.step, case.carry, *case.args).as_text())
+        equations = _jaxpr.all_equations(jax.make_jaxpr(case.step)(case.carry, *case.args).jaxpr)
+        operands = [str(eqn.invars[0].aval.dtype) for eqn in equations if _jaxpr.name(eqn) in PRODUCT_NAMES]
+        found = {"megabytes": counted.bytes / 1e6, "kernels": counted.kernels}
+        rows.append({"problem": name, "name": case.name, **found, **Counter(operands)})
+        rows[-1]["bytes_ratio"] = rows[-1]["megabytes"] / rows[0]["megabytes"]
+        show(rows[-1])
+    return rows
+
+
 def _in_dtype(fun: Callable[..., Any], x64: bool) -> Callable[..., Any]:
     """A function that is traced with or without x64."""
 
@@ -343,7 +363,12 @@ if __name__ == "__main__":
     arguments = parser("benchmarks.float64", __doc__)
     arguments.add_argument("--only", nargs="*", default=[], choices=PROBLEMS, help="problems, by name")
     arguments.add_argument("--errors", action="store_true", help="the errors without the times")
+    arguments.add_argument("--target", choices=TARGETS, help="compile for it, and count bytes")
     options = arguments.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    about = record("benchmarks.float64", options.quick, "cpu", ("diffrax", "numpyro"))
-    write(options.json, about | {"float64": main(options.only, options.quick, options.errors)})
+    about = record("benchmarks.float64", options.quick, options.target or "cpu", ("diffrax", "numpyro"))
+    if options.target is None:
+        write(options.json, about | {"float64": main(options.only, options.quick, options.errors)})
+    elif is_installed(options.target):
+        found = [bytes_on(options.target, name, options.quick) for name in options.only or PROBLEMS]
+        write(options.json, about | {"rows": [row for rows in found for row in rows]})

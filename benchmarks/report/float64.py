@@ -1,29 +1,26 @@
 """The table of code in float64."""
 
+from typing import Any
+
 from benchmarks.float64 import AGAIN, FLOAT32, KEPT, PRODUCTS
 from benchmarks.record import Rows
 from benchmarks.report.markdown import names, select, table
 
-HEADER = (
-    "",
-    "products in float32",
-    "the same, recompute=False",
-    "float32",
-    "float64 again (A/A)",
-    "error, products in float32",
-    "error, float32",
-)
+WAYS = (PRODUCTS, KEPT, FLOAT32)
 
 
-def problems(rows: Rows) -> str:
-    """A row for each problem: how many times as fast as float64 each way is, with its range, and the errors."""
+def problems(rows: Rows, h200: dict[str, Any]) -> str:
+    """A row for each problem: how many times as fast as float64 each way is, the errors, and bytes on an H200."""
+    header = ["", *(f"speed, {name}" for name in (*WAYS, AGAIN)), *(f"error, {name}" for name in (PRODUCTS, FLOAT32))]
+    header += [f"bytes, {name}" for name in WAYS]
     body = []
     for problem in names(rows, "problem"):
         found = {row["name"]: row for row in select(rows, problem=problem)}
-        speeds = [_speed(found[name]) for name in (PRODUCTS, KEPT, FLOAT32, AGAIN)]
+        speeds = [_speed(found[name]) for name in (*WAYS, AGAIN)]
         errors = [_error(found[name]["error"]) for name in (PRODUCTS, FLOAT32)]
-        body.append([problem, *speeds, *errors])
-    return table(HEADER, body)
+        moved = {row["name"]: f"{row['bytes_ratio']:.2f}" for row in select(h200["rows"], problem=problem)}
+        body.append([problem, *speeds, *errors, *(moved.get(name, "") for name in WAYS)])
+    return table(header, body)
 
 
 def _error(error: float) -> str:
@@ -31,7 +28,7 @@ def _error(error: float) -> str:
     return f"{error:.0e}".replace("e-0", "e-") if error < 0.1 else "another sample"
 
 
-def _speed(row: dict[str, float]) -> str:
+def _speed(row: dict[str, Any]) -> str:
     """The inverse of a ratio of times, with its range. Nothing if it was not timed."""
     if "ratio" not in row:
         return ""
