@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks import models
-from benchmarks.models import Shape, attention, cast, cross_entropy, rms_norm
+from benchmarks.models import Shape, attention, cast, cross_entropy, rms_norm, stacked
 
 EXPERTS, CHOSEN = 8, 2
 
@@ -62,14 +62,19 @@ def einsums(p: Any, x: Array) -> Array:
     return jnp.einsum("nkd,nk->nd", found, weights)
 
 
-def loss_fn(params: Any, batch: Any, *, shape: Shape, mixture: Any = ragged, dtype: Any = None) -> Array:
-    """Mean cross entropy."""
+def loss_fn(
+    params: Any, batch: Any, *, shape: Shape, mixture: Any = ragged, dtype: Any = None, policy: Any = None
+) -> Array:
+    """Mean cross entropy. With a policy, each block is in a `jax.checkpoint`."""
     inputs, targets = batch
-    x = cast(params["embed"][inputs] + params["positions"], dtype)
     norm = lambda p, x: rms_norm(x, cast(p["scale"], x.dtype))
-    for p in params["blocks"]:
+
+    def block(x: Array, p: Any) -> tuple[Array, None]:
         x = x + attention(p, norm(p["norm1"], x), shape, dtype)
         y = norm(p["norm2"], x)
-        x = x + mixture(p, y.reshape(-1, shape.width)).reshape(x.shape)
+        return x + mixture(p, y.reshape(-1, shape.width)).reshape(x.shape), None
+
+    x = cast(params["embed"][inputs] + params["positions"], dtype)
+    x = stacked(block, x, params["blocks"], shape, policy)
     with jax.named_scope("head"):
         return cross_entropy(norm(params["norm"], x) @ cast(params["embed"], dtype).T, targets)

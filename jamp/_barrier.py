@@ -1,4 +1,4 @@
-"""`optimization_barrier`, for values of any types, and one that is none on TPUs.
+"""`optimization_barrier`, for values of any types, one that is none on TPUs, and one for cotangents alone.
 
 JAX's own gives all its results the mesh axes along which any of its operands varies. Here each value keeps its type.
 Where the platform matters, that of the lowered program decides, not the one that traces it.
@@ -25,6 +25,21 @@ def _primitive(name: str) -> core.Primitive:
 
 _barrier, _barrier_unless_tpu = _primitive("barrier"), _primitive("barrier_unless_tpu")
 mlir.register_lowering(_barrier_unless_tpu, lambda ctx, *xs: list(xs), platform="tpu")
+ad.primitive_transposes[_barrier] = lambda cotangents, *xs: [
+    ct if ad.is_undefined_primal(x) else None for ct, x in zip(_behind(cotangents), xs, strict=True)
+]
+_identity = _primitive("cotangents_behind_barrier")
+mlir.register_lowering(_identity, lambda ctx, *xs: list(xs))
+ad.primitive_jvps[_identity] = lambda xs, tangents: (list(xs), _behind(tangents))
+
+
+def _behind(values: Sequence[Any]) -> list[Any]:
+    """Tangents or cotangents behind one barrier, but for symbolic zeros."""
+    places = [i for i, x in enumerate(values) if type(x) is not ad.Zero]
+    behind = list(values)
+    for i, x in zip(places, behind_barrier([values[i] for i in places]) if places else [], strict=True):
+        behind[i] = x
+    return behind
 
 
 def behind_barrier(values: Sequence[Any]) -> list[Any]:
@@ -37,3 +52,9 @@ def unless_tpu(values: Sequence[Any]) -> list[Any]:
     """The values, behind one barrier except on TPUs."""
     behind: list[Any] = _barrier_unless_tpu.bind(*values)
     return behind
+
+
+def cotangents_behind_barrier(values: Sequence[Any]) -> list[Any]:
+    """The values. In reverse mode their cotangents, in forward mode their tangents, are behind one barrier."""
+    same: list[Any] = _identity.bind(*values)
+    return same

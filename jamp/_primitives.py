@@ -13,9 +13,10 @@ MOVES = _names(
     "concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice pad reshape rev select_n slice "
     "split squeeze stack stop_gradient transpose unstack"
 )
-# Between devices or shardings, or markers for transformations. The last four are Equinox's.
+# Between devices or shardings, or markers for transformations. The last four are Equinox's, those before jamp's.
 TRANSFERS = _names(
     "all_to_all collective_permute device_put mesh_cast name optimization_barrier ppermute reshard sharding_constraint "
+    "barrier barrier_unless_tpu cotangents_behind_barrier "
     "nonbatchable nondifferentiable_backward nontraceable select_if_vmap"
 )
 # They may copy an element many times.

@@ -199,6 +199,34 @@ def test_the_outermost_budget_decides_and_opens_the_segments_inside():
         np.testing.assert_allclose(outside, inside, rtol=0.02)
 
 
+def convolutions(weights, x):
+    conv = functools.partial(
+        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    skips = [x]
+    for w in weights:
+        x = x + conv(jax.nn.relu(norm(conv(jax.nn.relu(norm(x)), w))), w)
+        skips.append(x)
+    return jnp.mean((x + sum(skips)) ** 2)
+
+
+IMAGES = [normal(3, 3, 8, 8, seed=i, scale=0.1) for i in range(8)], normal(2, 16, 16, 8, seed=8)
+
+
+def test_what_a_budget_computes_again_waits_for_its_cotangent_and_no_longer():
+    """Else XLA:GPU computes it before the backward pass, or holds it until the cotangents of a skip are added."""
+    fun = jamp.recompute(convolutions, 0.3)
+    segments = [e for e in quietly(jax.make_jaxpr(fun), *IMAGES).eqns if e.primitive.name == "jit"]
+    assert len(segments) > 1
+    text = quietly(jax.jit(jax.grad(fun)).lower, *IMAGES).as_text()
+    assert text.count("optimization_barrier") == 2 * len(segments)
+
+
+def test_the_share_of_convolutions_is_of_what_is_kept_without_a_budget():
+    without = jamp.memory_report(convolutions, 1.0)(*IMAGES).kept
+    assert jamp.memory_report(convolutions, 0.7)(*IMAGES).kept <= 0.7 * without
+
+
 def test_attention_scores_are_dropped_first():
     """Korthikanti et al. 2022 choose them by hand."""
     report = jamp.memory_report(MODELS["unrolled"], 0.75)(PARAMS, X)

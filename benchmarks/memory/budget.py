@@ -23,18 +23,20 @@ import jax
 import jax.numpy as jnp
 
 import jamp
-from benchmarks import models
+from benchmarks import mixture, models
 from benchmarks.ahead_of_time import TARGETS, compiled
-from benchmarks.memory import llama
+from benchmarks.memory import convolutions, llama
 from benchmarks.memory.large_models import fused_attention
-from benchmarks.models import SHAPES, Shape, attend_written_out, problem, resnet_loss, resnet_params
+from benchmarks.models import SHAPES, Shape, attend_written_out, problem
 from benchmarks.record import Rows, parser, record, show, write
 from jamp._autocast.flops import of_products
 
 POLICIES = jax.checkpoint_policies
 BF16 = jnp.bfloat16
 LLAMA = Shape(8, 1024, 16, 32000, 1024)
-IMAGES = jax.ShapeDtypeStruct((64, 56, 56, 3), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+MIXTURE = Shape(8, 512, 8, 32000, 1024)
+IMAGES = jax.ShapeDtypeStruct((32, 224, 224, 3), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.int32)
+NOISE = (jax.ShapeDtypeStruct((32, 64, 64, 3), jnp.float32),) * 2
 BUDGETS, FEW = (1.0, 0.75, 0.5, 0.25, 0.1, 0), (1.0, 0.5, 0.1)
 HAND = {
     "by hand": {},
@@ -46,8 +48,8 @@ HAND = {
 STREAM = {"gather": "compute", "add": "compute"}  # embeddings and sums, and so the residual stream, in 16 bit
 
 
-def transformers() -> dict[str, tuple[Any, Any, Any, Any]]:
-    """By name: the loss, the shapes of parameters and batch, and the attention that is written out."""
+def problems() -> dict[str, tuple[Any, Any, Any, Any]]:
+    """By name: the loss, the shapes of parameters and batch, and the attention that is written out, if that varies."""
     gpt, vit = SHAPES["GPT-2 124 M"], SHAPES["ViT-B/16"]
     causal = attend_written_out
     made = {"GPT-2 124 M, 8 x 1024, scanned": (*problem(models, gpt, 8, True), causal)}
@@ -55,22 +57,27 @@ def transformers() -> dict[str, tuple[Any, Any, Any, Any]]:
     made["ViT-B/16, batch 64, scanned"] = (*problem(models, vit, 64, True), causal)
     made["GPT-2 124 M, 8 x 1024, unrolled"] = (*problem(models, gpt, 8, False), causal)
     made["Llama, 8 layers of 1024, 8 x 1024, unrolled"] = (*problem(llama, LLAMA, 8, False), llama.attend)
+    made["Mixture of 8 experts, 8 layers of 512, 8 x 1024, unrolled"] = (*problem(mixture, MIXTURE, 8, False), None)
+    resnet, unet = jax.eval_shape(convolutions.resnet_params), jax.eval_shape(convolutions.unet_params)
+    made["ResNet-50, 32 images of 224 x 224, unrolled"] = convolutions.resnet_loss, resnet, IMAGES, None
+    made["U-Net, 37 M, 32 images of 64 x 64, unrolled"] = convolutions.unet_loss, unet, NOISE, None
     return made
 
 
 def variants(model: str, loss: Any, attend: Any, target: str) -> dict[str, Any]:
     by_hand, auto = partial(loss, dtype=BF16), partial(jamp.autocast, compute_dtype=BF16)
-    budgets = FEW if model.startswith(("ViT", "ResNet")) else BUDGETS
+    budgets = BUDGETS if model.startswith(("GPT", "Llama")) else FEW
     found = {f"autocast, budget {b}": auto(loss, memory_budget=b) for b in budgets}
+    found["autocast, each block again"] = auto(partial(loss, policy=POLICIES.nothing_saveable))
     if not attend:
-        return {"by hand": by_hand, "by hand, all again": jax.checkpoint(by_hand)} | found
+        names = {name: options for name, options in HAND.items() if "second" not in name}
+        return {name: partial(by_hand, **options) for name, options in names.items()} | found
     names = {name: options for name, options in HAND.items() if "second" not in name or "unrolled" in model}
     hand = {name: partial(by_hand, **options) for name, options in names.items()}
     again = lambda *qkv, **options: jax.checkpoint(partial(attend, **options))(*qkv)
     hand["by hand, attention again"] = partial(by_hand, attend=again)
     if attend is attend_written_out and target == "h200":
         hand["by hand, cuDNN's attention"] = partial(by_hand, attend=fused_attention(BF16))
-    found["autocast, each block again"] = auto(partial(loss, policy=POLICIES.nothing_saveable))
     if "unrolled" in model and target == "tpu":
         found |= {f"autocast, stream in 16 bit, budget {b}": auto(loss, rules=STREAM, memory_budget=b) for b in FEW}
     if model.startswith("GPT-2 124 M, 8 x 1024, scanned") and target == "h200":
@@ -93,13 +100,11 @@ def temporary(target: str, fun: Any, *args: Any) -> float:
 
 def measure(target: str, only: list[str], quick: bool) -> Rows:
     rows: Rows = []
-    problems = transformers() | {"ResNet-18, 64 images of 56 x 56": (
-        resnet_loss, jax.eval_shape(lambda: resnet_params(64)), IMAGES, None
-    )}  # fmt: skip
+    chosen = problems()
     if quick:
         small = replace(SHAPES["GPT-2 124 M"], layers=2, width=64, heads=2, classes=128, tokens=64)
-        problems = {"GPT-2 124 M, small": (*problem(models, small, 2, False), attend_written_out)}
-    for model, (loss, params, batch, attend) in problems.items():
+        chosen = {"GPT-2 124 M, small": (*problem(models, small, 2, False), attend_written_out)}
+    for model, (loss, params, batch, attend) in chosen.items():
         if not any(part in model for part in only or [""]):
             continue
         found = []

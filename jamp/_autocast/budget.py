@@ -335,17 +335,19 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     """
     known = Known({}, {})
 
-    def memory(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT) -> Memory:
-        return Memory(Split(products, whole, cut_convolutions=budget != 1.0).function(closed), known)
+    def memory(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT, cut: bool = True) -> Memory:
+        return Memory(Split(products, whole, cut_convolutions=cut).function(closed), known)
 
-    best = memory()
+    best = memory(cut=False)
     total = best.total
-    if budget != 1.0:  # Models that name most values, for checkpoints that are not there, would keep them all.
-        closed = opened(closed, keep_names=False)
-        best = memory()
     target = in_bytes(budget) if isinstance(budget, str) else budget * total
     if total <= target:
         return best
+    # Models name most of their values, for the policy of a checkpoint that is not there. A name would keep its value.
+    unnamed = opened(closed, keep_names=False)
+    if unnamed is not closed or any(x.segment.convolves for x in best.occurrences.values()):
+        closed = unnamed
+        best = memory()
     constructs = _repeatable(best)
     best.drop(target)
     largest = max(target, best.largest)

@@ -16,7 +16,7 @@ from jamp._autocast.budget import Chosen, MemoryBudget, Place, choose
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.lower import lower
 from jamp._autocast.segments import Body, Construct, Segment, Split, code, named
-from jamp._barrier import unless_tpu
+from jamp._barrier import cotangents_behind_barrier, unless_tpu
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._shard_map import trace
@@ -40,7 +40,7 @@ class _Pass:
     def __init__(self, chosen: Chosen):
         self._chosen = chosen
         self._bodies: dict[Any, tuple[Body, ClosedJaxpr]] = {}
-        self._segments: dict[Any, JaxprEqn] = {}
+        self._segments: dict[Any, ClosedJaxpr] = {}
 
     def run(self, body: Body, place: Place) -> ClosedJaxpr:
         inside = {at[len(place) :]: x for at, x in self._chosen.items() if at[: len(place)] == place}
@@ -69,9 +69,24 @@ class _Pass:
         key = segment.key(sources=True), chosen
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             scoped = jax.named_scope(SEGMENT)  # of the call, and of the checkpoint in it
-            call = scoped(jax.jit(scoped(_checkpointed(segment, chosen))))
-            self._segments[key] = trace(segment.around.inside, call, _jaxpr.avals(segment.inputs)).eqns[0]
-        return [self._segments[key].replace(invars=list(segment.inputs), outvars=list(segment.outputs))]
+            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(_checkpointed(segment, chosen))))
+            if chosen is not None and not segment.around.loop:
+                call = _with_barrier(call, segment)
+            self._segments[key] = trace(segment.around.inside, call, _jaxpr.avals(segment.inputs))
+        return _evaluate.inline(self._segments[key], segment.inputs, segment.outputs)
+
+
+def _with_barrier(call: Callable[..., list[Array]], segment: Segment) -> Callable[..., list[Array]]:
+    """A segment whose cotangents are behind a barrier.
+
+    Else XLA:GPU computes them where they are added to others, later, and what was computed again stays in memory.
+    """
+    places = [i for i, is_perturbed in enumerate(segment.perturbed) if is_perturbed]
+
+    def with_barrier(*args: Array) -> list[Array]:
+        return call(*_evaluate.replaced(args, places, cotangents_behind_barrier([args[i] for i in places])))
+
+    return with_barrier if places else call
 
 
 def _checkpointed(piece: Segment, chosen: frozenset[int] | None) -> Callable[..., list[Array]]:
@@ -89,8 +104,10 @@ def _checkpointed(piece: Segment, chosen: frozenset[int] | None) -> Callable[...
 
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
-    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (piece.around.loop or piece.convolves))
-    return _behind_barrier_unless_tpu(call) if piece.convolves else call
+    call = jax.checkpoint(
+        segment, policy=policy, prevent_cse=not (piece.around.loop or (piece.convolves and chosen is None))
+    )
+    return _behind_barrier_unless_tpu(call) if piece.convolves and chosen is None else call
 
 
 def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:

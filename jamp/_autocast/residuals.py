@@ -20,7 +20,6 @@ from jamp._autocast.kept import nbytes
 from jamp._autocast.lower import lower
 from jamp._autocast.product import name_of
 from jamp._autocast.segments import Code, Segment, code, named
-from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import ARITHMETIC, COLLECTIVES, CUBIC, EXPENSIVE, MOVING, OTHERS, PRODUCTS
 from jamp._shard_map import trace
@@ -158,8 +157,7 @@ def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
     may_be_kept = code.kept.union(v for v in code.outputs if not _jaxpr.is_literal(v))
     values = enumerate(v for eqn in code.eqns for v in eqn.outvars)
     closed = lower(named(code, {v: f"{KEPT} {i}" for i, v in values if v in may_be_kept}))
-    perturbed = [x.perturbed and is_inexact(v.aval) for x, v in zip(segment.origins, segment.inputs, strict=True)]
-    return with_residuals(closed, perturbed, segment.around.inside)
+    return with_residuals(closed, segment.perturbed, segment.around.inside)
 
 
 def with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: JaxprEqn | None) -> ClosedJaxpr:

@@ -59,6 +59,11 @@ class Segment:
     convolves: bool
     is_end: bool
 
+    @property
+    def perturbed(self) -> list[bool]:
+        """Which inputs may have tangents."""
+        return [x.perturbed and is_inexact(v.aval) for x, v in zip(self.origins, self.inputs, strict=True)]
+
     def key(self, sources: bool) -> Any:
         """What equal segments have in common. With `sources`, they come from the same lines."""
         return _fingerprint.fingerprint(self.inputs, self.outputs, self.eqns, sources), self.origins, self.around
@@ -268,7 +273,8 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
     eqns: list[JaxprEqn] = []
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        if _jaxpr.name(eqn) == "name" and (not keep_names or _jaxpr.params(eqn)["name"] == KEPT):
+        is_gone = _jaxpr.name(eqn) == "name" and (not keep_names or _jaxpr.params(eqn)["name"] == KEPT)
+        if is_gone or _jaxpr.name(eqn) == "cotangents_behind_barrier":
             return operands
         if _jaxpr.name(eqn) == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
             return _evaluate.interpret_names(body, operands, run)
