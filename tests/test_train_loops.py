@@ -155,3 +155,94 @@ def test_float16_duplicates_that_overflow_when_summed_are_found():
     for scale, i, expected in ((2.0**15, [0, 1, 2], 1), (2.0**14, [0, 1, 1], 2), (2.0**15, [0, 1, 1], None)):
         grads = fun(jamp.StaticLossScale(scale).init(), np.array(i))  # Each cotangent is the scale.
         assert (grads[1].tolist() == [expected] * 2) if expected else not jamp.all_finite(grads)
+
+
+def mlp(params, x):
+    return jnp.tanh(x @ params["first"]) @ params["last"]
+
+
+def weights(seed, *sizes):
+    draw = np.random.default_rng(seed).normal
+    shapes = {"first": sizes[:2], "last": sizes[1:]}
+    return {name: np.float32(draw(size=shape) / np.sqrt(shape[0])) for name, shape in shapes.items()}
+
+
+@pytest.mark.promotes("optax: adam, apply_updates")
+def test_the_two_optimizers_of_a_gan_skip_and_adapt_each_on_its_own():
+    tx = jamp.loss_scaled(optax.adam(1e-2), jamp.DynamicLossScale(init_scale=2.0**10))
+    generator, critic = weights(0, 4, 16, 8), weights(1, 8, 16, 1)
+    softplus = lambda x: jax.nn.softplus(x.astype(jnp.float32)).mean()
+    critic_loss = jamp.autocast(
+        lambda d, g, real, z: softplus(-mlp(d, real)) + softplus(mlp(d, mlp(g, z))), jnp.float16
+    )
+    generator_loss = jamp.autocast(lambda g, d, z: softplus(-mlp(d, mlp(g, z))), jnp.float16)
+
+    @jax.jit
+    def step(g, d, state_g, state_d, real, z):
+        updates, state_d = tx.update(jamp.grad(critic_loss, state_d)(d, g, real, z), state_d, d)
+        d = optax.apply_updates(d, updates)
+        updates, state_g = tx.update(jamp.grad(generator_loss, state_g)(g, d, z), state_g, g)
+        return optax.apply_updates(g, updates), d, state_g, state_d
+
+    rng = np.random.default_rng(2)
+    real, z = np.float32(rng.normal(size=(32, 8)) + 1), np.float32(rng.normal(size=(32, 4)))
+    state = generator, critic, tx.init(generator), tx.init(critic)
+    g, d, state_g, state_d = step(*state, real * np.float32(np.inf), z)
+    assert_equal(d, critic)
+    assert (int(jamp.metrics(state_d)["overflow_steps"]), int(jamp.metrics(state_g)["overflow_steps"])) == (1, 0)
+    assert float(jamp.get_loss_scale(state_d)) < float(jamp.get_loss_scale(state_g))
+    assert not np.array_equal(g["first"], generator["first"])
+    losses = []
+    for _ in range(20):
+        g, d, state_g, state_d = step(g, d, state_g, state_d, real, z)
+        losses.append(float(critic_loss(d, g, real, z)))
+    assert np.isfinite(losses).all()
+    assert int(jamp.metrics(state_d)["finite_steps"]) == 20
+
+
+@pytest.mark.promotes("optax: adam, apply_updates")
+def test_adapters_are_trained_and_the_frozen_weights_stay_in_16_bit():
+    frozen = jamp.cast_floating(weights(0, 16, 32, 1), jnp.bfloat16)
+    draw = lambda *shape: np.float32(np.random.default_rng(3).normal(size=shape))
+    lora = {"down": draw(16, 2) / 4, "up": np.zeros((2, 32), np.float32)}
+
+    def loss_fn(lora, frozen, x, y):
+        params = jamp.cast_floating(frozen, jnp.float32)
+        merged = params | {"first": params["first"] + lora["down"] @ lora["up"]}
+        return jnp.mean((mlp(merged, x)[:, 0] - y) ** 2)
+
+    x, y = draw(64, 16), draw(64)
+    tx = jamp.loss_scaled(optax.adam(1e-2), jamp.DynamicLossScale(init_scale=2.0**10))
+
+    def run(loss_fn):
+        differentiate = lambda state: lambda lora, _: jamp.value_and_grad(loss_fn, state)(lora, frozen, x, y)
+        return fit(differentiate, tx, lora, np.arange(40))
+
+    (new, _, losses), (_, _, control) = run(jamp.autocast(loss_fn, jnp.float16)), run(loss_fn)
+    assert losses[-1] < 0.9 * losses[0]
+    np.testing.assert_allclose(losses, control, rtol=2e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(new)} == {np.dtype(np.float32)}
+
+
+@pytest.mark.promotes("optax: adam, apply_updates")
+def test_a_run_with_an_average_and_evaluations_in_between_is_the_run_without_them():
+    params, x, y = problem(batches=6)
+    tx = jamp.loss_scaled(optax.adamw(1e-2), jamp.DynamicLossScale(init_scale=2.0**10))
+    x[3] = np.inf
+    loss_fn = jamp.autocast(mse, jnp.float16)
+
+    @jax.jit
+    def step(params, state, ema, x, y):
+        updates, state = tx.update(jamp.grad(loss_fn, state)(params, x, y), state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, optax.incremental_update(params, ema, jnp.where(jamp.get_grads_finite(state), 0.1, 0.0))
+
+    evaluate = jax.jit(loss_fn)  # of the average, in the dtype of the training
+    one = another = params, tx.init(params), params
+    for i in range(6):
+        before, one, another = one, step(*one, x[i], y[i]), step(*another, x[i], y[i])
+        assert np.isfinite(evaluate(one[2], x[0], y[0]))
+        if i == 3:
+            assert_equal(one[2], before[2])
+    assert_equal(one, another)
+    assert int(jamp.metrics(one[1])["overflow_steps"]) == 1
