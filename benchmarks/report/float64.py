@@ -11,8 +11,9 @@ WAYS = (PRODUCTS, KEPT, FLOAT32)
 
 def problems(rows: Rows, h200: dict[str, Any]) -> str:
     """A row for each problem: how many times as fast as float64 each way is, the errors, and bytes on an H200."""
-    header = ["", *(f"speed, {name}" for name in (*WAYS, AGAIN)), *(f"error, {name}" for name in (PRODUCTS, FLOAT32))]
-    header += [f"bytes, {name}" for name in WAYS]
+    short = dict(zip(WAYS, ("products", "recompute=False", FLOAT32), strict=True)) | {AGAIN: "A/A"}
+    header = ["", *(f"speed, {x}" for x in short.values()), f"error, {short[PRODUCTS]}", f"error, {FLOAT32}"]
+    header += [f"bytes, {short[name]}" for name in WAYS]
     body = []
     for problem in names(rows, "problem"):
         found = {row["name"]: row for row in select(rows, problem=problem)}
