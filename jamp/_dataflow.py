@@ -82,7 +82,7 @@ class Forward(Generic[T]):
         for body, places in zip(_bodies(eqn), _jaxpr.body_operands(eqn), strict=True):
             facts = self(body, [operands[i] for i in places])
             outputs.append(self.read(facts, body.jaxpr.outvars))
-        return outputs[1:] if _jaxpr.name(eqn) == "while" else outputs  # The first is the condition.
+        return outputs[_jaxpr.bodies_before_results(eqn) :]
 
 
 def spreads(rule: Callable[[JaxprEqn, Flags], bool]) -> Forward[bool]:
@@ -149,4 +149,6 @@ def _bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
 
 
 def _outputs_of_bodies(eqn: JaxprEqn, results: Flags) -> list[Flags]:
-    return [[False], results] if _jaxpr.name(eqn) == "while" else [results] * len(_bodies(eqn))
+    if _jaxpr.name(eqn) == "while":
+        return [[False], results]
+    return [results[: len(body.jaxpr.outvars)] for body in _bodies(eqn)]  # The products of a solver have no aux.

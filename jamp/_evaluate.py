@@ -127,6 +127,9 @@ def with_bodies(
     params = _jaxpr.params(eqn)
     if "branches" in params:
         new: dict[str, Any] = {"branches": tuple(bodies)}
+    elif "jaxprs" in params:
+        old, given = params["jaxprs"], iter(bodies)
+        new = {"jaxprs": type(old)(*(None if x is None else next(given) for x in old))}
     else:
         names = [name for name in BODIES if name in params]
         fitting = [

@@ -5,6 +5,7 @@ This module uses only public modules of JAX. The parameters of primitives are no
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -35,6 +36,11 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
 def value(literal: Any) -> Any:
     """The value of a literal, as an array."""
     return jnp.asarray(literal.val, literal.aval.dtype)
+
+
+def number(atom: Any) -> Any:
+    """The value of a literal as it was traced. None for a variable."""
+    return atom.val if is_literal(atom) else None
 
 
 def read(env: Env, atom: Var | Literal) -> Any:
@@ -103,6 +109,7 @@ _READ: dict[str, list[set[str]]] = {
     "custom_jvp_call": [{"call_jaxpr", "jvp_jaxpr_fun"}],
     "custom_vjp_call": [{"call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts"}],
     "shard_map": [{"jaxpr", "in_specs", "out_specs"}],
+    "custom_linear_solve": [{"const_lengths", "jaxprs"}],
     "scaled_call": [{"jaxpr"}],  # of `jamp.scaled`
 }
 CONSTRUCTS = frozenset(_READ)
@@ -110,11 +117,17 @@ BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr", "callee", "fwd_jaxp
 
 
 def bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
-    """The jaxprs that a construct evaluates (of a while: condition, body), or None if it cannot be entered."""
+    """The jaxprs that a construct evaluates, or None if it cannot be entered.
+
+    Of a while: condition, body. Of a linear solve: matvec, vecmat, the solve and its transpose, if there are any.
+    """
     if not is_known(eqn):
         return None
     given = params(eqn)
-    found = given["branches"] if "branches" in given else [given[key] for key in BODIES if key in given]
+    if "jaxprs" in given:
+        found = [x for x in given["jaxprs"] if x is not None]
+    else:
+        found = given["branches"] if "branches" in given else [given[key] for key in BODIES if key in given]
     closed = tuple(j if hasattr(j, "consts") else core.ClosedJaxpr(j, []) for j in found)
     # A body that reads or writes a Ref has inputs that are not arrays.
     types = [x for j in closed for x in (*j.in_avals, *j.out_avals)]
@@ -134,12 +147,33 @@ def body_operands(eqn: JaxprEqn) -> list[list[int]]:
     if name(eqn) == "while":
         m, n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         return [operands[:m] + operands[m + n :], operands[m:]]
+    if name(eqn) == "custom_linear_solve":
+        lengths = eqn.params["const_lengths"]
+        ends = list(itertools.accumulate(lengths))
+        constants = [operands[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+        bodies = zip(constants, eqn.params["jaxprs"], strict=True)
+        return [mine + operands[ends[-1] :] for mine, body in bodies if body is not None]
     return [operands]
 
 
+def bodies_before_results(eqn: JaxprEqn) -> int:
+    """How many bodies of a construct come before those that compute its results.
+
+    They are the condition of a while, and the matrix-vector products of a linear solve.
+    """
+    if name(eqn) == "custom_linear_solve":
+        return sum(body is not None for body in eqn.params["jaxprs"][:2])
+    return int(name(eqn) == "while")
+
+
 def carry(eqn: JaxprEqn) -> range:
-    """Which operands of a loop are its carry. Its first results are the carry at the end."""
+    """Which operands of a loop are its carry. Its first results are the carry at the end.
+
+    A linear solve counts as a loop. Its bodies take the right-hand side, the solution, or a vector on the way to it.
+    """
     params = eqn.params
+    if name(eqn) == "custom_linear_solve":
+        return range(sum(params["const_lengths"]), len(eqn.invars))
     if name(eqn) == "while":
         return range(params["cond_nconsts"] + params["body_nconsts"], len(eqn.invars))
     if name(eqn) != "scan":
@@ -262,6 +296,15 @@ def summed_terms(eqn: JaxprEqn) -> int:
         operand, axes = 0, contracted(params)[0]
     shape = avals(eqn.invars)[operand].shape
     return math.prod(shape[i] for i in axes)
+
+
+def is_vector_product(eqn: JaxprEqn) -> bool:
+    """Whether a dot_general has no free axis: each element of its result is a product of two vectors."""
+    if name(eqn) != "dot_general":
+        return False
+    contracting, batch = _dimensions(eqn.params)
+    shapes = avals(eqn.invars)
+    return all(len(x.shape) == len(c) + len(b) for x, c, b in zip(shapes, contracting, batch, strict=True))
 
 
 def contracted(params: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -47,7 +47,7 @@ COLLECTIVES = _names(
 )
 # Random bits, tokens, Refs and calls. They run as they were traced, and are not computed again.
 OTHERS = _names(
-    "after_all axis_index call create_token custom_lin custom_linear_solve empty2 eval_jaxpr get ragged_all_to_all "
+    "after_all axis_index call create_token custom_lin empty2 eval_jaxpr get ragged_all_to_all "
     "random_bits random_fold_in random_gamma random_seed random_split rng_bit_generator rng_uniform swap threefry2x32"
 )
 

@@ -110,6 +110,17 @@ def in_scope(eqn: JaxprEqn, name: str) -> bool:
     return any(part.name == name for part in stack.stack)
 
 
+def is_linear_algebra(eqn: JaxprEqn) -> bool:
+    """Whether an equation is in JAX's linear algebra or its derivatives, and not in a function passed to it."""
+    for frame in _frames(eqn):  # from the innermost
+        if frame.file_name.startswith(_JAX):
+            if _LINEAR_ALGEBRA.search(frame.file_name, len(_JAX)):
+                return True
+        elif _file(frame.file_name).package != "":
+            return False
+    return False
+
+
 def pattern(names: Iterable[str]) -> str:
     """A short form of several scopes or paths: "h/*/{attn,mlp}". A * is for numbers, or for more than four names."""
     groups: dict[tuple[str, ...], list[list[str]]] = {}
@@ -141,6 +152,7 @@ _LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"))
 _TYPED = ("<ipython-input", "<python-input", "<stdin>", "<string>", "<console>", "<doctest")
 _GENERATED = ("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__")
 _JAX = str(Path(jax.__file__).parent) + os.sep
+_LINEAR_ALGEBRA = re.compile("linalg|solves")  # in the names of JAX's files
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")  # jvp(Net), transpose(jvp(Net))
 _TRANSPOSE = re.compile(r"\btranspose\(")  # A scope of this name is printed without a parenthesis.
 # An einsum is scoped by its subscripts, an Equinox layer by its class.

@@ -7,6 +7,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, nn
+from pairs import wide
 
 import jamp
 from jamp import _jaxpr
@@ -18,17 +19,17 @@ POLICIES = [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies
 
 def by_hand(dtype):
     """The product of autocast: operands and result are rounded, and nothing else."""
-    return lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype)).astype(jnp.float32)
+    return lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype)).astype(wide(dtype))
 
 
 def reference(dtype, accumulate=False):
-    """The same with its derivative: each of its products casts for itself, so that their sums are float32.
+    """The same with its derivative: each of its products casts for itself, so that their sums are not rounded.
 
     With `accumulate`, the value is float32 as it was accumulated, and the gradient that of the rounded product.
     """
-    wide = lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
+    accumulated = lambda x, y: jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
     rounded = jax.custom_jvp(by_hand(dtype))
-    dot = jax.custom_jvp(wide) if accumulate else rounded
+    dot = jax.custom_jvp(accumulated) if accumulate else rounded
     for fun in {dot, rounded}:
         fun.defjvp(lambda p, t, fun=fun: (fun(*p), rounded(t[0], p[1]) + rounded(p[0], t[1])))
     return dot
@@ -41,13 +42,14 @@ def kl(p, q):
 FLOAT32 = np.finfo(np.float32)
 
 
-def filled(c):
+def filled(constant):
     """A select, a pad and a clamp with a constant, and whether they are equal to it."""
-    far = float(np.clip(1.5 * c, FLOAT32.min, FLOAT32.max))
 
     def fun(dot, x, w):
+        ends = jnp.finfo(x.dtype)
+        c, far = (float(np.clip(y, ends.min, ends.max)) for y in (constant, 1.5 * constant))
         selected = jnp.where(np.tri(N, dtype=bool), dot(x, w), c)
-        padded = lax.pad(dot(x[:-2], w), jnp.float32(c), ((1, 1, 0), (0, 0, 0)))
+        padded = lax.pad(dot(x[:-2], w), jnp.asarray(c, x.dtype), ((1, 1, 0), (0, 0, 0)))
         clamped = lax.clamp(min(far, c), dot(x, w.T), max(far, c))
         return sum(jnp.where(y == c, x, jnp.tanh(y)) for y in (selected, padded, clamped))
 
@@ -83,8 +85,8 @@ LEAVES = {
     "bias": lambda dot, x, w: dot(x, w) + w[0],
     "residual": lambda dot, x, w: x + dot(nn.silu(dot(x, w)), w) / 2,
     "dropout": lambda dot, x, w: jnp.where(jax.random.bernoulli(KEY, 0.9, x.shape), x / 0.9, 0.0),
-    # Constants that 16 bit does not hold.
-    **{f"filled with {c}": filled(c) for c in (257.3, 1e5, 123456.7, -1e9, 1e30, -1e38, float(FLOAT32.min))},
+    # Constants that 16 bit does not hold, and one that float32 does not.
+    **{f"filled with {c}": filled(c) for c in (257.3, 1e5, 123456.7, -1e9, 1e300, -1e38, float(FLOAT32.min))},
     "precise": lambda dot, x, w: jamp.full_precision(jnp.matmul)(dot(x, w), w),
 }
 
@@ -237,5 +239,9 @@ def operation(eqn, args):
     for key in ("jaxpr", "call_jaxpr"):
         if key in params:
             return inner(params[key], *args)
+    if name == "dot_general" and all(x.dtype == jnp.float32 for x in args) and jax.config.read("jax_enable_x64"):
+        # As sums of 16-bit numbers in float32, they do not depend on the order.
+        params = {**params, "preferred_element_type": np.dtype(np.float64)}
+        return [eqn.primitive.bind(*(x.astype(jnp.float64) for x in args), **params).astype(jnp.float32)]
     found = eqn.primitive.bind(*args, **eqn.params)
     return found if eqn.primitive.multiple_results else [found]

@@ -98,6 +98,7 @@ def test_the_table_has_a_reason_for_every_rule_and_lists_names_of_primitives():
         "pvary",
     }
     elsewhere |= {"nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap"}  # Equinox
+    elsewhere |= {"barrier", "barrier_unless_tpu", "cotangents_behind_barrier"}  # jamp
     elsewhere |= {"reshard", "psum_invariant", "reduce_scatter", "all_gather_invariant", "collective_permute"}
     assert {key.split("[")[0] for key in RULES} - elsewhere <= known
 
@@ -478,8 +479,10 @@ def test_rules_are_changed_by_name_and_cover_the_special_cases_of_a_primitive():
             "The rule for 'exp' must be one of compute, accumulate, float32, widest, got 'float16'",
         ),
         (F16, {"scan": "compute"}, "The rule for 'scan' must be 'float32'"),
-        *((x, None, f"compute_dtype must be float16 or bfloat16, got {x}") for x in ["int8", "complex64"]),
-        ("float32", None, "got float32. To compute in it, leave autocast out"),
+        *((x, None, f"compute_dtype must be float16, bfloat16 or float32, got {x}") for x in ["int8", "complex64"]),
+        ("float64", None, "got float64. To compute in it, leave autocast out"),
+        (jnp.float32, {"exp": "float32"}, "must be one of compute, accumulate, float64, widest, got 'float32'"),
+        (jnp.float32, {"scan": "compute"}, "The rule for 'scan' must be 'float64'"),
         (jnp.float8_e4m3fn, None, "its values need a scale for each tensor"),
         (jamp.Float8, None, r"got the class Float8: pass an instance, jamp.Float8\(\)"),
     ],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxprs import normal
+from pairs import of_pair
 from programs import LEAVES, WRAPS, N, by_hand, by_operation, program, reference
 
 import jamp
@@ -17,14 +18,15 @@ X, W = normal(N, N), normal(N, N, seed=1, scale=N**-0.5)
 # If a whole array is rounded once more, or once less, it is 0.3 and more.
 FLIPS = 0.15
 ROUNDED = {"dot_general[gradient]": "compute"}
-COSINES = jnp.cos(jnp.arange(N * N, dtype=jnp.float32)).reshape(N, N)
+HALF = (jnp.bfloat16, jnp.float16)
 
 
 def gradients(fun):
     """The value, the gradient, and the gradients of a batch."""
 
     def all_of(x, w):
-        loss = lambda x, w: jnp.sum(fun(x, w) * COSINES)
+        cosines = jnp.cos(jnp.arange(N * N, dtype=x.dtype)).reshape(N, N)
+        loss = lambda x, w: jnp.sum(fun(x, w) * cosines)
         grad = jax.grad(loss, (0, 1))
         return jax.tree.leaves([fun(x, w), grad(x, w), jax.vmap(grad, (0, None))(jnp.stack([x, x[::-1]]), w)])
 
@@ -35,32 +37,37 @@ def tangent(fun):
     return lambda x, w: [jax.jvp(fun, (x, w), (w, x))[1]]
 
 
-def check(seed):
+def check(seed, dtypes=HALF):
     """Operation by operation, because XLA:CPU leaves out roundings where it fuses."""
+    for dtype in dtypes:
+        with of_pair(dtype) as cast:
+            check_one(seed, dtype, cast(X), cast(W))
+
+
+def check_one(seed, dtype, x, w):
     fun, names = program(seed)
     names = str(names)
-    for dtype in (jnp.bfloat16, jnp.float16):
-        plain, own, hand = (functools.partial(fun, dot) for dot in (jnp.matmul, reference(dtype), by_hand(dtype)))
-        rounded = jamp.autocast(plain, dtype, rules=ROUNDED, recompute=seed % 4 > 0)
-        cast = jamp.autocast(plain, dtype, recompute=seed % 4 > 0)
-        mine, want, truth = (by_operation(gradients(f), X, W) for f in (rounded, own, plain))
-        # Inside a custom_jvp, the backward rule of a custom_vjp stays float32.
-        is_nested = re.search(r"custom_jvp.*custom_vjp", names)
-        close(mine, want, truth, 2.0 if is_nested else FLIPS, seed, names)
-        if dtype == jnp.bfloat16 and seed % 3 == 0 and not is_nested:
-            wide = jamp.autocast(plain, dtype, rules={"dot_general": "accumulate"} | ROUNDED)
-            accumulated = functools.partial(fun, reference(dtype, accumulate=True))
-            mine, theirs = (by_operation(gradients(f), X, W) for f in (wide, accumulated))
-            # Products that the traced code has for a gradient (forces, a custom_vjp) are wide here and rounded there.
-            if "forces" not in names:
-                close(mine[:1], theirs[:1], truth[:1], FLIPS, seed, names)
-            close(mine, truth, theirs, 1.5, seed, names)
-        # Weight gradients that are not rounded are as near to float32.
-        close(by_operation(gradients(cast), X, W), truth, want, 3.0 if is_nested else 1.5, seed, names)
-        if "custom_vjp" not in names:
-            # The tangent of a custom_jvp is what its rule computes: products that are rounded, and a sum that is not.
-            bound = 1.0 if "custom_jvp" in names else FLIPS
-            close(*(by_operation(tangent(f), X, W) for f in (cast, hand, plain)), bound, seed, names)
+    plain, own, hand = (functools.partial(fun, dot) for dot in (jnp.matmul, reference(dtype), by_hand(dtype)))
+    rounded = jamp.autocast(plain, dtype, rules=ROUNDED, recompute=seed % 4 > 0)
+    cast = jamp.autocast(plain, dtype, recompute=seed % 4 > 0)
+    mine, want, truth = (by_operation(gradients(f), x, w) for f in (rounded, own, plain))
+    # Inside a custom_jvp, the backward rule of a custom_vjp stays float32.
+    is_nested = re.search(r"custom_jvp.*custom_vjp", names)
+    close(mine, want, truth, 2.0 if is_nested else FLIPS, seed, names)
+    if dtype == jnp.bfloat16 and seed % 3 == 0 and not is_nested:
+        wide = jamp.autocast(plain, dtype, rules={"dot_general": "accumulate"} | ROUNDED)
+        accumulated = functools.partial(fun, reference(dtype, accumulate=True))
+        mine, theirs = (by_operation(gradients(f), x, w) for f in (wide, accumulated))
+        # Products that the traced code has for a gradient (forces, a custom_vjp) are wide here and rounded there.
+        if "forces" not in names:
+            close(mine[:1], theirs[:1], truth[:1], FLIPS, seed, names)
+        close(mine, truth, theirs, 1.5, seed, names)
+    # Weight gradients that are not rounded are as near to float32.
+    close(by_operation(gradients(cast), x, w), truth, want, 3.0 if is_nested else 1.5, seed, names)
+    if "custom_vjp" not in names:
+        # The tangent of a custom_jvp is what its rule computes: products that are rounded, and a sum that is not.
+        bound = 1.0 if "custom_jvp" in names else FLIPS
+        close(*(by_operation(tangent(f), x, w) for f in (cast, hand, plain)), bound, seed, names)
 
 
 def close(mine, want, exact, bound, *about):
@@ -69,20 +76,25 @@ def close(mine, want, exact, bound, *about):
     for i, (x, y, truth) in enumerate(zip(mine, want, exact, strict=True)):
         assert not (np.isnan(x) & ~np.isnan(y)).any(), (i, *about)
         if np.isfinite(y).all() and np.isfinite(truth).all():
-            own = size(y - truth) + 1e-4 * size(y)
+            own = size(y - truth) + (1e-4 if y.dtype == np.float32 else 1e-11) * size(y)
             assert size(x - y) <= bound * own, (i, size(x - y) / own, *about)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_program_is_what_it_is_with_products_cast_by_hand(seed):
-    check(seed)
+@pytest.mark.promotes("x64 makes Python numbers float64")
+@pytest.mark.parametrize(
+    ("seed", "dtypes"),
+    [(0, HALF), (12, [jnp.float32]), *(pytest.param(1, x, marks=pytest.mark.slow) for x in (HALF, [jnp.float32]))],
+)
+def test_a_program_is_what_it_is_with_products_cast_by_hand(seed, dtypes):
+    check(seed, dtypes)
 
 
 @pytest.mark.slow
+@pytest.mark.promotes("x64 makes Python numbers float64")
 @pytest.mark.parametrize("start", range(2, 202, 20))
 def test_many_programs_are_what_they_are_with_products_cast_by_hand(start):
     for seed in range(start, start + 20):
-        check(seed)
+        check(seed, (*HALF, jnp.float32) if seed % 4 == 0 else HALF)
 
 
 def test_programs_have_every_leaf_and_construct():
@@ -97,7 +109,7 @@ if __name__ == "__main__":
     for seed in range(*map(int, sys.argv[1:])):
         start = time.time()
         try:
-            check(seed)
+            check(seed, (*HALF, jnp.float32))
             print(seed, "is right", f"{time.time() - start:.1f} s", flush=True)
         except Exception as e:
             print(seed, type(e).__name__, str(e)[:300], flush=True)

@@ -124,6 +124,10 @@ def test_nothing_found_is_false_and_says_so_and_inputs_with_inf_or_nan_are_named
     assert (bool(search), search.finding, search.inputs, str(search)[:15]) == (False, None, (), "Found nothing: ")
     search = find_nonfinite(lambda x: x + jnp.inf)(1.0)
     assert (bool(search), "those in the results are constants" in str(search)) == (False, True)
+    search = find_nonfinite(lambda x: jnp.where(x > 0, x, jnp.nan).sum())(F32([1, -1]))
+    assert (bool(search), search.finding.title) == (True, "select_n gave nan: nan is a constant in the code")
+    search = find_nonfinite(lambda x: (x - x.mean()) / jnp.std(x, ddof=1))(F32([1]))  # JAX gives its own NaN there too
+    assert (bool(search), search.finding.title) == (True, "div gave nan: nan from 0/0")
     found = find_nonfinite(lambda x, y: x / y)(F32([-3, 5]), F32([0, 2])).finding
     assert [str(x) for x in found.inputs] == ["float32[2] from -3 to 5", "float32[2] from 0 to 2"]
     assert str(found.outputs[0]) == "float32[2] all 2.5, 1 inf, first at [0]"

@@ -57,10 +57,10 @@ def problems() -> dict[str, tuple[Any, Any, Any, Any]]:
     made["ViT-B/16, batch 64, scanned"] = (*problem(models, vit, 64, True), causal)
     made["GPT-2 124 M, 8 x 1024, unrolled"] = (*problem(models, gpt, 8, False), causal)
     made["Llama, 8 layers of 1024, 8 x 1024, unrolled"] = (*problem(llama, LLAMA, 8, False), llama.attend)
-    made["Mixture of 8 experts, 8 layers of 512, 8 x 1024, unrolled"] = (*problem(mixture, MIXTURE, 8, False), None)
+    made["Mixture of 8 experts, 8 layers of 512, 8 x 1024"] = (*problem(mixture, MIXTURE, 8, False), None)
     resnet, unet = jax.eval_shape(convolutions.resnet_params), jax.eval_shape(convolutions.unet_params)
-    made["ResNet-50, 32 images of 224 x 224, unrolled"] = convolutions.resnet_loss, resnet, IMAGES, None
-    made["U-Net, 37 M, 32 images of 64 x 64, unrolled"] = convolutions.unet_loss, unet, NOISE, None
+    made["ResNet-50, 32 images of 224 x 224"] = convolutions.resnet_loss, resnet, IMAGES, None
+    made["U-Net, 37 M, 32 images of 64 x 64"] = convolutions.unet_loss, unet, NOISE, None
     return made
 
 

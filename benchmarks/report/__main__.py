@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import accuracy, parameters, pictures, quantized, readme, reinforce, step, trainers
+from benchmarks.report import accuracy, float64, parameters, pictures, quantized, readme, reinforce, step, trainers
 from benchmarks.report.markdown import fill, origin
 
 Results = dict[str, Any]
@@ -23,6 +23,7 @@ PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
 FIT = "docs/a-model-that-does-not-fit.md"
 GRPO = "docs/frameworks/language-models.md"
 QUANTIZED = "docs/8-bit.md"
+SCIENCE = "docs/frameworks/science.md"
 # The tables that are made of the rows under some keys of the results, or of whole files of them: their page, these keys
 # or files, and what makes them.
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
@@ -37,6 +38,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "facts": (README, ("memory_h200.json", "text_model.json", "rounding_h200", "h200"), readme.facts),
     "memory": (AUTOCAST, ("memory_h200.json", "memory_tpu.json"), step.memory),
     "budgets": (FIT, ("budget_h200.json", "budget_tpu.json"), step.budgets),
+    "float64": (SCIENCE, ("float64", "float64_h200.json"), float64.problems),
 }
 # The tables of a whole file of results, by the file's name: their page, and what makes each.
 FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {

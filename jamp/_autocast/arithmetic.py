@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.product import Dtype, Product
@@ -43,7 +43,11 @@ class Arithmetic(Protocol):
 
 
 class Rounded(NamedTuple):
-    """A product of operands that are rounded to a dtype. Its sums are float32."""
+    """A product of operands that are rounded to a dtype. Its sums are float32.
+
+    Products of float32 operands have the highest precision, unless the code asked for another: the default of GPUs is
+    TF32, and that of TPUs is bfloat16.
+    """
 
     dtype: Dtype
 
@@ -51,8 +55,10 @@ class Rounded(NamedTuple):
         return list(map(self.rounded, operands))
 
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
-        bind = multiply_back if product.is_gradient else multiply
-        return bind(product.primitive, operands, dict(product.params), product.dtype)
+        bind, params = multiply_back if product.is_gradient else multiply, dict(product.params)
+        if self.dtype == jnp.float32 and params["precision"] is None:
+            params["precision"] = (lax.Precision.HIGHEST,) * 2
+        return bind(product.primitive, operands, params, product.dtype)
 
     def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
         return [operands[j] for j in others_of(product, perturbed)]

@@ -343,10 +343,9 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     target = in_bytes(budget) if isinstance(budget, str) else budget * total
     if total <= target:
         return best
-    # Models name most of their values, for the policy of a checkpoint that is not there. A name would keep its value.
-    unnamed = opened(closed, keep_names=False)
-    if unnamed is not closed or any(x.segment.convolves for x in best.occurrences.values()):
-        closed = unnamed
+    # Models that name most values, for checkpoints that are not there, would keep them all.
+    named, closed = closed, opened(closed, keep_names=False)
+    if closed is not named or any(x.segment.convolves for x in best.occurrences.values()):
         best = memory()
     constructs = _repeatable(best)
     best.drop(target)

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-
 from jamp import _dataflow, _evaluate, _jaxpr
 from jamp._autocast import facts
 from jamp._autocast.constructs import KEEPS_RESULTS, Rewritten, enter, is_entered
@@ -21,14 +19,13 @@ from jamp._autocast.facts import Constant, Input, Place
 from jamp._autocast.product import Product, equation
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST
 from jamp._autocast.target import Target
-from jamp._cast import is_float32, is_inexact
+from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import PRODUCTS
 from jamp._shard_map import splits
 from jamp._source_line import in_scope, is_transposed, scope_path
 
 Atom: TypeAlias = Any  # Var | Literal
-_FLOAT32 = np.dtype(np.float32)
 
 
 def cast(closed: ClosedJaxpr, target: Target, manual: bool = False) -> ClosedJaxpr:
@@ -59,9 +56,10 @@ class _Pass:
     def __init__(self, target: Target):
         self.target = target
         self.consumed = _dataflow.Backward(facts.consumes)
-        self.computed = _dataflow.spreads(facts.computes)
-        as_constant = functools.partial(facts.as_constant, target.overflows)
-        self.constants = _dataflow.Forward(facts.fills, facts.join_constants, as_constant)
+        self.computed = _dataflow.spreads(functools.partial(facts.computes, target.is_wide))
+        as_constant = functools.partial(facts.as_constant, target.is_out_of_range)
+        fills = functools.partial(facts.fills, target.is_wide)
+        self.constants = _dataflow.Forward(fills, facts.join_constants, as_constant)
         self._done: dict[Any, tuple[ClosedJaxpr, Rewritten]] = {}
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, outputs: Sequence[Output]) -> Rewritten:
@@ -123,8 +121,10 @@ class _Body:
             is_product = name in PRODUCTS
             is_back = is_product and (is_transposed(eqn) or self._place.backward)
             is_gradient = is_back and not self._consumed.intersection(eqn.outvars)
-            overflows = is_product and any(map(self._overflows, eqn.invars))
-            key = self._target.rule_key(eqn, self._place.scope, is_gradient, overflows)
+            # Of arithmetic, only a rule for all operations of a scope asks.
+            is_asked = is_product or self._target.parts
+            is_out_of_range = bool(is_asked) and any(map(self._is_out_of_range, eqn.invars))
+            key = self._target.rule_key(eqn, self._place.scope, is_gradient, is_out_of_range)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
             is_low = self._runs_low(eqn, category) and not _jaxpr.has_body(eqn)
@@ -135,10 +135,10 @@ class _Body:
 
     def _runs_low(self, eqn: JaxprEqn, category: str) -> bool:
         """Whether an equation of a category reads and writes its float32 values in 16 bit."""
-        floats = [v for v in eqn.invars if is_float32(v.aval)]
+        floats = [v for v in eqn.invars if self._target.is_wide(v.aval)]
         if category in (COMPUTE, ACCUMULATE):
             others = {aval.dtype for aval in _jaxpr.avals(eqn.invars) if is_inexact(aval)}
-            return bool(floats) and others <= {_FLOAT32, self._target.compute_dtype}
+            return bool(floats) and others <= {self._target.wide, self._target.compute_dtype}
         if category != WIDEST:
             return False
         arrays = [v for v in floats if self._number(v) is None]
@@ -149,9 +149,9 @@ class _Body:
 
     def _copy(self, eqn: JaxprEqn, low: bool) -> None:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
-        reads = [self._read(v, low and is_float32(v.aval), eqn) for v in eqn.invars]
-        writes = [self._define(v, low and is_float32(v.aval)) for v in eqn.outvars]
-        run = _evaluate.replace_dtype(eqn, _FLOAT32, self._target.compute_dtype) if low else eqn
+        reads = [self._read(v, low and self._target.is_wide(v.aval), eqn) for v in eqn.invars]
+        writes = [self._define(v, low and self._target.is_wide(v.aval)) for v in eqn.outvars]
+        run = _evaluate.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if low else eqn
         is_same = reads == eqn.invars and writes == eqn.outvars
         self._eqns.append(run if is_same else run.replace(invars=reads, outvars=writes))
         self._changed |= low
@@ -160,10 +160,11 @@ class _Body:
         """Add a product with the decision about it."""
         operands, (result,) = eqn.invars, _jaxpr.avals(eqn.outvars)
         widens = is_low and self._target.widens_gradients(eqn)
-        weights = [widens and is_float32(v.aval) and self._is_weight(v) for v in operands]
-        casts = [is_low and is_float32(v.aval) and not x for v, x in zip(operands, weights, strict=True)]
+        weights = [widens and self._target.is_wide(v.aval) and self._is_weight(v) for v in operands]
+        casts = [is_low and self._target.is_wide(v.aval) and not x for v, x in zip(operands, weights, strict=True)]
         reads = [self._read(v, x, eqn) for v, x in zip(operands, casts, strict=True)]
-        is_stored = is_low and category == COMPUTE and is_float32(result)
+        written = self._target.result_dtype(category)
+        is_stored = is_low and written == self._target.compute_dtype and self._target.is_wide(result)
         product = Product(
             eqn.primitive,
             tuple(_jaxpr.params(eqn).items()),
@@ -172,13 +173,14 @@ class _Body:
             category,
             self._target.compute_dtype if is_low else None,
             tuple(weights),
-            self._target.compute_dtype if is_stored else result.dtype,
+            written if is_stored else result.dtype,
+            self._beyond_range(eqn) if key.endswith("[range]") else "",
         )
         self._eqns.append(equation(product, reads, self._define(eqn.outvars[0], is_stored), eqn))
         self._changed = True
 
     def _enter(self, eqn: JaxprEqn) -> None:
-        if not is_entered(eqn, self._place.manual):
+        if not is_entered(eqn, self._place.manual, self._target):
             return self._copy(eqn, low=False)
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
         name, carry = _jaxpr.name(eqn), _jaxpr.carry(eqn)
@@ -223,10 +225,19 @@ class _Body:
         constant = self._constant(atom)
         return constant.number.value if constant and constant.number else None
 
-    def _overflows(self, atom: Atom) -> bool:
-        """Whether a value is a float32 constant, and has elements beyond the range of the compute dtype."""
-        constant = self._constant(atom) if is_float32(atom.aval) else None
-        return constant is not None and (constant.large or self._target.overflows(self._number(atom)))
+    def _beyond_range(self, eqn: JaxprEqn) -> str:
+        """Why a product of float64 operands stays float64, if one of them is beyond the range of float32."""
+        dtype = self._target.compute_dtype
+        if dtype.itemsize == 2:
+            return ""
+        found = [self._number(v) for v in eqn.invars if self._is_out_of_range(v)]
+        constant = "an array of constants" if found[0] is None else f"a constant of {found[0]:g}"
+        return f"an operand is {constant}, beyond the range of {dtype}"
+
+    def _is_out_of_range(self, atom: Atom) -> bool:
+        """Whether a value is a constant of float32 beyond the range of the compute dtype."""
+        constant = self._constant(atom) if self._target.is_wide(atom.aval) else None
+        return constant is not None and (constant.is_out_of_range or self._target.is_out_of_range(self._number(atom)))
 
     def _is_stored(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit."""
@@ -238,7 +249,7 @@ class _Body:
 
     def _is_weight(self, atom: Atom) -> bool:
         """Whether a value is an argument of the function, perhaps moved, and not computed."""
-        return _jaxpr.is_literal(atom) or not is_float32(atom.aval) or not self._computed[atom]
+        return _jaxpr.is_literal(atom) or not self._target.is_wide(atom.aval) or not self._computed[atom]
 
     def _define(self, v: Var, low: bool) -> Var:
         self._low |= {v: self._target.low_var(v)} if low else {}

@@ -17,6 +17,7 @@ from jax.tree_util import Partial
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.facts import Input
 from jamp._autocast.lower import lower
+from jamp._autocast.target import Target
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._shard_map import trace
@@ -61,7 +62,7 @@ class Rewrite(Protocol):
 
 
 # The results of these keep their traced dtypes, because the author's derivative rule computes them too.
-KEEPS_RESULTS = ("custom_jvp_call", "custom_vjp_call", "linear_call", "remat_opt")
+KEEPS_RESULTS = ("custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "linear_call", "remat_opt")
 
 
 class _Call(NamedTuple):
@@ -99,8 +100,10 @@ class _Call(NamedTuple):
         return _evaluate.call(lower(rewritten.at(low)), args)
 
 
-def is_entered(eqn: JaxprEqn, manual: bool) -> bool:
+def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
     """Whether a construct is entered."""
+    if _jaxpr.name(eqn) == "custom_linear_solve" and target.compute_dtype.itemsize == 2:
+        return False  # A solver needs the digits of float32.
     # Inside a shard_map, JAX does not tell a custom rule which of its operands are differentiated.
     return _jaxpr.bodies(eqn) is not None and not (manual and _jaxpr.asks_for_zeros(eqn))
 
@@ -121,7 +124,7 @@ def enter(
         call = _Call(eqn, bodies[0].at([False] * len(low)), known, rewrite)
         closed = trace(inside, lambda *args: _RETRACED[name](call, args), _jaxpr.avals(reads))
         return _evaluate.inline(closed, reads, writes)
-    wanted = [[False], low] if name == "while" else [low] * len(bodies)
+    wanted = [[False], low] if name == "while" else [low[: len(body.low)] for body in bodies]
     closed_bodies = [body.at(x) for body, x in zip(bodies, wanted, strict=True)]
     entered = _evaluate.with_bodies(eqn, closed_bodies, reads, writes)
     if name != "remat_opt":

@@ -14,9 +14,9 @@ from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT
 from jamp._autocast.flops import flops
 from jamp._autocast.passes import Passes
 from jamp._autocast.product import Product, as_traced, products
-from jamp._autocast.rules import GRADIENT, RULES, YOURS
+from jamp._autocast.rules import GRADIENT, YOURS, rules_for
 from jamp._autocast.target import Target
-from jamp._cast import is_float32, is_floating
+from jamp._cast import is_floating
 from jamp._dataflow import Flags
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
 from jamp._primitives import IDENTITIES, PRODUCTS, REARRANGES
@@ -82,7 +82,7 @@ class _Around(NamedTuple):
 class _Walk:
     def __init__(self, target: Target):
         self._target = target
-        self._stored = _dataflow.spreads(_is_stored)
+        self._stored = _dataflow.spreads(self._is_stored)
 
     def walk(self, closed: ClosedJaxpr, parameters: dict[Any, str], low: Flags, around: _Around) -> Iterator[Decision]:
         """The decisions about a jaxpr. `low` inputs are stored in 16 bit."""
@@ -109,11 +109,11 @@ class _Walk:
                     yield from self.walk(body, known, inputs, inner)
                 continue
             results = self._stored.read(stored, eqn.outvars)
-            before = _dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results)
-            after = _dtypes(eqn.invars), _dtypes(eqn.outvars)
+            before = self._dtypes(eqn.invars, operands), self._dtypes(eqn.outvars, results)
+            after = self._dtypes(eqn.invars), self._dtypes(eqn.outvars)
             if product:
                 before = ", ".join(map(str, product.before[:-1])), str(product.before[-1])
-                after = _as_multiplied(eqn, product), after[1]
+                after = self._as_multiplied(eqn, product), after[1]
             paths = [x for x in reads[: product.arity if product else None] if x]
             yield Decision(as_traced(eqn), product, key, category, before, after, around.times, line, place, paths)
 
@@ -125,37 +125,35 @@ class _Walk:
         if in_scope(eqn, FULL_PRECISION):
             return name, REGION
         if name in _jaxpr.CONSTRUCTS and name not in rules:
-            return name, ENTERED if is_entered(eqn, around.manual) else NOT_ENTERED
-        key = self._target.rule_key(eqn, around.path, False, False)
+            return name, ENTERED if is_entered(eqn, around.manual, self._target) else NOT_ENTERED
+        literals = [_jaxpr.number(v) for v in eqn.invars if self._target.is_wide(v.aval)]
+        key = self._target.rule_key(eqn, around.path, is_out_of_range=any(map(self._target.is_out_of_range, literals)))
         return key, rules[key].category if key in rules else NO_RULE
 
+    def _is_stored(self, eqn: JaxprEqn, operands: Flags) -> bool:
+        """Whether the results of an equation are 16 bit where the traced ones are float32. Forward."""
+        product, (result, *_) = _product.of(eqn), _jaxpr.avals(eqn.outvars) or [None]
+        if product:
+            return product.before[-1] != product.dtype
+        if not any(operands) or not is_floating(result) or result.dtype.itemsize != self._target.compute_dtype.itemsize:
+            return False
+        # A cast from 16 bit to 16 bit is in the code, because `cast` makes none.
+        return _jaxpr.name(eqn) != "convert_element_type"
 
-def _is_stored(eqn: JaxprEqn, operands: Flags) -> bool:
-    """Whether the results of an equation are 16 bit where the traced ones are float32. Forward."""
-    product, (result, *_) = _product.of(eqn), _jaxpr.avals(eqn.outvars) or [None]
-    if product:
-        return product.before[-1] != product.dtype
-    if not any(operands) or not is_floating(result) or result.dtype.itemsize != 2:
-        return False
-    # A cast from 16 bit to 16 bit is in the code, because `cast` makes none.
-    return _jaxpr.name(eqn) != "convert_element_type"
+    def _as_multiplied(self, eqn: JaxprEqn, product: Product) -> str:
+        """The dtypes of the operands that a product multiplies."""
+        if product.format is None:
+            return self._dtypes(eqn.invars)
+        if isinstance(product.format, np.dtype):
+            return self._dtypes(eqn.invars).replace(str(self._target.wide), str(product.format))
+        return ", ".join([str(product.format.forward)] * 2)
 
-
-def _as_multiplied(eqn: JaxprEqn, product: Product) -> str:
-    """The dtypes of the operands that a product multiplies."""
-    if product.format is None:
-        return _dtypes(eqn.invars)
-    if isinstance(product.format, np.dtype):
-        return _dtypes(eqn.invars).replace("float32", str(product.format))
-    return ", ".join([str(product.format.forward)] * 2)
-
-
-def _dtypes(atoms: Any, stored: Flags | None = None) -> str:
-    """The dtypes of some values. Of those that are stored in 16 bit, the traced one."""
-    flags = stored or [False] * len(atoms)
-    return ", ".join(
-        "float32" if x else str(v.aval.dtype) for v, x in zip(atoms, flags, strict=True) if hasattr(v.aval, "dtype")
-    )
+    def _dtypes(self, atoms: Any, stored: Flags | None = None) -> str:
+        """The dtypes of some values. Of those that are stored in 16 bit, the traced one."""
+        wide, flags = str(self._target.wide), stored or [False] * len(atoms)
+        return ", ".join(
+            wide if x else str(v.aval.dtype) for v, x in zip(atoms, flags, strict=True) if hasattr(v.aval, "dtype")
+        )
 
 
 def cause(eqn: JaxprEqn) -> str:
@@ -177,6 +175,8 @@ def cause(eqn: JaxprEqn) -> str:
 def warnings_of(passes: Passes) -> list[str]:
     """Warnings for the user: about large parts that are not entered, or that no product is changed."""
     target, unused = passes.target, _unused_rules(passes)
+    if target.compute_dtype == np.float32:
+        return unused  # Nothing is lost in float64. The report has it.
     is_used = any(_is_asked_for(product, passes) for product in products(passes.decided.jaxpr))
     if is_used and not _holds_left_out(passes.decided.jaxpr, target, passes.manual):
         return unused
@@ -186,7 +186,7 @@ def warnings_of(passes: Passes) -> list[str]:
     messages = unused + ([] if is_used or has_autocast else _unchanged(every, passes))
     for x in every:
         share = x.times * flops(x.eqn) / total
-        if _is_left_out(x.eqn, x.category) and share >= 0.01:
+        if _is_left_out(x.eqn, x.category, target) and share >= 0.01:
             where = x.source or x.scope or "an unknown line"
             message = f"autocast leaves {share:.1%} of the FLOPs in float32: {_jaxpr.name(x.eqn)} at {where} runs"
             messages.append(f"{message} as it was traced, because {cause(x.eqn)}.")
@@ -205,11 +205,11 @@ def _holds_left_out(jaxpr: Jaxpr, target: Target, manual: bool) -> bool:
         if name in target.rules or _product.of(eqn) or in_scope(eqn, FULL_PRECISION):
             continue
         is_construct = name in _jaxpr.CONSTRUCTS
-        if is_construct and is_entered(eqn, manual):
+        if is_construct and is_entered(eqn, manual, target):
             inner = manual or name == "shard_map"
             if any(_holds_left_out(body.jaxpr, target, inner) for body in _jaxpr.bodies(eqn) or ()):
                 return True
-        elif _is_left_out(eqn, NOT_ENTERED if is_construct else NO_RULE):
+        elif _is_left_out(eqn, NOT_ENTERED if is_construct else NO_RULE, target):
             return True
     return False
 
@@ -224,7 +224,7 @@ def _unused_rules(passes: Passes) -> list[str]:
     messages = []
     for key in unused:
         part = key.partition("[")[2][:-1]
-        if part == GRADIENT or (key in RULES and part):
+        if part == GRADIENT or (key in rules_for(passes.target.wide) and part):
             continue
         seen = sorted({name for path, _ in paths for name in path.split("/") if name})
         close = difflib.get_close_matches(part, seen, 3) if part else []
@@ -264,9 +264,9 @@ def _unchanged(every: list[Decision], passes: Passes) -> list[str]:
     return [f"{name} changes no product of this function. The largest{at}: {why}."]
 
 
-def _is_left_out(eqn: JaxprEqn, category: str) -> bool:
+def _is_left_out(eqn: JaxprEqn, category: str, target: Target) -> bool:
     """Whether an equation with float32 products in it runs as it was traced."""
-    if category not in (NOT_ENTERED, NO_RULE) or not any(map(is_float32, _jaxpr.avals(eqn.invars))):
+    if category not in (NOT_ENTERED, NO_RULE) or not any(map(target.is_wide, _jaxpr.avals(eqn.invars))):
         return False
     inner = [e for jaxpr, _ in _jaxpr.inner(eqn) for e in _jaxpr.all_equations(jaxpr)]
-    return any(_jaxpr.name(e) in PRODUCTS and any(map(is_float32, _jaxpr.avals(e.invars))) for e in inner)
+    return any(_jaxpr.name(e) in PRODUCTS and any(map(target.is_wide, _jaxpr.avals(e.invars))) for e in inner)

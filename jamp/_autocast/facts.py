@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp import _jaxpr
-from jamp._cast import is_float32, is_floating, is_inexact
+from jamp._cast import is_floating, is_inexact
 from jamp._dataflow import Flags
 from jamp._fingerprint import Bits
 from jamp._jaxpr import JaxprEqn
@@ -24,16 +24,19 @@ ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precisio
 _SUMS = frozenset({"add", "add_any", "psum", "psum_invariant", "reduce_scatter", "reduce_sum"})
 
 
+IsWide = Callable[[Any], bool]  # whether a type has the dtype that products cast
+
+
 class Constant(NamedTuple):
     """A value that is a constant of the function, perhaps moved.
 
     Attributes:
       number: The number that the whole value is filled with, or None.
-      large: Whether it is an array with elements beyond the range of the compute dtype.
+      is_out_of_range: Whether it is an array beyond the range of the compute dtype.
     """
 
     number: Bits | None
-    large: bool = False
+    is_out_of_range: bool = False
 
 
 class Input(NamedTuple):
@@ -66,12 +69,12 @@ class Place(NamedTuple):
     backward: bool = False
 
 
-def computes(eqn: JaxprEqn, operands: Flags) -> bool:
+def computes(is_wide: IsWide, eqn: JaxprEqn, operands: Flags) -> bool:
     """Whether the results of an equation are computed, and not an argument of the function or a constant that is moved.
 
     Forward. An argument that a product reads is a weight.
     """
-    floats = [is_float32(aval) and x for aval, x in zip(_jaxpr.avals(eqn.invars), operands, strict=True)]
+    floats = [is_wide(aval) and x for aval, x in zip(_jaxpr.avals(eqn.invars), operands, strict=True)]
     return any(floats) or _jaxpr.name(eqn) not in MOVING
 
 
@@ -83,7 +86,7 @@ def consumes(eqn: JaxprEqn, results: Flags) -> bool:
     return any(results) or _jaxpr.name(eqn) not in MOVING | _SUMS
 
 
-def fills(eqn: JaxprEqn, operands: list[Constant | None]) -> Constant | None:
+def fills(is_wide: IsWide, eqn: JaxprEqn, operands: list[Constant | None]) -> Constant | None:
     """The constant that the results of an equation are. Forward; `join_constants` joins."""
     if len(eqn.invars) != 1 or _jaxpr.name(eqn) not in MOVES | COPIES:
         return None
@@ -91,7 +94,7 @@ def fills(eqn: JaxprEqn, operands: list[Constant | None]) -> Constant | None:
     if constant is None or before.dtype == after.dtype:
         return constant
     if constant.number is None:
-        return constant if is_float32(after) else None
+        return constant if is_wide(after) else None
     if is_inexact(before) and not is_inexact(after):  # Of a number out of range, platforms differ.
         return None
     return Constant(Bits(np.asarray(constant.number.value, before.dtype).astype(after.dtype)[()]))
@@ -102,13 +105,13 @@ def join_constants(x: Constant | None, y: Constant | None) -> Constant | None:
     return x if x == y else None
 
 
-def as_constant(overflows: Callable[[Any], bool], value: Any) -> Constant | None:
+def as_constant(is_out_of_range: Callable[[Any], bool], value: Any) -> Constant | None:
     """The fact about a constant of a jaxpr. None if this process cannot read it.
 
-    Of an array, no more than whether it `overflows`: bodies that are called with different weights are cast once.
+    Of an array, no more than whether it `is_out_of_range`: bodies that are called with different weights are cast once.
     """
     if not isinstance(value, jax.Array) and np.ndim(value) == 0:
         return Constant(Bits(value))
     is_here = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
     is_real = is_here and (is_floating(value) or jnp.issubdtype(value.dtype, np.integer))  # and no random key
-    return Constant(None, overflows(value)) if is_real else None
+    return Constant(None, is_out_of_range(value)) if is_real else None

@@ -19,7 +19,7 @@ from jamp._autocast.lower import lower
 from jamp._autocast.product import products
 from jamp._autocast.quantize import quantize
 from jamp._autocast.recompute import recompute
-from jamp._autocast.rules import CATEGORIES, COMPUTE, FLOAT32, GRADIENT, RULES, YOURS, Rule
+from jamp._autocast.rules import ANY, COMPUTE, GRADIENT, YOURS, Rule, categories, rules_for, wide_dtype
 from jamp._autocast.segments import opened
 from jamp._autocast.target import Target
 from jamp._cast import as_dtype
@@ -39,10 +39,16 @@ class Passes(NamedTuple):
     format: Format | None
     manual: bool
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether autocast changes a product, or by a rule of the user another operation."""
+        rules = [self.target.rules[key] for key in self.target.used if key in self.target.rules]
+        is_by_rule = any(rule == Rule(COMPUTE, YOURS) for rule in rules)
+        return is_by_rule or any(product.format for product in products(self.decided.jaxpr))
+
     def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
         """The jaxpr to evaluate."""
-        is_cast = any(product.format for product in products(self.decided.jaxpr))
-        if not is_cast and budget == 1.0:
+        if not self.is_cast and budget == 1.0:
             return self.traced
         # The outermost budget decides, also about the segments of an autocast inside.
         decided = self.decided if budget == 1.0 else opened(self.decided)
@@ -59,7 +65,7 @@ def passes(
         config, dtype = compute_dtype, np.dtype(compute_dtype.carrier)
     else:
         dtype = _check_dtype(compute_dtype)
-    table = _merge(rules or {})
+    table = _merge(rules or {}, wide_dtype(dtype))
 
     def trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passes:
         call, target = Call(args, kwargs), Target(dtype, table)
@@ -84,7 +90,7 @@ def _check_fun(fun: Any) -> None:
 
 def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     checked = as_dtype(dtype)
-    if checked is not None and checked in (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)):
+    if checked is not None and checked in (jnp.float16, jnp.bfloat16, jnp.float32):
         return checked
     got, why = checked or dtype, "."
     if isinstance(dtype, type) and dtype in (Float8, Int8):
@@ -95,22 +101,26 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
             why = ": its values need a scale for each tensor, which a cast does not have. Pass jamp.Float8()."
     elif checked == jnp.int8:
         why = ": its values need scales, which a cast does not have. Pass jamp.Int8()."
-    raise ValueError(f"compute_dtype must be float16 or bfloat16, got {got}{why}")
+    raise ValueError(f"compute_dtype must be float16, bfloat16 or float32, got {got}{why}")
 
 
-def _merge(rules: Mapping[str, str]) -> dict[str, Rule]:
+def _merge(rules: Mapping[str, str], wide: np.dtype[Any]) -> dict[str, Rule]:
     """The table with a user's rules in it. A rule for a primitive covers its special cases, but not its gradients."""
+    table = rules_for(wide)
     for name, category in rules.items():
-        if category not in CATEGORIES:
-            raise ValueError(f"The rule for {name!r} must be one of {', '.join(CATEGORIES)}, got {category!r}.")
-        known = {*RULES, *(key.split("[")[0] for key in RULES), *_jaxpr.CONSTRUCTS, *_jaxpr.primitive_names()}
+        if category not in categories(wide):
+            names = ", ".join(categories(wide))
+            raise ValueError(f"The rule for {name!r} must be one of {names}, got {category!r}.")
+        known = {*table, *(key.split("[")[0] for key in table), *_jaxpr.CONSTRUCTS, *_jaxpr.primitive_names()}
         base = name.partition("[")[0] if name.endswith("]") else ""
+        if base == ANY:
+            continue
         if name not in known and (base not in known or base in _jaxpr.CONSTRUCTS):
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]!r}?" if close else " The keys are names of JAX primitives."
             raise ValueError(f"{name!r} is not the name of an operation.{hint}")
-        if name in _jaxpr.CONSTRUCTS and category != FLOAT32:
-            raise ValueError(f"The rule for {name!r} must be 'float32', which keeps autocast out, got {category!r}.")
+        if name in _jaxpr.CONSTRUCTS and category != str(wide):
+            raise ValueError(f"The rule for {name!r} must be '{wide}', which keeps autocast out, got {category!r}.")
     is_kept = lambda name, case: name not in rules or (case == f"{GRADIENT}]" and rules[name] == COMPUTE)
-    kept = {key: rule for key, rule in RULES.items() if is_kept(key.split("[")[0], key.partition("[")[2])}
+    kept = {key: rule for key, rule in table.items() if is_kept(key.split("[")[0], key.partition("[")[2])}
     return kept | {name: Rule(category, YOURS) for name, category in rules.items()}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr, _table
@@ -14,8 +15,8 @@ from jamp._autocast.decisions import Decision, cause, decisions
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.flops import flops
 from jamp._autocast.formats import Format
-from jamp._autocast.passes import passes
-from jamp._autocast.rules import ACCUMULATE, COMPUTE, FLOAT32, RULES, WIDEST
+from jamp._autocast.passes import Passes, passes
+from jamp._autocast.rules import ACCUMULATE, ANY, COMPUTE, WIDEST, Rule, rules_for, wide_dtype
 from jamp._autocast.target import Target
 from jamp._primitives import CHEAP, PRODUCTS
 from jamp._source_line import in_scope, is_transposed, pattern
@@ -29,7 +30,8 @@ class AutocastRow:
 
     Attributes:
       operation: The key of its rule: a primitive's name, with the special case in brackets.
-      category: compute, float32 or widest; or full_precision, not entered, no rule.
+      category: compute, accumulate, float32 or widest; or full_precision, not entered, no rule. For a compute dtype of
+        float32, it is float64 in place of float32.
       before: The dtypes of its operands and results as traced: "float32, float32 -> float32".
       after: The same under autocast.
       source: The user's line, "model.py:12 (dense)", and after a `>` the innermost line of a package that it calls.
@@ -62,6 +64,7 @@ class AutocastReport:
       backward: Whether the function takes the gradient of a function that autocast has not transformed.
       quantized: "float8" for a `Float8` and "int8" for an `Int8`, whose carrier is the compute dtype; else "".
       as_run: Whether the function has autocast inside, and is reported as it runs.
+      unchanged: For a compute dtype of float32, why the function is unchanged; else "".
     """
 
     rows: tuple[AutocastRow, ...]
@@ -69,11 +72,17 @@ class AutocastReport:
     backward: bool = False
     quantized: str = ""
     as_run: bool = False
+    unchanged: str = ""
 
     @property
     def share_16_bit(self) -> float:
         """The share of the FLOPs in 16 bit, from 0 to 1; nan where there are none."""
-        return self._share(self._is_low)
+        return self._share(lambda row: self._is_low(row) and "float32" not in row.after.partition(" -> ")[0])
+
+    @property
+    def share_float32(self) -> float:
+        """The share of the FLOPs in float32 or less, from 0 to 1; nan where there are none."""
+        return self._share(lambda row: "float64" not in row.after.partition(" -> ")[0])
 
     @property
     def share_float8(self) -> float:
@@ -97,31 +106,30 @@ class AutocastReport:
         for row in self.rows:
             is_large = row.flops >= 0.01 * total > 0 and row.operation not in CHEAP  # Between products float32 is free.
             is_reached = row.category not in (NOT_ENTERED, NO_RULE)
-            is_high = "float32" in row.after and not self._is_low(row)
+            is_high = self._wide in row.after and not self._is_low(row)
             is_kept = self.quantized and row.category == COMPUTE and not row.after.startswith(self.quantized)
-            if (is_high and (is_large or not is_reached)) or (is_kept and is_large):
+            is_out_of_range = row.operation.endswith("[range]")
+            if (is_high and (is_large or not is_reached or is_out_of_range)) or (is_kept and is_large):
                 share = f"({row.flops / (total or 1):.1%} of the FLOPs) stays {row.after.rpartition('-> ')[2]}"
                 place = f"in {row.scope} " * bool(row.scope) + f"with {row.parameter} " * bool(row.parameter)
                 what = share if row.flops else "runs as traced"
                 stays.append(f"{row.source}: {row.operation} {place}{what}: {row.reason}")
         return (*stays, *[_BACKWARD] * self.backward)
 
+    @property
+    def _wide(self) -> str:
+        """The dtype of the operands that products cast."""
+        return str(wide_dtype(self.compute_dtype))
+
     def _is_low(self, row: AutocastRow) -> bool:
         operands = row.after.partition(" -> ")[0]
-        return any(name in row.after for name in ("float16", "float8", "int8")) and "float32" not in operands
+        names = ("float16", "float8", "int8", *["float32"] * (self._wide == "float64"))
+        return any(name in row.after for name in names) and self._wide not in operands
 
     def _was_low(self, row: AutocastRow) -> bool:
         return row.before == row.after and self._is_low(row) and not self.as_run
 
     def __str__(self) -> str:
-        share = self.share_16_bit
-        low = f"{self.share_8_bit:.1%} of the FLOPs in {self.quantized}, {share:.1%} in 16 bit or less"
-        title = low if self.quantized else f"{share:.1%} of the FLOPs in 16 bit"
-        if any(map(self._was_low, self.rows)):
-            was = self._share(self._was_low)
-            title = f"{low}, of which {was:.1%} as it was" if self.quantized else f"{share - was:.1%} of the FLOPs"
-            title += "" if self.quantized else f" in {self.compute_dtype}, and {was:.1%} in 16 bit already"
-        title = "no FLOPs counted" if math.isnan(share) else title
         total = sum(row.flops for row in self.rows)
         header = ("operation", "category", "count", "FLOPs", "before", "after", "where", "source")
         lines = []
@@ -136,8 +144,25 @@ class AutocastReport:
         rest = [f"... and {small} rows with fewer FLOPs, in `.rows`"] if small > 0 else []
         rest += [f"... and {hidden} rows of operations that only move data, in `.rows`"] if hidden else []
         hints = ["", "Hints", *(_table.wrapped(f"- {hint}", 2) for hint in self.hints)] if self.hints else []
-        title = f"autocast to {self.compute_dtype}: {title}"
+        title = f"autocast to {self.compute_dtype}: {self._title()}"
         return "\n".join([title, "", *table, *rest, *hints, *self._next()])
+
+    def _title(self) -> str:
+        share, was = self._share(self._is_low), self._share(self._was_low)
+        if self.unchanged:
+            return f"the function is unchanged, because {self.unchanged}"
+        if math.isnan(share):
+            return "no FLOPs counted"
+        if self.quantized:
+            title = f"{self.share_8_bit:.1%} of the FLOPs in {self.quantized}, {share:.1%} in 16 bit or less"
+            return f"{title}, of which {was:.1%} as it was" if was else title
+        is_16_bit = self._wide == "float32"
+        if not any(map(self._was_low, self.rows)):
+            return f"{share:.1%} of the FLOPs " + ("in 16 bit" if is_16_bit else "are products in float32")
+        changed = f"{share - was:.1%} of the FLOPs "
+        if is_16_bit:
+            return f"{changed}in {self.compute_dtype}, and {was:.1%} in 16 bit already"
+        return f"{changed}are products in float32, and {was:.1%} are float32 already"
 
     def _next(self) -> list[str]:
         if not self.rows or self.quantized:
@@ -172,7 +197,7 @@ def autocast_report(
         as_run = any(in_scope(eqn, AUTOCAST) for eqn in _jaxpr.all_equations(passes.traced.jaxpr))
         closed, target = passes.decided, passes.target
         if as_run:
-            closed, target = passes.traced, Target(target.compute_dtype, _AS_RUN)
+            closed, target = passes.traced, Target(target.compute_dtype, _as_run(target.wide))
         parameters = dict(zip(closed.jaxpr.invars, paths(fun, args, kwargs), strict=True))
         merged: dict[AutocastRow, list[Decision]] = {}
         for x in decisions(closed, target, parameters, passes.manual):
@@ -182,7 +207,8 @@ def autocast_report(
         rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
         backward = not as_run and any(map(is_transposed, _jaxpr.all_equations(passes.traced.jaxpr)))
         name = passes.format.name if passes.format else ""
-        return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run)
+        unchanged = "" if as_run else _unchanged(passes)
+        return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run, unchanged)
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -207,7 +233,7 @@ def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:
     if "float" not in before[0] or name == "convert_element_type":
         return None
     if as_run and name in PRODUCTS and str(target.compute_dtype) in after[0]:
-        category = ACCUMULATE if "float32" in after[1] else COMPUTE
+        category = ACCUMULATE if str(target.wide) in after[1] else COMPUTE
     if category in (NOT_ENTERED, NO_RULE):
         reason = cause(x.eqn)
     elif x.product and x.product.reason:
@@ -216,13 +242,15 @@ def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:
         reason = "it is inside jamp.full_precision"
     elif as_run:
         reason = "the function has autocast inside, and this is how it runs"
-    elif category in (COMPUTE, ACCUMULATE) and after == before:
+    elif after == before and (category in (COMPUTE, ACCUMULATE) or str(target.wide) not in before[0]):
         reason = "its operands have other dtypes, which autocast leaves alone"
     elif category == WIDEST and after == before:
-        reason = "an operand of it is float32, or has other readers, or is a constant that 16 bit cannot hold"
+        low = "16 bit" if target.compute_dtype.itemsize == 2 else target.compute_dtype
+        reason = f"an operand of it is {target.wide}, or has other readers, or is a constant that {low} cannot hold"
     else:
         reason = target.rules[x.key].reason
-    return AutocastRow(x.key, category, " -> ".join(before), " -> ".join(after), x.source, reason)
+    key = f"{name}{x.key.removeprefix(ANY)}" if x.key.startswith(ANY) else x.key
+    return AutocastRow(key, category, " -> ".join(before), " -> ".join(after), x.source, reason)
 
 
 def _summed(row: AutocastRow, merged: list[Decision]) -> AutocastRow:
@@ -235,7 +263,21 @@ def _summed(row: AutocastRow, merged: list[Decision]) -> AutocastRow:
     )
 
 
-_AS_RUN = {key: rule._replace(category=WIDEST if rule.category == WIDEST else FLOAT32) for key, rule in RULES.items()}
+def _unchanged(passes: Passes) -> str:
+    """Why autocast to float32 changes nothing."""
+    if passes.target.compute_dtype != np.float32 or passes.is_cast:
+        return ""
+    if not jax.config.read("jax_enable_x64"):
+        return "x64 is off, so there is no float64"
+    return "it has no product of float64 operands that may run in float32"
+
+
+def _as_run(wide: np.dtype[Any]) -> dict[str, Rule]:
+    """The rules of a function that is reported as it runs."""
+    category = lambda rule: WIDEST if rule.category == WIDEST else str(wide)
+    return {key: rule._replace(category=category(rule)) for key, rule in rules_for(wide).items()}
+
+
 _BACKWARD = (
     "this is autocast(jax.grad(f)). jax.grad(autocast(f)) may have other dtypes in custom rules and in loops, and "
     "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f, dtype)), dtype) shows it"

@@ -1,17 +1,22 @@
-"""The table of rules: which category an operation has.
+"""The tables of rules: which category an operation has.
 
-A key is the name of a JAX primitive. A key in brackets is a special case of the primitive before it, which
-`_autocast/cast.py` recognizes. A user's rule for the primitive alone covers its special cases too. If that rule is
-"compute", only the gradients of weights keep their own.
+There is one for 16 bit, and one for products of float64 operands in float32. A key is the name of a JAX primitive. With
+brackets, it is a special case of the primitive before it, which `Target.rule_key` recognizes. A user's rule for the
+primitive alone covers its special cases too. If that rule is "compute", only the gradients of weights keep their own.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.typing import DTypeLike
 
 from jamp._primitives import ARITHMETIC, COPIES, EXPENSIVE, GATHERS, MOVES, PRODUCTS, TRANSFERS
 
 COMPUTE = "compute"
 ACCUMULATE = "accumulate"
 FLOAT32 = "float32"
+FLOAT64 = "float64"
 WIDEST = "widest"
 CATEGORIES = {
     COMPUTE: "float32 operands are cast to the compute dtype, and the result has it",
@@ -30,25 +35,60 @@ class Rule(NamedTuple):
 
 YOURS = "a rule of yours"
 GRADIENT = "gradient"  # of a weight
-_PRODUCT = Rule(COMPUTE, "16-bit hardware is for matrix products and convolutions; it accumulates them in float32")
-_GRADIENT = Rule(ACCUMULATE, "the gradient of a weight is a sum over all examples, and is kept as it was accumulated")
-_PRECISE = Rule(FLOAT32, "its precision (HIGHEST, or an algorithm) was asked for in the code")
-_OUTER = Rule(FLOAT32, "an outer product, which sums over one term, such as positions times frequencies, needs float32")
-_RANGE = Rule(FLOAT32, "an operand is a constant beyond the range of the compute dtype")
-_MOVE = Rule(WIDEST, "moves data: a value stored in 16 bit stays in 16 bit")
-_COPY = Rule(FLOAT32, "may copy an element many times: its transpose is a sum, which is float32")
-_ARITHMETIC = Rule(FLOAT32, "everything but products is computed in float32")
-_EXPENSIVE = Rule(FLOAT32, "computed in float32, not recomputed: it is expensive, or works on the bits of float32")
+LINALG, VECTOR = "linalg", "vector"  # products in linear algebra, and of two vectors
+ANY = "*"  # in a key with a scope: all operations but expensive ones
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(sorted(PRODUCTS), _PRODUCT),
-    **dict.fromkeys((f"{name}[precision]" for name in sorted(PRODUCTS)), _PRECISE),
-    **dict.fromkeys((f"{name}[range]" for name in sorted(PRODUCTS)), _RANGE),
-    # Not of convolutions: a GPU has none from 16 bit to float32, so XLA would cast the operands to float32.
-    **dict.fromkeys((f"{name}[{GRADIENT}]" for name in ("dot_general", "ragged_dot_general")), _GRADIENT),
-    "dot_general[outer]": _OUTER,
-    **dict.fromkeys(sorted(MOVES | TRANSFERS), _MOVE),
-    **dict.fromkeys(sorted(COPIES | GATHERS), _COPY),
-    **dict.fromkeys(sorted(ARITHMETIC), _ARITHMETIC),
-    **dict.fromkeys(sorted(EXPENSIVE), _EXPENSIVE),
+
+def _table(wide: str, low: str, products: str) -> dict[str, Rule]:
+    """The rules for a pair of dtypes, with the reason for that of products."""
+    product = Rule(COMPUTE, products)
+    gradient = Rule(
+        ACCUMULATE, "the gradient of a weight is a sum over all examples, and is kept as it was accumulated"
+    )
+    precise = Rule(wide, "its precision (HIGHEST, or an algorithm) was asked for in the code")
+    outer = f"an outer product, which sums over one term, such as positions times frequencies, needs {wide}"
+    out_of_range = Rule(wide, "an operand is a constant beyond the range of the compute dtype")
+    move = Rule(WIDEST, f"moves data: a value stored in {low} stays in {low}")
+    copy = Rule(wide, f"may copy an element many times: its transpose is a sum, which is {wide}")
+    arithmetic = Rule(wide, f"everything but products is computed in {wide}")
+    expensive = Rule(wide, f"computed in {wide}, not recomputed: it is expensive, or works on the bits of {wide}")
+    return {
+        **dict.fromkeys(sorted(PRODUCTS), product),
+        **dict.fromkeys((f"{name}[precision]" for name in sorted(PRODUCTS)), precise),
+        **dict.fromkeys((f"{name}[range]" for name in sorted(PRODUCTS)), out_of_range),
+        # Not of convolutions: a GPU has none from 16 bit to float32, so XLA would cast the operands to float32.
+        **dict.fromkeys((f"{name}[{GRADIENT}]" for name in ("dot_general", "ragged_dot_general")), gradient),
+        "dot_general[outer]": Rule(wide, outer),
+        **dict.fromkeys(sorted(MOVES | TRANSFERS), move),
+        **dict.fromkeys(sorted(COPIES | GATHERS), copy),
+        **dict.fromkeys(sorted(ARITHMETIC), arithmetic),
+        **dict.fromkeys(sorted(EXPENSIVE), expensive),
+    }
+
+
+RULES = _table(
+    FLOAT32, "16 bit", "16-bit hardware is for matrix products and convolutions; it accumulates them in float32"
+)
+RULES_OF_FLOAT64 = {
+    **_table(FLOAT64, FLOAT32, "products in float32 are faster, and everything between them stays float64"),
+    **dict.fromkeys(
+        (f"{name}[{LINALG}]" for name in sorted(PRODUCTS)),
+        Rule(FLOAT64, "it is part of JAX's linear algebra (jax.numpy.linalg, jax.scipy.linalg), or of its derivative"),
+    ),
+    f"dot_general[{VECTOR}]": Rule(FLOAT64, "a product of two vectors is a sum, and sums stay float64"),
 }
+
+
+def wide_dtype(compute_dtype: DTypeLike) -> np.dtype[Any]:
+    """The dtype of the operands that products cast to the compute dtype: float64 to float32, and float32 to 16 bit."""
+    return np.dtype(np.float64 if np.dtype(compute_dtype) == np.float32 else np.float32)
+
+
+def rules_for(wide: np.dtype[Any]) -> Mapping[str, Rule]:
+    """The rules for the products of operands of this dtype."""
+    return RULES if wide == np.float32 else RULES_OF_FLOAT64
+
+
+def categories(wide: np.dtype[Any]) -> tuple[str, ...]:
+    """The names of the categories for the products of operands of this dtype."""
+    return tuple(str(wide) if name == FLOAT32 else name for name in CATEGORIES)

@@ -273,13 +273,14 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
     eqns: list[JaxprEqn] = []
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        is_gone = _jaxpr.name(eqn) == "name" and (not keep_names or _jaxpr.params(eqn)["name"] == KEPT)
-        if is_gone or _jaxpr.name(eqn) == "cotangents_behind_barrier":
+        name = _jaxpr.name(eqn)
+        is_dropped = name == "name" and (not keep_names or _jaxpr.params(eqn)["name"] == KEPT)
+        if is_dropped or name == "cotangents_behind_barrier":
             return operands
-        if _jaxpr.name(eqn) == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
+        if name == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
             return _evaluate.interpret_names(body, operands, run)
         outvars = [core.Var(v.aval) for v in eqn.outvars]
-        bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in ENTERED else None
+        bodies = _jaxpr.bodies(eqn) if name in ENTERED else None
         if bodies:
             inner = [opened(body, keep_names) for body in bodies]
             eqns.append(_evaluate.with_bodies(eqn, inner, operands, outvars))

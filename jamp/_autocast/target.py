@@ -11,21 +11,44 @@ from jax import lax
 from jax.extend import core
 
 from jamp import _jaxpr
-from jamp._autocast.rules import ACCUMULATE, GRADIENT, RULES, Rule
+from jamp._autocast.rules import (
+    ACCUMULATE,
+    ANY,
+    COMPUTE,
+    GRADIENT,
+    LINALG,
+    VECTOR,
+    Rule,
+    rules_for,
+    wide_dtype,
+)
 from jamp._jaxpr import JaxprEqn, Var
-from jamp._primitives import PRODUCTS
-from jamp._source_line import scope_path
+from jamp._primitives import EXPENSIVE, PRODUCTS
+from jamp._source_line import is_linear_algebra, scope_path
 
 _FLOAT32 = np.dtype(np.float32)
 
 
 class Target:
-    """A compute dtype and rules, and the equations that they make of others."""
+    """A pair of dtypes and rules, and the equations that they make of others.
+
+    Products of operands of the `wide` dtype get operands of the compute dtype, which is `low`. In the other modules of
+    autocast, low is called 16 bit.
+    """
 
     def __init__(self, compute_dtype: np.dtype[Any], rules: Mapping[str, Rule]):
-        self.compute_dtype, self.rules = compute_dtype, rules
-        self.parts = [key for key in rules if "[" in key and key not in RULES]  # rules for a part of the name stack
+        self.compute_dtype, self.wide, self.rules = compute_dtype, wide_dtype(compute_dtype), rules
+        # The rules for a part of the name stack.
+        self.parts = [key for key in rules if "[" in key and key not in rules_for(self.wide)]
         self.used: set[str] = set()  # the keys that decided about an equation, and the names of all primitives
+
+    def is_wide(self, x: Any) -> bool:
+        """Whether an array, or its type, has the dtype that products cast."""
+        return bool(getattr(x, "dtype", None) == self.wide)
+
+    def result_dtype(self, category: str) -> np.dtype[Any]:
+        """The dtype in which a product of low operands is written. Sums are float32, also those of float32 operands."""
+        return self.compute_dtype if category == COMPUTE else _FLOAT32
 
     def low_var(self, v: Any) -> Var:
         """A variable for a value in 16 bit."""
@@ -41,39 +64,59 @@ class Target:
         """Whether a constant is exact in 16 bit."""
         return np.array_equal(self._low(constant).astype(np.float64), np.float64(constant), equal_nan=True)
 
-    def overflows(self, constant: Any) -> bool:
-        """Whether a finite constant, or an element of an array of constants, becomes infinite in 16 bit."""
+    def is_out_of_range(self, constant: Any) -> bool:
+        """Whether a finite constant, or an element of an array of them, becomes infinite in 16 bit, or all become 0."""
         # For bfloat16 no array is read, because it has the range of float32 but for the last half unit.
-        if constant is None or (np.ndim(constant) and jnp.finfo(self.compute_dtype).maxexp == 128):
+        has_range_of_wide = jnp.finfo(self.compute_dtype).maxexp == jnp.finfo(self.wide).maxexp
+        if constant is None or (np.ndim(constant) and has_range_of_wide):
             return False
-        return bool(np.any(np.isinf(self._low(constant)) & np.isfinite(constant)))
+        given, low = np.asarray(constant), self._low(constant)
+        return bool(np.any(np.isinf(low) & np.isfinite(given)) or (np.any(given) and not np.any(low)))
 
     def _low(self, constant: Any) -> Any:
         with np.errstate(all="ignore"):
             return np.asarray(constant).astype(self.compute_dtype)
 
     def widens_gradients(self, eqn: JaxprEqn) -> bool:
-        """Whether the gradients of the weights of a product are float32."""
+        """Whether the gradients of the weights of a product are wider than the compute dtype."""
+        if self.compute_dtype == _FLOAT32:
+            return False
         rule = self.rules.get(f"{_jaxpr.name(eqn)}[{GRADIENT}]")
         return rule is not None and rule.category == ACCUMULATE
 
-    def rule_key(self, eqn: JaxprEqn, scope: str, is_gradient: bool, overflows: bool) -> str:
+    def rule_key(
+        self,
+        eqn: JaxprEqn,
+        scope: str,
+        is_gradient: bool = False,
+        is_out_of_range: bool = False,
+    ) -> str:
         """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets.
 
-        `overflows` says that an operand is a constant beyond the range of 16 bit.
+        `is_gradient` says that it is the gradient of a weight, `is_out_of_range` that an operand is a constant beyond
+        the range of 16 bit.
         """
         name, case = _jaxpr.name(eqn), GRADIENT if is_gradient else None
         self.used.add(name)
         for key in self.parts:
-            if key.startswith(f"{name}[") and f"/{key[len(name) + 1 : -1]}/" in scope_path(eqn, scope):
+            base, _, part = key[:-1].partition("[")
+            is_meant = base == name or (base == ANY and name not in EXPENSIVE and not is_out_of_range)
+            if is_meant and f"/{part}/" in scope_path(eqn, scope):
                 self.used.add(key)
                 return key
-        if name in PRODUCTS and not self._is_usual(_jaxpr.precisions(eqn)):
+        is_of_float64 = self.compute_dtype == _FLOAT32
+        if name not in PRODUCTS or (is_of_float64 and not any(map(self.is_wide, _jaxpr.avals(eqn.invars)))):
+            return name
+        if not self._is_usual(_jaxpr.precisions(eqn)):
             case = "precision"
         elif name == "dot_general" and _jaxpr.summed_terms(eqn) == 1:
             case = "outer"
-        elif name in PRODUCTS and overflows:
+        elif is_out_of_range:
             case = "range"
+        elif is_of_float64 and is_linear_algebra(eqn):
+            case = LINALG
+        elif is_of_float64 and _jaxpr.is_vector_product(eqn):
+            case = VECTOR
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
 
     def _is_usual(self, precisions: tuple[Any, ...]) -> bool:

@@ -29,6 +29,8 @@ def autocast(
 ) -> Callable[P, R]:
     """Run the matrix products of a function in 16 bit, and the operations between them in float32.
 
+    For code in float64, the compute dtype float32 runs the products in float32. Everything else stays float64.
+
     `fun` is traced. Its matrix products and convolutions get operands in the compute dtype and give results in it. The
     operations between two products (norms, activations, softmax, losses) are computed in float32, and their result is
     rounded where the next product reads it. The backward pass keeps the 16-bit inputs of these cheap operations, and
@@ -36,13 +38,23 @@ def autocast(
     enters jit, scan, while, cond, remat, shard_map, and functions with custom derivatives. Code that it cannot enter
     runs as it was traced. The [rules](../autocast.md#rules) are a table, and `autocast_report` shows the decisions.
 
+    With `jnp.float32`, products of float64 operands get float32 operands and the precision HIGHEST, unless the code
+    asks for a lower one. Gradients of weights are computed in float32 and added in float64. Products of two vectors,
+    those of JAX's linear algebra and its derivatives, and those for which the code asks for HIGHEST stay float64. Those
+    that you pass to a solver do not. Values beyond the range of float32 become inf or 0 in a product. Float32 operands
+    are left alone, and without float64 the function is unchanged. [Float64](../frameworks/science.md#float64) says when
+    it pays.
+
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
         traced.
-      compute_dtype: float16 or bfloat16, or its name; or a `Float8` or `Int8`, for products in 8 bit.
+      compute_dtype: float16 or bfloat16, or its name; or a `Float8` or `Int8`, for products in 8 bit; or float32, for
+        the products of code in float64.
       rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
         as `{"scan": "float32"}`, keeps autocast out of it. `{"dot_general[head]": "float32"}` is for the products
-        that have "head" in their name stack (`jax.named_scope`, names of Linen modules).
+        that have "head" in their name stack (`jax.named_scope`, names of Linen modules), and `{"*[head]": "compute"}`
+        for all operations there but expensive ones, such as linear algebra, sorts and cumulative sums. For float64
+        code, the category that changes nothing is "float64".
       recompute: False keeps the float32 values that the backward pass needs in memory. Inside your own
         `jax.checkpoint`, only its policy decides.
       memory_budget: How much the backward pass may keep, as in `jamp.recompute`. At 1.0 all products are kept.
@@ -53,7 +65,7 @@ def autocast(
       `scan` and `remat`. Outside `jit` it is traced at every call.
 
     Raises:
-      ValueError: If the compute dtype is not a 16-bit float, or a rule is for an unknown primitive or category.
+      ValueError: If the compute dtype is not one of these, or a rule is for an unknown primitive or category.
       TypeError: If `fun` is not a function. When called, if a result of `fun` cannot be traced, or inside
         `hk.transform`.
 
@@ -62,6 +74,18 @@ def autocast(
       >>> loss = jamp.autocast(lambda w, x: jnp.mean((x @ w) ** 2), jnp.bfloat16)
       >>> jax.grad(loss)(jnp.ones((2, 2)), jnp.ones((3, 2))).dtype
       dtype('float32')
+
+      In float64, with a network in float32 and a factorization that is not:
+
+      >>> def fun(w, x):
+      ...     h = jnp.tanh(x @ w)
+      ...     return jnp.linalg.slogdet(h.T @ h + jnp.eye(2))[1]
+      >>> with jax.enable_x64(True):
+      ...     w, x = jnp.full((2, 2), 0.1), jnp.ones((3, 2))
+      ...     grads = jax.grad(jamp.autocast(fun, jnp.float32))(w, x)
+      ...     error = float(abs(grads - jax.grad(fun)(w, x)).max())
+      >>> grads.dtype, 0 < error < 1e-6
+      (dtype('float64'), True)
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are those of

@@ -22,6 +22,8 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
     clean = all(np.isfinite(to_host(x)).all() for x in inputs if is_inexact(x))
     index = tuple(np.argwhere(~np.isfinite(values) if clean else np.isnan(values))[0])
     is_nan = bool(np.isnan(values[index]))
+    if name in _CHOOSE and clean:
+        return "nan is a constant in the code"
     operands = _operands_at(index, np.shape(output), inputs)
     cause = _domain(eqn, operands) if operands else None
     if cause is None and clean and is_floating(output):
@@ -80,6 +82,8 @@ _DOMAINS: list[tuple[set[str], Callable[[float, float], bool], str]] = [
     ({"acosh"}, lambda x, y: x < 1, "acosh of a number below 1: {x}"),
     ({"lgamma", "digamma"}, lambda x, y: x <= 0, "{name} has a pole at {x}"),
 ]
+# They return elements of their operands. What `explain` gets has no NaN where a constant has one.
+_CHOOSE = ("concatenate", "dynamic_update_slice", "pad", "select_n")
 _WHOLE = {
     "gather": "an index is out of bounds, for which gather gives nan",
     "cholesky": "cholesky of a matrix that is not positive definite",

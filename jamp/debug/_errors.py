@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 
 from jamp import _evaluate
 from jamp._arguments import Call, paths
+from jamp._autocast.rules import wide_dtype
 from jamp._autocast.transform import autocast
 from jamp._cast import check_floating, is_floating
 from jamp.debug._program import ON, Program
-from jamp.debug._run_steps import Damage, Data
+from jamp.debug._run_steps import Damage, Data, reference_dtype
 
 _LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # for float16: the first with which the gradients are finite
 
@@ -26,6 +27,7 @@ class Errors:
 
     Attributes:
       dtype: The name of the compute dtype.
+      wide: The dtype of the operands that products cast to it.
       program: The function and its gradient.
       has_gradients: Whether the first result is a scalar, so that there are gradients.
     """
@@ -40,7 +42,7 @@ class Errors:
     ):
         call = Call(args, kwargs)
         dtype = check_floating("compute_dtype", compute_dtype)
-        self.dtype, self.has_gradients = str(dtype), False
+        self.dtype, self.wide, self.has_gradients = str(dtype), wide_dtype(dtype), False
         flat = call.traceable(autocast(fun, compute_dtype, rules=rules, recompute=False))
         first = {id(x) for x in Call((args or tuple(kwargs.values()))[:1], {}).leaves}
         inputs = [i for i, x in enumerate(call.leaves) if id(x) in first and is_floating(x)]
@@ -59,7 +61,8 @@ class Errors:
         closed, (values, _) = jax.make_jaxpr(value_and_gradients, return_shape=True)(jnp.float32(1), *call.leaves)
         self._leaves, self._n = call.leaves, len(values)
         self._scale = jnp.float32(_LOSS_SCALES[0] if dtype == jnp.float16 else 1)
-        self.program = Program(closed, ["", *paths(fun, args, kwargs)])
+        wide = min(self.wide, reference_dtype(), key=lambda x: x.itemsize)  # Without x64, there is no float64.
+        self.program = Program(closed, ["", *paths(fun, args, kwargs)], wide)
         self._exact: tuple[list[Array], dict[Any, Any]] | None = None
 
     def exact(self) -> tuple[list[Array], dict[Any, Any]]:
@@ -92,7 +95,7 @@ class Errors:
         """The predicted damage of each site to the value, and to the gradients. Inside scans it has an axis for each.
 
         Raises:
-          ValueError: If the function or its gradients are not finite in float32.
+          ValueError: If the function or its gradients are not finite in the reference.
         """
         exact, env = self.exact()
         self._exact = exact, {}

@@ -20,8 +20,9 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
     """Run a function operation by operation, and name those that made the inf or NaN in its results.
 
     It names each operation that alone puts an inf or NaN into a result and does not follow from another one. Those of
-    the first result, the loss, come first. A deliberate -inf mask is not reported. An operation that turns it into NaN
-    is. If no result holds an inf or NaN, it names the operations whose inf or NaN others hide, and is false.
+    the first result, the loss, come first. A deliberate -inf mask is not reported. A NaN in the code that reaches a
+    result is, and so is an operation that makes NaN of a mask. If no result holds an inf or NaN, it names the
+    operations whose inf or NaN others hide, and is false.
 
     It enters jit, scan, while, cond, remat and functions with custom derivatives, evaluates each operation at its own
     dtype, and waits for each, so use it for diagnosis and not for training. `fun` may be any function that JAX can

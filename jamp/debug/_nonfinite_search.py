@@ -106,7 +106,11 @@ _CURES = (
     ("on the way", "compute it in float32: put it into jamp.full_precision, or give autocast a rule for it"),
     ("overflow in float(16|8)", "use jamp.full_precision or smaller operands; in attention divide by sqrt(width)"),
     ("overflow in .*, and in", "the value is too large for any dtype: divide, normalize or clip before"),
-    ("overflow", "the value is beyond float32: look for a learning rate, a scale or an input that is too large"),
+    (
+        "overflow",
+        "the value is beyond float32: look for a learning rate, a scale or an input that is too large; in float64 "
+        "code, use jamp.full_precision",
+    ),
     ("^log of 0", "use jax.nn.log_softmax, or add an epsilon that the dtype can hold"),
     ("^log of a negative", "clip it, or find out why it is not positive"),
     ("^sqrt of a negative", "a variance from a difference of large numbers: use jnp.var"),
@@ -115,6 +119,7 @@ _CURES = (
         "^division by zero",
         "add an epsilon (in float16, 1e-8 is 0); under a gradient, also jnp.where inside the operation",
     ),
+    ("^nan is a constant", "the code returns NaN here on purpose: look at the condition that chooses it"),
     ("^nan from inf - inf", "a softmax row that is masked out completely: mask with a large finite number"),
     ("^nan from", "find the inf among its inputs, and mask with a large finite number in its place"),
     ("outside|not between|below 1|pole|fractional", "clip the operand, with a margin that the dtype can hold"),

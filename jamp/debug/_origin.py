@@ -40,11 +40,12 @@ _CASTS = ("convert_element_type", "reduce_precision")
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array, its other streams where they differ, and the path if it is an argument."""
+    """An array, its other streams where they differ, the path if it is an argument, and whether it is a constant."""
 
     array: Any
     streams: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     parameter: str = ""
+    is_constant: bool = False
 
     def stream(self, i: int) -> Any:
         """The clean array, or the one in which only cause `i` is not replaced."""
@@ -71,28 +72,35 @@ class OriginWalker(Walker[Value]):
         bind = functools.partial(_bind, eqn)
         results = bind(arrays)
         parameter = values[0].parameter if values and _jaxpr.name(eqn) in REARRANGES else ""
+        is_constant = bool(values) and all(x.is_constant for x in values)
         keys = {CLEAN}.union(*(x.streams for x in values)) if any(x.streams for x in values) else set()
         if eqn.effects or (not keys and all(map(all_finite, results))):  # An effect happens once.
-            return [Value(x, parameter=parameter) for x in results]
+            return [Value(x, parameter=parameter, is_constant=is_constant) for x in results]
         operands = {i: [x.stream(i) for x in values] for i in keys}
         streams = {i: bind(xs) for i, xs in operands.items()}
         clean = streams.get(CLEAN, results)
-        made = _made(eqn, operands.get(CLEAN, arrays), clean)
+        # An inf in the code is a mask. A NaN is a finding where something that is no constant meets it.
+        is_nan = [x.is_constant and not is_constant and bool(_where(np.isnan, x.array).any()) for x in values]
+
+        def find(xs: Sequence[Any], found: Sequence[Any]) -> _Made | None:
+            return _made(eqn, [jnp.zeros_like(x) if y else x for x, y in zip(xs, is_nan, strict=True)], found)
+
+        made = find(operands.get(CLEAN, arrays), clean)
         if made is not None:
-            natural = _made(eqn, arrays, results) if keys else made
+            natural = find(arrays, results) if keys else made
             cause = None
             if natural is not None and any(np.any(x & y) for x, y in zip(made.masks, natural.masks, strict=True)):
                 cause = self._cause(eqn, values, results, natural, here)
                 streams.setdefault(cause, clean)
                 operands.setdefault(cause, operands.get(CLEAN, arrays))
             for i, mine in streams.items():
-                own = made if i == CLEAN or i not in keys else _made(eqn, operands[i], mine)
+                own = made if i == CLEAN or i not in keys else find(operands[i], mine)
                 if i != cause and own is not None:
                     both = [x & y for x, y in zip(made.masks, own.masks, strict=True)]
                     streams[i] = list(map(_replaced, mine, both))
             streams[CLEAN] = streams.get(CLEAN) or list(map(_replaced, clean, made.masks))
         return [
-            Value(x, _different(x, {i: mine[n] for i, mine in streams.items()}), parameter)
+            Value(x, _different(x, {i: mine[n] for i, mine in streams.items()}), parameter, is_constant)
             for n, x in enumerate(results)
         ]
 
@@ -121,7 +129,7 @@ class OriginWalker(Walker[Value]):
         return self._index[key]
 
     def constant(self, array: Any) -> Value:
-        return Value(array)
+        return Value(array, is_constant=True)
 
     def item(self, value: Value, i: int) -> Value:
         return Value(value.array[i], {k: x[i] for k, x in value.streams.items()}, value.parameter)

@@ -1,4 +1,4 @@
-"""A program that runs in float32, with roundings that can be switched and tapped, as compiled segments.
+"""A program in the dtype of a reference, with roundings that can be switched and tapped, as compiled segments.
 
 A program of many layers would take minutes to compile whole. Segments that compute the same are compiled once, so that
 it takes no longer than a program of one layer. The backward pass goes through the segments in reverse.
@@ -19,7 +19,7 @@ from jamp import _fingerprint, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
 from jamp._source_line import Location, user_line
-from jamp.debug._run_steps import Damage, Data, Switches, damage, run_steps, widen
+from jamp.debug._run_steps import Damage, Data, Switches, To, damage, run_steps, widen
 from jamp.debug._steps import Body, Builder, Site, Step
 
 ON, OFF = (Switches(np.bool_(x), np.bool_(x)) for x in (True, False))
@@ -101,8 +101,8 @@ class Program:
       opaque: The lines of operations without a derivative. `damages` does not see what goes through them.
     """
 
-    def __init__(self, closed: ClosedJaxpr, parameters: Sequence[str]):
-        builder = Builder()
+    def __init__(self, closed: ClosedJaxpr, parameters: Sequence[str], wide: np.dtype[Any]):
+        builder = Builder(wide)
         self._body = builder.body(closed, parameters, Site(Location(), ()))
         self.sites, self.flops = builder.sites, builder.flops
         self.opaque: set[str] = set()
@@ -142,8 +142,8 @@ class Program:
                 step, (y,), (site,) = segment.steps[0], [env[v] for v in segment.writes], segment.sites
                 others = compiled.run_forward([OPERANDS], xs)[0] if any(step.rounds) else y
                 for i in nonzero:
-                    dtype = segment.writes[0].aval.dtype
-                    damages_of[i].setdefault(site, []).append(_damage(y, others, now[i][0], dtype))
+                    to = To(segment.writes[0].aval.dtype, step.wide)
+                    damages_of[i].setdefault(site, []).append(_damage(y, others, now[i][0], to))
             tapped = sorted(segment.steps[0].tapped) if segment.is_loop else []
             if segment.is_loop and tapped != segment.sites:
                 self.opaque.add(user_line(segment.steps[0].eqn) or "while")

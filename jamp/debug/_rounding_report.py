@@ -1,4 +1,4 @@
-"""`rounding_report`, which names the operations whose rounding to 16 bit does the most damage."""
+"""`rounding_report`, which names the operations whose rounding does the most damage."""
 
 import dataclasses
 import math
@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jamp import _table
 from jamp._arguments import Call, check_concrete
 from jamp._autocast.formats import Format
+from jamp._autocast.rules import wide_dtype
 from jamp._autocast.transform import autocast
 from jamp._primitives import PRODUCTS
 from jamp._source_line import pattern
@@ -87,7 +88,7 @@ class RoundingRow:
 
 @dataclasses.dataclass(frozen=True)
 class RoundingReport:
-    """The damage that rounding to 16 bit does to a function. `str()` is a table, and `rows` is for programs.
+    """The damage that rounding does to a function. `str()` is a table, and `rows` is for programs.
 
     Attributes:
       rows: One row for each line and layer that rounds, the most damage first.
@@ -160,7 +161,9 @@ class RoundingReport:
         what = "value" if math.isnan(self.gradient_error) else "gradients"
         how = f"report.rules(error={error / 10:.0e}) finds rules for autocast that bound the error of the {what}"
         if first.operation not in PRODUCTS:
-            how = f"if {first.source or 'the code'} itself casts to 16 bit, no rule helps: stay in float32. Else {how}"
+            narrow = "float32" if self.compute_dtype == "float32" else "16 bit"
+            wide = wide_dtype(self.compute_dtype)
+            how = f"if {first.source or 'the code'} itself casts to {narrow}, no rule helps: stay in {wide}. Else {how}"
         return [_table.wrapped(f"next: {how}", 6)]
 
 
@@ -195,20 +198,20 @@ def rounding_report(
 ) -> Callable[..., RoundingReport]:
     """Find the operations whose rounding under `autocast` does the most damage to a function and its gradients.
 
-    It runs the function and its gradient in float32. To first order, the damage of a rounding is its error times the
-    sensitivity of the result to it, which one more backward pass gives for all operations. For the gradients, this
-    result is their sum with random signs, which estimates the norm of their error. For the first two rows the function
-    also runs with nothing else rounded, to check the prediction. The prediction for a scalar value is the expected
-    size of the error. The measurement is one draw.
+    It runs the function and its gradient in a reference dtype, which is float64 if x64 is on, else float32. To first
+    order, the damage of a rounding is its error times the sensitivity of the result to it, which one more backward pass
+    gives for all operations. For the gradients, this result is their sum with random signs, which estimates the norm of
+    their error. For the first two rows the function also runs with nothing else rounded, to check the prediction. The
+    prediction for a scalar value is the expected size of the error. The measurement is one draw.
 
     The gradients are those of a scalar first result with respect to the floating arrays in the first argument. In
-    float16 they are computed at a loss scale of 2**15, or a lower one if that overflows. If x64 is on, the reference is
-    float64. Code that computes in 16 bit without autocast is reported too. It costs about ten gradients and keeps all
-    values in memory, so use a small batch. Inside `while`, `shard_map` and kernels it does not tell operations apart.
+    float16 they are computed at a loss scale of 2**15, or a lower one if that overflows. Code that rounds without
+    autocast is reported too. It costs about ten gradients and keeps all values in memory, so use a small batch. Inside
+    `while`, `shard_map`, solvers and kernels it does not tell operations apart.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
-      compute_dtype: float16 or bfloat16, or its name.
+      compute_dtype: float16, bfloat16, or for code in float64 float32, or its name.
       rules: As for `autocast`.
 
     Returns:
@@ -216,7 +219,7 @@ def rounding_report(
 
     Raises:
       ValueError: If the compute dtype is a `Float8` or `Int8`, or the function or its gradients are not finite in
-        float32. For others see `autocast`.
+        the reference. For others see `autocast`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp.debug
@@ -229,7 +232,7 @@ def rounding_report(
     """
     if isinstance(compute_dtype, Format):
         raise ValueError(
-            f"rounding_report is for 16 bit, got {compute_dtype}: 8-bit products have no second derivative."
+            f"rounding_report is for 16 bit or float32, got {compute_dtype}: 8-bit products have no second derivative."
         )
     autocast(fun, compute_dtype, rules=rules)  # checks the arguments
 

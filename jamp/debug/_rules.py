@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jamp._autocast.rules import ACCUMULATE, FLOAT32
+from jamp._autocast.rules import ACCUMULATE
 from jamp._primitives import PRODUCTS
 from jamp.debug._errors import Errors
 from jamp.debug._program import OFF, ON, OPERANDS
@@ -19,7 +19,7 @@ _TRIED = 20
 
 
 class _Rule(NamedTuple):
-    """A rule, the roundings that are left at the sites it covers, the damage it prevents, and its FLOPs in float32."""
+    """A rule, the roundings that are left at the sites it covers, the damage it prevents, and the FLOPs it widens."""
 
     key: str
     category: str
@@ -38,38 +38,38 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
     if errors.total[kind] <= bound:
         return {}
     sites = errors.program.sites
-    accumulate, float32 = _candidates(sites, errors.damages()[kind])
+    accumulate, wide = _candidates(sites, errors.damages()[kind], str(errors.wide))
     error = lambda rules: errors.of(_switches(len(sites), rules))[kind]
 
     def is_enough(rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> bool:
         return error([*rules, *others]) <= bound
 
     for target in (bound, 0.7 * bound, 0.5 * bound):  # Autocast rounds a little differently from the search.
-        if not is_enough(float32, [], target):
+        if not is_enough(wide, [], target):
             break
-        needed = _fewest(float32, functools.partial(is_enough, others=accumulate, bound=target))
+        needed = _fewest(wide, functools.partial(is_enough, others=accumulate, bound=target))
         needed = _without_needless(needed, functools.partial(is_enough, others=accumulate, bound=target))
         others = [x for x in accumulate if x.key not in {y.key for y in needed}]
         kept = _fewest(others, functools.partial(is_enough, others=needed, bound=target))
         # The first rule that matches decides, so the longer name stands first.
         chosen = {x.key: x.category for x in sorted([*needed, *kept], key=lambda x: -len(x.key))}
-        is_all = {i for x in needed for i in x.on}.issuperset(i for x in float32 for i in x.on)
+        is_all = {i for x in needed for i in x.on}.issuperset(i for x in wide for i in x.on)
         if not is_all and errors_of(chosen).total[kind] <= bound:
             if message := _nameless(sites, needed):
                 warnings.warn(message.strip(), stacklevel=3)
             return chosen
-    everything = dict.fromkeys(sorted({x.operation for x in sites} & PRODUCTS), FLOAT32)
-    in_float32 = errors_of(everything)  # What rounds here too is the code's own.
-    if (least := in_float32.total[kind]) > bound:
-        raise ValueError(_unreachable(in_float32.program.sites, least, bound))
-    message = f"No smaller set than all products in float32 was found for an error of {bound:g}."
-    warnings.warn(message + _nameless(sites, float32), stacklevel=3)
+    everything = dict.fromkeys(sorted({x.operation for x in sites} & PRODUCTS), str(errors.wide))
+    at_full_width = errors_of(everything)  # What rounds here too is the code's own.
+    if (least := at_full_width.total[kind]) > bound:
+        raise ValueError(_unreachable(at_full_width, least, bound))
+    message = f"No smaller set than all products in {errors.wide} was found for an error of {bound:g}."
+    warnings.warn(message + _nameless(sites, wide), stacklevel=3)
     return everything
 
 
-def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage]) -> tuple[list[_Rule], list[_Rule]]:
-    """The rules that keep the results of products in float32, and those that keep products in float32."""
-    accumulate, float32 = [], []
+def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage], dtype: str) -> tuple[list[_Rule], list[_Rule]]:
+    """The rules that keep the results of products as they are accumulated, and those that keep products in a dtype."""
+    accumulate, wide = [], []
     keys = dict.fromkeys((x.operation, x.location.scope) for x in sites if x.operation in PRODUCTS)
     for name, scope in keys:
         inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.location.scope}/"
@@ -83,9 +83,9 @@ def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage]) -> tuple[l
         prevents = squares("result", [i for i in own if i in forward])
         accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, OPERANDS), prevents, 0.0))
         prevents = squares("operands", own) + squares("result", own)
-        float32.append(_Rule(key, FLOAT32, dict.fromkeys(covered, OFF), prevents, flops))
+        wide.append(_Rule(key, dtype, dict.fromkeys(covered, OFF), prevents, flops))
     by_damage = lambda x: -x.prevents / (x.flops + 1)
-    return sorted(accumulate, key=by_damage), sorted(float32, key=by_damage)
+    return sorted(accumulate, key=by_damage), sorted(wide, key=by_damage)
 
 
 def _switches(sites: int, rules: Sequence[_Rule]) -> Data:
@@ -126,12 +126,13 @@ def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
     )
 
 
-def _unreachable(sites: Sequence[Site], error: float, bound: float) -> str:
-    """The message if products in float32 are not enough. `sites` are those that round nevertheless."""
+def _unreachable(errors: Errors, error: float, bound: float) -> str:
+    """The message if products at full width are not enough. The sites of `errors` round nevertheless."""
+    sites, narrow = errors.program.sites, "16 bit" if errors.wide == np.float32 else errors.dtype
     lines = sorted({f"{x.operation} at {x.location.line or x.location.scope or 'an unknown line'}" for x in sites})
     more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
-    because = f", because other operations round to 16 bit in the code itself: {', '.join(lines[:5])}{more}"
+    because = f", because other operations round to {narrow} in the code itself: {', '.join(lines[:5])}{more}"
     return (
-        f"No rules for products bring the error below {bound:g}. With all of them in float32 it is {error:.1e}"
+        f"No rules for products bring the error below {bound:g}. With all of them in {errors.wide} it is {error:.1e}"
         f"{because if lines else ''}."
     )

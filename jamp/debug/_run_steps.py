@@ -1,8 +1,8 @@
-"""Run steps in float32 with roundings to 16 bit that can be switched on and off, or tapped for the damage they do.
+"""Run steps in the dtype of a reference, with roundings that can be switched on and off, or tapped for their damage.
 
-Every value of fewer than 32 bits becomes float32. An operation that rounds has two switches: for its operands, and for
-its result. A tap rounds nothing. It takes the error that rounding would make, and in the backward pass multiplies it
-by the cotangent: to first order, this is the change of the function's result.
+The reference is float64 if x64 is on, else float32. Every narrower float is widened to it. An operation that rounds has
+two switches: for its operands, and for its result. A tap rounds nothing. It takes the error that rounding would make,
+and in the backward pass multiplies it by the cotangent: to first order, this is the change of the function's result.
 """
 
 import functools
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
@@ -52,9 +51,16 @@ class Damage(NamedTuple):
 Data = Mapping[int, Any]  # by the index of the site: `Switches` to round, or a `Damage` of zeros to tap
 
 
-def damage(y: Array, with_operands: Array, cotangent: Array, dtype: DTypeLike) -> Damage:
-    """The damage of rounding operands, which gives `with_operands` instead of `y`, and of rounding that to `dtype`."""
-    errors = [with_operands - y, rounded(with_operands, dtype) - with_operands]
+class To(NamedTuple):
+    """What a result is rounded to: its dtype as traced, if that is narrower than the wide one."""
+
+    dtype: np.dtype[Any]
+    wide: np.dtype[Any]
+
+
+def damage(y: Array, with_operands: Array, cotangent: Array, to: To) -> Damage:
+    """The damage of rounding operands, which gives `with_operands` instead of `y`, and of rounding the result."""
+    errors = [with_operands - y, rounded(with_operands, to) - with_operands]
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
@@ -79,14 +85,14 @@ def _expected_square(x: Array, dependent: Sequence[tuple[int, ...]]) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _tap(y: Array, zeros: Damage, with_operands: Array, dtype: DTypeLike) -> Array:
+def _tap(y: Array, zeros: Damage, with_operands: Array, to: To) -> Array:
     """The value `y`. The cotangent of `zeros` is its `damage`."""
     return y
 
 
 _tap.defvjp(
-    lambda y, zeros, with_operands, dtype: (y, (y, with_operands)),
-    lambda dtype, kept, cotangent: (cotangent, damage(kept[0], kept[1], cotangent, dtype), None),
+    lambda y, zeros, with_operands, to: (y, (y, with_operands)),
+    lambda to, kept, cotangent: (cotangent, damage(kept[0], kept[1], cotangent, to), None),
 )
 
 
@@ -100,11 +106,11 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, reference_dtype()) if is_narrower(x, reference_dtype()) else x
 
 
-def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """Values of the reference rounded to a dtype of fewer than 32 bits. XLA may leave out a cast to it and back."""
-    if np.dtype(dtype).itemsize >= 4:
+def rounded(x: Array, to: To) -> Array:
+    """Values of the reference, rounded. XLA may leave out a cast to the narrower dtype and back."""
+    if to.dtype.itemsize >= to.wide.itemsize:
         return x
-    info = jnp.finfo(dtype)
+    info = jnp.finfo(to.dtype)
     y = lax.reduce_precision(x, info.nexp, info.nmant)
     if info.minexp <= -126:
         return y
@@ -143,14 +149,24 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     if data is None:
         return compute(xs)
     reads = zip(xs, before, step.rounds, strict=True)
-    rounded_xs = [rounded(x, aval.dtype) if rounds else x for x, aval, rounds in reads]
+    rounded_xs = [rounded(x, To(aval.dtype, step.wide)) if rounds else x for x, aval, rounds in reads]
+    to = [To(aval.dtype, step.wide) for aval in after]
+    # The sums of float32 products are float32, and round as much as the operands do.
+    sums_in_float32 = any(step.rounds) and all(x.dtype == np.float32 for x in before)
+    as_traced = lambda: list(map(widen, _evaluate.bind(eqn, [x.astype(np.float32) for x in xs], after)))
     if isinstance(data, Damage):
-        results = compute(xs)
-        others = compute(list(map(lax.stop_gradient, rounded_xs))) if any(step.rounds) else results
-        return [_tap(y, data, z, aval.dtype) for y, z, aval in zip(results, others, after, strict=True)]
-    results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
+        results = others = compute(xs)
+        if sums_in_float32:
+            others = list(map(lax.stop_gradient, as_traced()))
+        elif any(step.rounds):
+            others = compute(list(map(lax.stop_gradient, rounded_xs)))
+        return [_tap(*given, x) for *given, x in zip(results, [data] * len(to), others, to, strict=True)]
+    if sums_in_float32:
+        results = [jnp.where(data.operands, z, y) for y, z in zip(compute(xs), as_traced(), strict=True)]
+    else:
+        results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
     on = data.operands if _jaxpr.name(eqn) == CAST else data.result
-    return [jnp.where(on, rounded(y, aval.dtype), y) for y, aval in zip(results, after, strict=True)]
+    return [jnp.where(on, rounded(y, x), y) for y, x in zip(results, to, strict=True)]
 
 
 def _cond(step: Step, data: Data, xs: list[Any]) -> list[Any]:

@@ -1,4 +1,8 @@
-"""A jaxpr as steps. Every operation that rounds to 16 bit has a site: a primitive, a line and a layer."""
+"""A jaxpr as steps. Every operation that rounds has a site: a primitive, a line and a layer.
+
+To round is to write, or in a product to read, floats of fewer bits than the `wide` dtype: 16 bit in float32 code, and
+float32 in float64 code.
+"""
 
 import dataclasses
 import functools
@@ -15,6 +19,7 @@ from jamp._autocast.flops import flops
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product
 from jamp._source_line import Location
+from jamp.debug._wider import is_narrower
 
 CAST = "convert_element_type"
 LOOPS = ("scan", "while", "cond")
@@ -43,8 +48,9 @@ class Step:
     """An operation, or a loop with its bodies."""
 
     eqn: JaxprEqn
+    wide: np.dtype[Any]
     site: int | None = None
-    rounds: tuple[bool, ...] = ()  # for each operand, whether it is a 16-bit operand of a product
+    rounds: tuple[bool, ...] = ()  # for each operand, whether it is a narrow operand of a product
     bodies: tuple["Body", ...] = ()
 
     @functools.cached_property
@@ -72,16 +78,11 @@ class Body:
     outputs: Sequence[Any]
 
 
-def is_narrow(aval: Any) -> bool:
-    """Whether a value is a float of fewer than 32 bits."""
-    dtype = getattr(aval, "dtype", np.dtype(bool))
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-
-
 class Builder:
     """Reads jaxprs into steps, and collects the sites that round."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: np.dtype[Any]) -> None:
+        self._wide = wide
         self.sites: list[Site] = []
         self.flops = 0.0
         self._index: dict[Any, int] = {}
@@ -112,15 +113,25 @@ class Builder:
             here.steps += (_jaxpr.iterations(eqn),) * (name == "scan")
             operands = zip(bodies, _jaxpr.body_operands(eqn), strict=True)
             inner = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
-            steps.append(Step(eqn, bodies=tuple(inner)))
+            steps.append(Step(eqn, self._wide, bodies=tuple(inner)))
             return outs
         times = math.prod(here.steps)
         self.flops += times * flops(eqn)
         if name in REARRANGES and paths[0]:
             known[outs[0]] = paths[0]
-        site = self._site(eqn, here, times, paths) if _rounds(eqn) else None
-        steps.append(Step(eqn, site, tuple(name in PRODUCTS and is_narrow(v.aval) for v in reads)))
+        site = self._site(eqn, here, times, paths) if self._rounds(eqn) else None
+        rounds = tuple(name in PRODUCTS and is_narrower(v.aval, self._wide) for v in reads)
+        steps.append(Step(eqn, self._wide, site, rounds))
         return outs
+
+    def _rounds(self, eqn: JaxprEqn) -> bool:
+        """Whether an operation rounds its result or reads rounded operands."""
+        is_narrow = functools.partial(is_narrower, dtype=self._wide)
+        name, before, after = _jaxpr.name(eqn), _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+        if name == CAST:
+            size = before[0].dtype.itemsize if jnp.issubdtype(before[0].dtype, jnp.floating) else 0
+            return is_narrow(after[0]) and size > after[0].dtype.itemsize
+        return (any(map(is_narrow, after)) and name not in MOVING) or (name in PRODUCTS and any(map(is_narrow, before)))
 
     def _site(self, eqn: JaxprEqn, here: Site, times: float, paths: Sequence[str]) -> int:
         own = Site(here.location, here.steps, _jaxpr.name(eqn))
@@ -129,7 +140,9 @@ class Builder:
             self.sites.append(own)
         site = self.sites[i]
         site.flops += times * flops(eqn)
-        site.dtypes.update(str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrow(aval))
+        site.dtypes.update(
+            str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrower(aval, self._wide)
+        )
         site.parameters.update(dict.fromkeys(filter(None, paths)))
         return i
 
@@ -140,15 +153,6 @@ def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     if name.startswith("custom_") and not holds_product(eqn):
         return None
     return _jaxpr.bodies(eqn) if name in (*_INLINED, *LOOPS) else None
-
-
-def _rounds(eqn: JaxprEqn) -> bool:
-    """Whether an operation rounds its result or reads rounded operands."""
-    name, before, after = _jaxpr.name(eqn), _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
-    if name == CAST:
-        size = before[0].dtype.itemsize if jnp.issubdtype(before[0].dtype, jnp.floating) else 0
-        return is_narrow(after[0]) and size > after[0].dtype.itemsize
-    return (any(map(is_narrow, after)) and name not in MOVING) or (name in PRODUCTS and any(map(is_narrow, before)))
 
 
 def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
