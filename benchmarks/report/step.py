@@ -154,9 +154,9 @@ def fit(found: dict[str, Any]) -> str:
     return f"{table(head, body)}\n\n{origin(found)}"
 
 
-SHOWN = {"by hand": "by hand", "by hand, dots_saveable": "`dots_saveable`"}
+SHOWN = {"by hand": "by hand", "by hand, dots_saveable": "dots saveable"}
 SHOWN |= {
-    "by hand, dots_with_no_batch_dims": "`dots_with_no_batch_dims`",
+    "by hand, dots_with_no_batch_dims": "dots, no batch dims",
     "by hand, each block again": "each block again",
 }
 SHOWN |= {f"autocast, budget {budget}": f"budget {budget}" for budget in ("1.0", "0.5", "0.25", "0.1", "0")}
