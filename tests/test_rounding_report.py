@@ -65,15 +65,8 @@ def with_custom_rule(weights, x, y):
 
 
 @pytest.mark.promotes("the loss scale is float32")
-@pytest.mark.parametrize(
-    ("fun", "dtype"),
-    [
-        pytest.param(fun, dtype, marks=[pytest.mark.slow] * (fun is branched or dtype == jnp.float16))
-        for fun in (healthy, scanned, branched, with_custom_rule)
-        for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)
-        if fun is not branched or dtype != jnp.float32  # The report of a cond in float64 cannot be lowered: CHANGELOG.
-    ],
-)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fun", [healthy, scanned, pytest.param(branched, marks=pytest.mark.slow), with_custom_rule])
 def test_the_errors_are_those_of_autocast(fun, dtype):
     """XLA may leave out roundings. Without that, the report computes what autocast computes, digit for digit."""
     with of_pair(dtype) as cast:

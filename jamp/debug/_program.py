@@ -148,7 +148,9 @@ class Program:
             if segment.is_loop and tapped != segment.sites:
                 self.opaque.add(user_line(segment.steps[0].eqn) or "while")
             if tapped or segment.active:
-                zeros = {i: Damage(*[jnp.zeros(self.sites[i].steps)] * len(Damage._fields)) for i in tapped}
+                zeros = {
+                    i: Damage(*[jnp.zeros(self.sites[i].steps, jnp.float32)] * len(Damage._fields)) for i in tapped
+                }
                 data = [zeros.get(i) for i in segment.sites]
                 try:
                     pulled = compiled.run_backward(data, xs, [now[i] for i in nonzero])
