@@ -13,7 +13,7 @@ import jamp
 from jamp import _jaxpr
 
 N = 32
-KEY, ROWS = jax.random.key(7), np.arange(N) * 5 % N // 2  # rows of which some are the same
+KEY, ROWS = jax.random.key(7), np.arange(N, dtype=np.int32) * 5 % N // 2  # rows of which some are the same
 POLICIES = [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.everything_saveable]
 
 
