@@ -79,7 +79,7 @@ class OriginWalker(Walker[Value]):
         operands = {i: [x.stream(i) for x in values] for i in keys}
         streams = {i: bind(xs) for i, xs in operands.items()}
         clean = streams.get(CLEAN, results)
-        # An inf in the code is a mask. A NaN is a finding where something that is no constant meets it.
+        # An inf in the code is a mask. A NaN in the code is a finding at the operation that reads it with other values.
         is_nan = [x.is_constant and not is_constant and bool(_where(np.isnan, x.array).any()) for x in values]
 
         def find(xs: Sequence[Any], found: Sequence[Any]) -> _Made | None:
