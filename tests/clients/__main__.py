@@ -23,14 +23,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def python_of(client):
-    """The Python that runs a client: this one, or the newer one that it needs."""
-    name = f"python{client.get('python', '')}" if "python" in client else sys.executable
-    pyenv = Path.home() / ".pyenv" / "versions"
-    found = [shutil.which(name), *map(str, pyenv.glob(f"{client.get('python', '-')}*/bin/python"))]
-    chosen = next(filter(None, found), None)
-    if chosen is None:
-        raise SystemExit(f"This client needs {name}, which is not on this machine.")
-    return chosen
+    """The Python that runs a client: this one, or the newer one that it needs. None if that is not on this machine."""
+    if "python" not in client:
+        return sys.executable
+    version = client["python"]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for candidate in [f"python{version}", *map(str, sorted(pyenv.glob(f"{version}*/bin/python")))]:
+        # pyenv puts a command of that name on the path also where it only prints an error.
+        if shutil.which(candidate) and not subprocess.run([candidate, "-c", ""], capture_output=True).returncode:
+            return candidate
+    return None
 
 
 def run(name, wheel):
@@ -40,7 +42,8 @@ def run(name, wheel):
     install = [python, "-m", "pip", "install", "-q", "--no-compile"]
     started = time.monotonic()
     if not python.exists():
-        subprocess.run([python_of(client), "-m", "venv", folder], check=True)
+        found = python_of(client) or sys.exit(f"{name} needs Python {client['python']}, which is not on this machine.")
+        subprocess.run([found, "-m", "venv", folder], check=True)
         subprocess.run([*install, *client["install"], wheel], check=True)
         for stray in folder.glob("lib/*/site-packages/tests"):  # of a package such as draccus: it would hide ours
             shutil.rmtree(stray)
@@ -63,7 +66,7 @@ def main():
     options = parser.parse_args()
     if unknown := set(options.names) - set(CLIENTS):
         parser.error(f"no client {', '.join(sorted(unknown))}: choose from {', '.join(CLIENTS)}")
-    quick = [name for name, client in CLIENTS.items() if client["quick"]]
+    quick = [name for name, client in CLIENTS.items() if client["quick"] and python_of(client)]
     turn = [quick[int(time.time() // 86400) % len(quick)]] if options.in_turn else []
     for name in options.names or turn or (list(CLIENTS) if options.all else parser.error("name a client, or --all")):
         row = run(name, options.wheel)
