@@ -38,7 +38,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "facts": (README, ("budget_h200.json", "text_model.json", "rounding_h200", "h200", "float64"), readme.facts),
     "memory": (AUTOCAST, ("memory_h200.json", "memory_tpu.json"), step.memory),
     "budgets": (FIT, ("budget_h200.json", "budget_tpu.json"), step.budgets),
-    "float64": (SCIENCE, ("float64", "float64_h200.json", "float64_tpu.json"), float64.problems),
+    "float64": (SCIENCE, ("float64", "float64_h200.json"), float64.problems),
 }
 # The tables of a whole file of results, by the file's name: their page, and what makes each.
 FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {

@@ -9,7 +9,7 @@ from benchmarks.report.markdown import names, select, table
 WAYS = (PRODUCTS, KEPT, FLOAT32)
 
 
-def problems(rows: Rows, h200: dict[str, Any], tpu: dict[str, Any]) -> str:
+def problems(rows: Rows, h200: dict[str, Any]) -> str:
     """How many times float64's time each way takes, with the range; then the errors, and bytes as compiled."""
     short = dict(zip(WAYS, ("products", "products, recompute=False", FLOAT32), strict=True)) | {AGAIN: "float64 (A/A)"}
     times, others = [], []
@@ -17,10 +17,7 @@ def problems(rows: Rows, h200: dict[str, Any], tpu: dict[str, Any]) -> str:
         found = {row["name"]: row for row in select(rows, problem=problem)}
         times.append([problem, *(_time(found[name]) for name in short)])
         errors = [_error(found[name]["error"]) for name in (PRODUCTS, FLOAT32)]
-        moved = [
-            " / ".join(_bytes(of["rows"], problem, name) for of in (h200, tpu)).replace(" / -", "") for name in WAYS
-        ]
-        others.append([problem, *errors, *moved])
+        others.append([problem, *errors, *(_bytes(h200["rows"], problem, name) for name in WAYS)])
     head = ["time to float64's", *short.values()]
     errors_of = [f"error, {short[name]}" for name in (PRODUCTS, FLOAT32)]
     below = table(["", *errors_of, *(f"bytes, {short[name]}" for name in WAYS)], others)
@@ -28,8 +25,8 @@ def problems(rows: Rows, h200: dict[str, Any], tpu: dict[str, Any]) -> str:
 
 
 def _bytes(rows: Rows, problem: str, name: str) -> str:
-    found = [row["bytes_ratio"] for row in select(rows, problem=problem, name=name) if "bytes_ratio" in row]
-    return f"{found[0]:.2f}" if found else "-"
+    found = [row["bytes_ratio"] for row in select(rows, problem=problem, name=name)]
+    return f"{found[0]:.2f}" if found else ""
 
 
 def _error(error: float) -> str:

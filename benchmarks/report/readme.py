@@ -23,13 +23,13 @@ def of_models(found: dict[str, Any]) -> str:
     rows = {row["variant"]: row for row in select(found["rows"], model=GPT)}
     of = lambda name: f"{rows[name]['temporary_megabytes'] / 1e3:.1f} GB"
     more = lambda name: f"{100 * (rows[name]['gigaflops'] / rows['by hand']['gigaflops'] - 1):.0f} %"
-    half, policy = "autocast, budget 0.5", "by hand, dots_with_no_batch_dims"
+    half, block = "autocast, budget 0.5", "by hand, each block again"
     return (
         "**Memory**: the gradient of GPT-2 (124 M parameters, 8 x 1024 tokens), written in bfloat16 with cuDNN's fused "
-        f"attention, takes {of('by hand')} of temporary memory, {of('by hand, dots_saveable')} with JAX's "
-        f"`dots_saveable` policy and {of(policy)} with `dots_with_no_batch_dims_saveable`. Autocast of the float32 "
-        f"model takes {of('autocast, budget 1.0')}, and {of(half)} with `memory_budget=0.5`, which computes "
-        f"{more(half)} more FLOPs ([other models](docs/a-model-that-does-not-fit.md))."
+        f"attention, takes {of('by hand')} of temporary memory, {of('by hand, dots_saveable')} with the "
+        f"`dots_saveable` policy, and {of(block)} with a checkpoint around each block, for {more(block)} more FLOPs. "
+        f"Autocast of the float32 model takes {of('autocast, budget 1.0')}, and {of(half)} with `memory_budget=0.5`, "
+        f"for {more(half)} more FLOPs ([other models](docs/a-model-that-does-not-fit.md))."
     )
 
 
