@@ -19,7 +19,7 @@ from benchmarks.report.markdown import fill, origin
 Results = dict[str, Any]
 PAGE, README = "docs/benchmarks/index.md", "README.md"
 ACCURACY, DTYPES = "docs/benchmarks/accuracy.md", "docs/float16-or-bfloat16.md"
-PARAMETERS, AUTOCAST = "docs/optimizer-memory.md", "docs/autocast.md"
+PARAMETERS = "docs/optimizer-memory.md"
 FIT = "docs/a-model-that-does-not-fit.md"
 GRPO = "docs/frameworks/language-models.md"
 QUANTIZED = "docs/8-bit.md"
@@ -36,7 +36,6 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "gpu_models": (PAGE, ("gpu_models",), step.models),
     "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200", "rounding.json"), parameters.ways),
     "facts": (README, ("budget_h200.json", "text_model.json", "rounding_h200", "h200", "float64"), readme.facts),
-    "memory": (AUTOCAST, ("memory_h200.json", "memory_tpu.json"), step.memory),
     "budgets": (FIT, ("budget_h200.json", "budget_tpu.json"), step.budgets),
     "float64": (SCIENCE, ("float64", "float64_h200.json"), float64.problems),
 }

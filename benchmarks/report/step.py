@@ -101,38 +101,6 @@ def imports(rows: Rows) -> str:
     return f"`import jamp` after `import optax` takes {number(rows[0]['milliseconds'])} ms."
 
 
-def memory(h200: dict[str, Any], tpu: dict[str, Any]) -> str:
-    """Temporary memory of gradients under autocast and of the same models by hand, without a policy and with one."""
-    ways = {"autocast": "autocast", DOTS: "`dots_saveable` by hand"}
-    found = [("H200", h200["rows"], {"float32": "float32", **ways}), ("v5e", tpu["rows"], ways)]
-    head = ["model", *(f"{device}: {title}" for device, _, columns in found for title in columns.values())]
-    body = []
-    for model in names([*h200["rows"], *tpu["rows"]], "model"):
-        rows = [select(rows, model=model, variant=way) for _, rows, columns in found for way in columns]
-        cells = (f"{row[0]['temporary']:.2f}" if row else "" for row in rows)
-        body.append([model.replace(" of 512, 8 x 512", ""), *cells])
-    return f"{table(head, body)}\n\n{traffic(h200['rows'], tpu['rows'])}"
-
-
-def traffic(h200: Rows, tpu: Rows) -> str:
-    """What a gradient under autocast reads from and writes to main memory, beside by hand."""
-
-    def shares(rows: Rows, way: str, scanned: bool) -> str:
-        of_kind = [row for row in select(rows, variant=way) if row["model"].endswith(", scanned") == scanned]
-        found = [row["main_memory"] for row in of_kind if "main_memory" in row]
-        return f"{min(found):.2f} to {max(found):.2f}"
-
-    told = [
-        f"{shares(rows, 'autocast', True)} times in scanned models and {shares(rows, 'autocast', False)} in the others "
-        f"on {device} (`dots_saveable` by hand: {shares(rows, DOTS, True)} and {shares(rows, DOTS, False)})"
-        for device, rows in (("an H200", h200), ("a TPU v5e", tpu))
-    ]
-    return (
-        f"Traffic of main memory, beside that by hand: {'; '.join(told)}. Data: [H200](benchmarks/memory_h200.json), "
-        "[TPU](benchmarks/memory_tpu.json)."
-    )
-
-
 def pages(rows: Rows) -> str:
     """The same with huge pages."""
     timed = ("jamp", "lax.cond by hand", "where by hand")
