@@ -10,18 +10,23 @@ WAYS = (PRODUCTS, KEPT, FLOAT32)
 
 
 def problems(rows: Rows, h200: dict[str, Any]) -> str:
-    """A row for each problem: how many times as fast as float64 each way is, the errors, and bytes on an H200."""
-    short = dict(zip(WAYS, ("products", "recompute=False", FLOAT32), strict=True)) | {AGAIN: "A/A"}
-    header = ["", *(f"speed, {x}" for x in short.values()), f"error, {short[PRODUCTS]}", f"error, {FLOAT32}"]
-    header += [f"bytes, {short[name]}" for name in WAYS]
-    body = []
+    """How many times float64's time each way takes, with the range; then the errors, and bytes as compiled."""
+    short = dict(zip(WAYS, ("products", "products, recompute=False", FLOAT32), strict=True)) | {AGAIN: "float64 (A/A)"}
+    times, others = [], []
     for problem in names(rows, "problem"):
         found = {row["name"]: row for row in select(rows, problem=problem)}
-        speeds = [_speed(found[name]) for name in (*WAYS, AGAIN)]
+        times.append([problem, *(_time(found[name]) for name in short)])
         errors = [_error(found[name]["error"]) for name in (PRODUCTS, FLOAT32)]
-        moved = {row["name"]: f"{row['bytes_ratio']:.2f}" for row in select(h200["rows"], problem=problem)}
-        body.append([problem, *speeds, *errors, *(moved.get(name, "") for name in WAYS)])
-    return table(header, body)
+        others.append([problem, *errors, *(_bytes(h200["rows"], problem, name) for name in WAYS)])
+    head = ["time to float64's", *short.values()]
+    errors_of = [f"error, {short[name]}" for name in (PRODUCTS, FLOAT32)]
+    below = table(["", *errors_of, *(f"bytes, {short[name]}" for name in WAYS)], others)
+    return f"{table(head, times)}\n\n{below}"
+
+
+def _bytes(rows: Rows, problem: str, name: str) -> str:
+    found = [row["bytes_ratio"] for row in select(rows, problem=problem, name=name)]
+    return f"{found[0]:.2f}" if found else ""
 
 
 def _error(error: float) -> str:
@@ -29,8 +34,6 @@ def _error(error: float) -> str:
     return f"{error:.0e}".replace("e-0", "e-") if error < 0.1 else "another sample"
 
 
-def _speed(row: dict[str, Any]) -> str:
-    """The inverse of a ratio of times, with its range. Nothing if it was not timed."""
-    if "ratio" not in row:
-        return ""
-    return f"{1 / row['ratio']:.2f}&nbsp;({1 / row['ratio_high']:.2f}-{1 / row['ratio_low']:.2f})"
+def _time(row: dict[str, Any]) -> str:
+    """A ratio of times, with its range. Nothing if it was not timed."""
+    return f"{row['ratio']:.2f}&nbsp;({row['ratio_low']:.2f}-{row['ratio_high']:.2f})" if "ratio" in row else ""

@@ -99,7 +99,9 @@ def budgets(rows: Rows) -> Figure:
     models = names(rows, "model")
     with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(8, 2.7 * -(-len(models) // 2)), layout="constrained")
-        panels = figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat
+        panels = list(figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat)
+    for axes in panels[len(models) :]:
+        axes.set_visible(False)
     for axes, model in zip(panels, models, strict=False):
         found = select(rows, model=model)
         first = found[0]["gigaflops"]

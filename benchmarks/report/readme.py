@@ -5,34 +5,31 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accuracy.text_model import MARGIN
+from benchmarks.float64 import PRODUCTS
 from benchmarks.record import Rows
 from benchmarks.report.accuracy import interval
-from benchmarks.report.markdown import names, select
+from benchmarks.report.markdown import select
 
-HAND = "by hand, dots_saveable"
-CUDNN = "cuDNN's attention"  # beside it, the same model with attention written out is a weaker baseline
+GPT = "GPT-2 124 M, 8 x 1024, cuDNN's attention, scanned"
 
 
-def facts(memory: dict[str, Any], text: dict[str, Any], optimizers: Rows, steps: Rows) -> str:
-    """Memory of models, the loss where training ends, bytes a parameter, and the cost of a step."""
-    found = of_models(memory), of_training(text), of_optimizers(optimizers), of_steps(steps)
+def facts(memory: dict[str, Any], text: dict[str, Any], optimizers: Rows, steps: Rows, float64: Rows) -> str:
+    """Memory of a gradient, the loss where training ends, bytes a parameter, the cost of a step, and float64."""
+    found = of_models(memory), of_training(text), of_optimizers(optimizers), of_steps(steps), of_float64(float64)
     return "\n".join(f"- {line}" for line in found)
 
 
 def of_models(found: dict[str, Any]) -> str:
-    models = [model for model in names(found["rows"], "model") if select(found["rows"], model=model, variant=HAND)]
-    fused = [model for model in models if CUDNN in model]
-    models = [model for model in models if model not in {other.replace(f", {CUDNN}", "") for other in fused}]
-
-    def shares(way: str) -> str:
-        ratios = [select(found["rows"], model=model, variant=way)[0]["temporary"] for model in models]
-        return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
+    rows = {row["variant"]: row for row in select(found["rows"], model=GPT)}
+    of = lambda name: f"{rows[name]['temporary_megabytes'] / 1e3:.1f} GB"
+    more = lambda name: f"{100 * (rows[name]['gigaflops'] / rows['by hand']['gigaflops'] - 1):.0f} %"
+    half, block = "autocast, budget 0.5", "by hand, each block again"
     return (
-        f"**Memory**, compiled for an H200, not run: temporary memory of the gradient of {len(models)} transformers, "
-        f"{len(fused)} with {CUDNN}, beside bfloat16 by hand: float32 {shares('float32')}, autocast "
-        f"{shares('autocast')}, by hand with a `dots_saveable` policy {shares(HAND)}. Autocast does not change the "
-        "model ([table](docs/autocast.md#what-it-costs))."
+        "**Memory**: the gradient of GPT-2 (124 M parameters, 8 x 1024 tokens), written in bfloat16 with cuDNN's fused "
+        f"attention, takes {of('by hand')} of temporary memory, {of('by hand, dots_saveable')} with the "
+        f"`dots_saveable` policy, and {of(block)} with a checkpoint around each block, for {more(block)} more FLOPs. "
+        f"Autocast of the float32 model takes {of('autocast, budget 1.0')}, and {of(half)} with `memory_budget=0.5`, "
+        f"for {more(half)} more FLOPs ([other models](docs/a-model-that-does-not-fit.md))."
     )
 
 
@@ -43,29 +40,38 @@ def of_training(found: dict[str, Any]) -> str:
         told.append("{} {:+.4f} to {:+.4f}".format(name, *interval(less)))
     mean = np.mean(list(base.values()))
     return (
-        f"**Loss** of a language model, minus float32's {mean:.3f} nats a byte, 90 % intervals of {len(less)} paired "
-        f"seeds: {', '.join(told)} ([study](docs/benchmarks/accuracy.md#text-model))."
+        f"**Loss** of a small language model on held-out text, minus the {mean:.3f} nats a byte of float32: "
+        f"{', '.join(told)} (90 % intervals of {len(less)} seeds, [study](docs/benchmarks/accuracy.md))."
+    )
+
+
+def of_float64(rows: Rows) -> str:
+    timed = select(rows, name=PRODUCTS)
+    found = select(timed, problem="energies and forces")[0]
+    slower = sum(row["ratio_low"] > 1 for row in timed)
+    return (
+        f"**float64**: with products in float32, energies and forces of a network take {found['ratio']:.2f} times the "
+        f"time of float64 on a CPU, with an error of {found['error']:.0e}. Of {len(timed)} programs, {slower} are "
+        "slower ([table](docs/frameworks/science.md#float64))."
     )
 
 
 def of_optimizers(rows: Rows) -> str:
     held = lambda name: f"{select(rows, optimizer='adamw', name=name)[0]['stored']:.1f}"
     return (
-        f"**Bytes a parameter** with AdamW, gradients included: {held('float32')} in float32. With bfloat16 "
-        f"parameters and 8-bit moments: {held('split masters, 8-bit state')} with exact float32 masters, "
-        f"{held('stochastic, 8-bit state')} without ([table](docs/optimizer-memory.md))."
+        f"**Optimizer memory**: parameters, gradients and AdamW's state take {held('float32')} bytes a parameter in "
+        "float32. With bfloat16 parameters and 8-bit moments they take "
+        f"{held('split masters, 8-bit state')} with exact float32 masters, and {held('stochastic, 8-bit state')} "
+        "without ([table](docs/optimizer-memory.md))."
     )
 
 
 def of_steps(rows: Rows) -> str:
-    of = lambda name, optimizer="adamw": select(rows, name=name, optimizer=optimizer)[0]
+    of = lambda name: select(rows, name=name, optimizer="adamw")[0]
     own = of("jamp")
-    where = of("where by hand")
     milliseconds = own["predicted_milliseconds"] - of("optax")["predicted_milliseconds"]
-    behind = 100 * (of("jamp", "clip + adamw")["bytes_ratio"] - 1)
     return (
-        f"**Cost of a step**: about one more read of the gradients, predicted {milliseconds:.2f} ms for "
-        f"{own['millions']:.0f} M parameters on an H200, and {behind:.0f} % more bytes behind a clip. A "
-        f"`where` by hand moves {where['megabytes'] / own['megabytes']:.2f} times the bytes of jamp's step, in "
-        f"{where['kernels']} kernels, not {own['kernels']} ([table](docs/benchmarks/index.md))."
+        f"**Skipping**: the check of the gradients adds {100 * (own['bytes_ratio'] - 1):.0f} % to the bytes that AdamW "
+        f"moves, which predicts {milliseconds:.2f} ms for {own['millions']:.0f} M parameters. A `where` by hand moves "
+        f"as many ([table](docs/benchmarks/index.md))."
     )

@@ -173,6 +173,7 @@ def budgets(h200: dict[str, Any], tpu: dict[str, Any]) -> str:
                 row = rows.get(variant)
                 again = f" ({row['gigaflops'] / first:.2f})" if row and row["gigaflops"] > 1.005 * first else ""
                 line.append(number(row["temporary_megabytes"] / 1e3) + again if row else "")
-            name, *_, form = model.split(", ")
-            body.append([f"{device}: {name}{', unrolled' if form == 'unrolled' else ''}", *line])
+            name, *rest = model.split(", ")
+            form = [part for part in rest if part in ("unrolled", "cuDNN's attention")]
+            body.append([f"{device}: {', '.join([name, *form])}", *line])
     return "\n\n".join([table(["", *SHOWN.values()], body), origin(h200), origin(tpu)])
