@@ -1,9 +1,11 @@
 """The documentation: its programs run and print what it says, it names every public name, and what it says holds."""
 
 import ast
+import importlib.util
 import pkgutil
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import matplotlib as mpl
 import pytest
@@ -29,12 +31,15 @@ ELSEWHERE = {"from-mindspore.md": "test_mindspore.py", "distributed.md": "distri
 
 
 def programs(page):
-    """Its `python` blocks, each with the `text` that follows it, which is what it prints.
+    """Its `python` blocks, also those in tabs, each with the `text` that follows it, which is what it prints.
 
-    Those that include a file are run as examples and tests.
+    Those that include a file are run as examples and tests. Those for Haiku need it to be installed.
     """
-    blocks = re.findall(r"^```python.*?\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", PAGES[page], re.MULTILINE | re.DOTALL)
-    return [(block, printed) for block, printed in blocks if "--8<--" not in block]
+    pattern = r"^( *)```python.*?\n(.*?)^\1```(?:\n\n\1```text\n(.*?)^\1```)?"
+    blocks = re.findall(pattern, PAGES[page], re.MULTILINE | re.DOTALL)
+    missing = [] if importlib.util.find_spec("haiku") else ["import haiku"]
+    skipped = ["--8<--", *missing]
+    return [(dedent(block), dedent(printed)) for _, block, printed in blocks if not any(x in block for x in skipped)]
 
 
 def agree(printed, expected, *, roughly):
