@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -40,8 +41,18 @@ def record(module: str, quick: bool, device: str, packages: tuple[str, ...] = ()
         "command": f"python -m {module} {shlex.join(sys.argv[1:])}".strip(),
         "machine": {"device": device, "processor": processor(), "cores": cores},
         "versions": versions,
+        "commit": commit(),
         "quick": quick,
     }
+
+
+def commit() -> str | None:
+    """The commit of the code that is measured, "-dirty" if it was changed since. None outside of a clone."""
+    described = ["git", "-C", str(Path(jamp.__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def processor() -> str:

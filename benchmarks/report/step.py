@@ -19,7 +19,6 @@ FIRST = (
     "flax DynamicScale recipe",
     "optax.apply_if_finite",
 )
-DOTS = "by hand, dots_saveable"
 Found = dict[tuple[str, Any], dict[str, Any]]
 
 
