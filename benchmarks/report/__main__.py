@@ -42,7 +42,6 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
 # The tables of a whole file of results, by the file's name: their page, and what makes each.
 FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "accuracy": (ACCURACY, {"small": accuracy.small}),
-    "accuracy_overflow": (ACCURACY, {"overflow": accuracy.overflow}),
     "text_model": (ACCURACY, {"text-model": accuracy.text_model}),
     "fit_h200": (FIT, {"fit": step.fit}),
     "reinforce": (DTYPES, reinforce.TABLES),

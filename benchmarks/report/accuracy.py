@@ -46,31 +46,6 @@ def lost(rows: Rows) -> str:
     return f"{np.nanmean(shares):.0f} ({np.nanmin(shares):.0f}-{np.nanmax(shares):.0f}) %"
 
 
-def scales(rows: Rows) -> str:
-    """2^16, or the lowest and the highest of the seeds."""
-    exponents = [row["final_log2_scale"] for row in rows]
-    power = lambda exponent: f"2^{exponent:g}" if exponent else "1"
-    return " to ".join(map(power, sorted({min(exponents), max(exponents)})))
-
-
-def overflow(found: Found) -> str:
-    """A table of each task, beside float32: errors on the held-out digits, seed by seed."""
-    parts = []
-    for task in names(found["rows"], "task"):
-        rows = select(found["rows"], task=task)
-        errors = lambda some: HELD_OUT * (1 - last(some, "accuracy"))
-        base = errors(select(rows, setup="float32"))
-        body = []
-        for setup in names(rows, "setup"):
-            chosen = select(rows, setup=setup)
-            less = "{:+.1f} to {:+.1f}".format(*interval(errors(chosen) - base)) if setup != "float32" else ""
-            skipped = ", ".join(str(len(row["skipped"])) for row in chosen)
-            body.append([setup, f"{errors(chosen).mean():.1f}", less, skipped, scales(chosen)])
-        head = [task, "errors", "minus float32's, 90 % interval", "skipped, by seed", "final scale"]
-        parts.append(table(head, body))
-    return "\n\n".join([*parts, origin(found)])
-
-
 def interval(differences: np.ndarray) -> tuple[float, float]:
     """The 90 % confidence interval of a mean."""
     half = T[len(differences)] * differences.std(ddof=1) / len(differences) ** 0.5
