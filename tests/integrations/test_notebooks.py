@@ -74,6 +74,8 @@ def test_the_notebooks_are_saved_as_run_from_the_first_cell_to_the_last_without_
         kinds, texts = outputs(book)
         assert {kind for cell in kinds for kind in cell} == {"stdout", "display_data"}  # no error, no warning
         assert not re.findall(r"(?<![\w.])(?:/\w[\w.-]*/\S*|[A-Z]:\\\S*)", "\n".join(texts))
+        prose = "".join(line for cell in book["cells"] if cell["cell_type"] == "markdown" for line in cell["source"])
+        assert not [link for link in re.findall(r"\]\(([^)#]+)", prose) if not (path.parent / link).exists()]
         assert path.stat().st_size < 150_000
 
 
