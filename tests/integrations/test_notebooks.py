@@ -1,10 +1,15 @@
-"""The lines of findings in IPython, in a notebook, and in code that is typed or lies in an installed package."""
+"""examples/notebooks, and the lines of findings in IPython, in a notebook, and in code that is typed or installed."""
 
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from processes import environment, run_python
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples/notebooks").glob("*.ipynb"))
 
 CELLS = [
     "import jax.numpy as jnp, jamp.debug",
@@ -34,6 +39,44 @@ def test_in_a_notebook_a_line_is_that_of_a_cell(monkeypatch):
     nbclient.NotebookClient(notebook).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
     assert not [line for line in LINES if line not in printed], printed
+
+
+def outputs(book):
+    """What each code cell shows, without the pictures: its kinds of output, and its text."""
+    cells = [cell["outputs"] for cell in book["cells"] if cell["cell_type"] == "code"]
+    kinds = [sorted({output.get("name", output["output_type"]) for output in cell}) for cell in cells]
+    return kinds, ["".join(line for output in cell for line in output.get("text", [])) for cell in cells]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_an_example_notebook_runs_and_asserts_what_it_says(path, monkeypatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the pictures are part of it
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    saved_kinds, saved = outputs(notebook)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": path.parent}}).execute()
+    kinds, printed = outputs(notebook)
+    assert kinds == saved_kinds  # no warning, and the same pictures
+    lines = lambda texts: [re.findall(r"In\[\d+\]:\d+", text) for text in texts]
+    assert lines(printed) == lines(saved)
+
+
+def test_the_notebooks_are_saved_as_run_from_the_first_cell_to_the_last_without_paths():
+    assert [path.stem for path in NOTEBOOKS] == ["a_model_that_does_not_fit", "float16_without_bfloat16"]
+    for path in NOTEBOOKS:
+        book = json.loads(path.read_text())
+        counts = [cell["execution_count"] for cell in book["cells"] if cell["cell_type"] == "code"]
+        assert counts == list(range(1, len(counts) + 1))
+        kinds, texts = outputs(book)
+        assert {kind for cell in kinds for kind in cell} == {"stdout", "display_data"}  # no error, no warning
+        assert not re.findall(r"(?<![\w.])(?:/\w[\w.-]*/\S*|[A-Z]:\\\S*)", "\n".join(texts))
+        prose = "".join(line for cell in book["cells"] if cell["cell_type"] == "markdown" for line in cell["source"])
+        assert not [link for link in re.findall(r"\]\(([^)#]+)", prose) if not (path.parent / link).exists()]
+        assert path.stat().st_size < 150_000
 
 
 def test_code_of_a_command_line_has_lines():
