@@ -35,7 +35,11 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "gpu_steps": (PAGE, ("gpu_steps",), step.step),
     "gpu_models": (PAGE, ("gpu_models",), step.models),
     "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200", "rounding.json"), parameters.ways),
-    "facts": (README, ("budget_h200.json", "text_model.json", "rounding_h200", "h200", "float64"), readme.facts),
+    "facts": (
+        README,
+        ("budget_h200.json", "memory_h200.json", "text_model.json", "rounding_h200", "h200", "float64"),
+        readme.facts,
+    ),
     "budgets": (FIT, ("budget_h200.json", "budget_tpu.json"), step.budgets),
     "float64": (SCIENCE, ("float64", "float64_h200.json"), float64.problems),
 }

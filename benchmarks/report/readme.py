@@ -13,23 +13,28 @@ from benchmarks.report.markdown import select
 GPT = "GPT-2 124 M, 8 x 1024, cuDNN's attention, scanned"
 
 
-def facts(memory: dict[str, Any], text: dict[str, Any], optimizers: Rows, steps: Rows, float64: Rows) -> str:
+def facts(
+    memory: dict[str, Any], whole: dict[str, Any], text: dict[str, Any], optimizers: Rows, steps: Rows, float64: Rows
+) -> str:
     """Memory of a gradient, the loss where training ends, bytes a parameter, the cost of a step, and float64."""
-    found = of_models(memory), of_training(text), of_optimizers(optimizers), of_steps(steps), of_float64(float64)
+    found = of_models(memory, whole), of_training(text), of_optimizers(optimizers), of_steps(steps), of_float64(float64)
     return "\n".join(f"- {line}" for line in found)
 
 
-def of_models(found: dict[str, Any]) -> str:
+def of_models(found: dict[str, Any], whole: dict[str, Any]) -> str:
     rows = {row["variant"]: row for row in select(found["rows"], model=GPT)}
-    of = lambda name: f"{rows[name]['temporary_megabytes'] / 1e3:.1f} GB"
-    more = lambda name: f"{100 * (rows[name]['gigaflops'] / rows['by hand']['gigaflops'] - 1):.0f} %"
+    gigabytes = lambda row: f"{row['temporary_megabytes'] / 1e3:.1f} GB"
+    of = lambda name: gigabytes(rows[name])
+    more = lambda name: f"{100 * (rows[name]['gigaflops'] / rows['by hand']['gigaflops'] - 1):.0f} % more FLOPs"
+    float32 = next(row for row in select(whole["rows"], variant="float32") if row["model"].startswith("GPT-2"))
     half, block = "autocast, budget 0.5", "by hand, each block again"
     return (
-        "**Memory**: the gradient of GPT-2 (124 M parameters, 8 x 1024 tokens), written in bfloat16 with cuDNN's fused "
-        f"attention, takes {of('by hand')} of temporary memory, {of('by hand, dots_saveable')} with the "
-        f"`dots_saveable` policy, and {of(block)} with a checkpoint around each block, for {more(block)} more FLOPs. "
-        f"Autocast of the float32 model takes {of('autocast, budget 1.0')}, and {of(half)} with `memory_budget=0.5`, "
-        f"for {more(half)} more FLOPs ([other models](docs/a-model-that-does-not-fit.md))."
+        "**Memory**: the gradient of GPT-2 (124 M parameters, 8 x 1024 tokens) takes "
+        f"{gigabytes(float32)} of temporary memory in float32, {of('autocast, budget 1.0')} with autocast, and "
+        f"{of(half)} with `memory_budget=0.5`, for {more(half)}. Written by hand in bfloat16 it takes {of('by hand')}, "
+        f"{of('by hand, dots_saveable')} with the `dots_saveable` policy, and {of(block)} with a checkpoint around "
+        f"each block, for {more(block)}. In 16 bit, attention is cuDNN's kernel "
+        "([other models](docs/a-model-that-does-not-fit.md))."
     )
 
 
