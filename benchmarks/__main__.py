@@ -27,7 +27,6 @@ def imports(quick: bool) -> Rows:
 
 
 BENCHMARKS: dict[str, Callable[[bool], Rows]] = {"step": update.step, "train": train.train, "imports": imports}
-BENCHMARKS["pages"] = update.pages
 ON_ANY_MACHINE = list(BENCHMARKS)  # the compilers for other devices are packages of their own
 BENCHMARKS |= {target: partial(update.ahead, target) for target in TARGETS}
 

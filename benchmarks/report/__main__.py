@@ -30,7 +30,6 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "counted": (PAGE, ("tpu", "h200"), step.counted),
     "step": (PAGE, ("step",), step.step),
     "train": (PAGE, ("train",), step.train),
-    "pages": (PAGE, ("pages",), step.pages),
     "imports": (PAGE, ("imports",), step.imports),
     "gpu_steps": (PAGE, ("gpu_steps",), step.step),
     "gpu_models": (PAGE, ("gpu_models",), step.models),

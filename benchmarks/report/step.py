@@ -100,17 +100,6 @@ def imports(rows: Rows) -> str:
     return f"`import jamp` after `import optax` takes {number(rows[0]['milliseconds'])} ms."
 
 
-def pages(rows: Rows) -> str:
-    """The same with huge pages."""
-    timed = ("jamp", "lax.cond by hand", "where by hand")
-    told = {name: " and ".join(cell(row) for row in select(rows, name=name)) for name in timed}
-    return (
-        "What `where` costs here is mostly page faults: XLA:CPU holds the old and the new version of every array, and "
-        "the memory goes back to the system after each step. `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, huge pages, "
-        f"removes most of them. AdamW without and with it: {'; '.join(f'{name} {x}' for name, x in told.items())}."
-    )
-
-
 def fit(found: dict[str, Any]) -> str:
     """What a training step holds on the device and on the host, in GB."""
     head = ["", "state, GB", "temporary, GB", "together, GB", "on the host, GB"]

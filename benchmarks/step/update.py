@@ -1,6 +1,5 @@
 """The optimizer step, `tx.update` and `apply_updates`, on true gradients: plain Optax, jamp and its peers."""
 
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -74,15 +73,6 @@ def step(quick: bool, tables: list[Table] | None = None) -> Rows:
             labels |= {"framework": table.framework} if table.framework else {}
             rows += across(labels, measure, table, quick=quick)
     return [row | {"limit_ratio": limit_ratio(row["optimizer"], row["name"])} for row in rows]
-
-
-def pages(quick: bool) -> Rows:
-    """AdamW with the allocator as it is, and with huge pages, which take few page faults."""
-    table, rows = Table("adamw", 4 if quick else 40, 16 if quick else 1024, (*FEW, "where by hand")), []
-    for tunables in ("", "glibc.malloc.hugetlb=1"):
-        os.environ["GLIBC_TUNABLES"] = tunables  # for the processes that this one starts
-        rows += across({"tunables": tunables}, measure, table, quick=quick)
-    return rows
 
 
 def measure(table: Table) -> Rows:
