@@ -216,7 +216,7 @@ def test_a_product_with_a_constant_beyond_the_range_stays_float32_with_its_reaso
         (row,) = (r for r in jamp.autocast_report(fun, F16)(W).rows if r.operation.startswith("dot"))
         assert (row.operation, row.category) == ("dot_general[range]", "float32")
         assert "beyond the range" in row.reason
-    factors = np.full((N, N), 1e6 + 1j, np.complex64)  # a complex constant is no operand of a 16-bit product
+    factors = np.full((N, N), 1e6 + 1j, np.complex64)  # a complex constant is not an operand of a 16-bit product
     report = jamp.autocast_report(lambda x: jnp.real(lax.complex(x @ x, x) * factors) @ x, F16)(W)
     assert [(r.operation, r.count) for r in report.rows if r.category == "compute"] == [("dot_general", 2)]
     low = lambda dtype: jnp.full((N, N), -1, jnp.int32).astype(dtype).astype(F32)  # 65535, and 2**32

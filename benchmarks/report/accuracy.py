@@ -10,7 +10,6 @@ from benchmarks.report.markdown import names, origin, select, table
 
 Row = Found = dict[str, Any]
 SHOWN = ("bfloat16", "float16, unscaled", "float16, dynamic", "float16, adaptive", "autocast float16, dynamic")
-HELD_OUT = 899  # images of digits
 T = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}  # of Student's distribution: 95 % lie below, by the number of seeds
 TASKS = ("digits", "digits in batches", "language model")
 

@@ -58,7 +58,7 @@ def of_training(found: dict[str, Any]) -> str:
         else:
             others.append(f"{len(less)} seeds do not show it for {name} ({low:+.3f} to {high:+.3f})")
     return (
-        f"**Loss** of a language model of 1.4 M parameters, on a CPU, beside float32's: {' and '.join(shown)} "
+        f"**Loss** of a language model of 1.4 M parameters, on a CPU, compared with float32's: {' and '.join(shown)} "
         f"nats a byte; {', '.join(others)} "
         "([study](docs/benchmarks/accuracy.md))."
     )
@@ -70,7 +70,7 @@ def of_float64(rows: Rows) -> str:
     slower = sum(row["ratio_low"] > 1 for row in timed)
     told = lambda row: f"{row['ratio']:.2f} times the time, error {row['error']:.0e}"
     return (
-        "**float64**: energies and forces of a network, on a CPU, beside float64: with products in float32 "
+        "**float64**: energies and forces of a network on a CPU, compared with float64: products in float32 "
         f"{told(found)}; all in float32 {told(float32)}. Of {len(timed)} programs, {slower} are slower "
         "([table](docs/frameworks/science.md#float64))."
     )

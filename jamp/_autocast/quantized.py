@@ -71,7 +71,7 @@ def packed(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
 
 def summed(name: str, params: Mapping[str, Any], config: Format) -> tuple[Axes, Axes]:
     """The axes of each operand that share a scale: those that the product sums, or None for all of them."""
-    is_by_row = config.granularity == "row" and name == "dot_general"  # A group of rows is no axis.
+    is_by_row = config.granularity == "row" and name == "dot_general"  # A group of rows is not an axis.
     x, y = _jaxpr.contracted(params) if is_by_row else (None, None)
     return x, y
 

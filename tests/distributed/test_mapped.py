@@ -206,7 +206,7 @@ def test_index_specs_make_stochastic_rounding_in_shard_map_that_of_the_whole():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_scaled_gives_the_gradients_of_a_loss_over_all_replicas(way):
-    """One replica's backward pass overflows in float16, and its collectives would wait for the others for ever."""
+    """One replica's backward pass overflows in float16, and its collectives would wait for the others forever."""
 
     @jax.custom_vjp
     def through(x, gain):
