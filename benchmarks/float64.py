@@ -371,8 +371,10 @@ if __name__ == "__main__":
     arguments.add_argument("--errors", action="store_true", help="the errors without the times")
     arguments.add_argument("--target", choices=TARGETS, help="compile for it, and count bytes")
     options = arguments.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    about = record("benchmarks.float64", options.quick, options.target or "cpu", ("diffrax", "numpyro"))
+    if options.target:
+        jax.config.update("jax_platforms", "cpu")
+    device = options.target or jax.devices()[0].device_kind
+    about = record("benchmarks.float64", options.quick, device, ("diffrax", "numpyro"))
     if options.target is None:
         write(options.json, about | {"float64": main(options.only, options.quick, options.errors)})
     elif is_installed(options.target):

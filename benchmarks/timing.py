@@ -40,6 +40,7 @@ def compare(cases: list[Case], rounds: int, steps: int = 1) -> Rows:
     call returns. The peak is that of arguments, results and temporaries, donated ones once.
     """
     built = build(cases)
+    cases = [case for case in cases if case.name in built]
     carries, _padding = placed(cases)
     calls = {case.name: runner(built[case.name][0], carries[case.name], case.args, steps) for case in cases}
     times = paired(calls, rounds)
@@ -54,6 +55,7 @@ def compare(cases: list[Case], rounds: int, steps: int = 1) -> Rows:
                 "name": name,
                 "milliseconds": float(np.median(done) * 1e3),
                 "ratio": float(np.median(done / base)),
+                "ratios": (done / base).tolist(),
                 "dispatch_milliseconds": float(np.median(dispatched) * 1e3),
                 "trace_seconds": traced,
                 "compile_seconds": seconds,
@@ -65,7 +67,10 @@ def compare(cases: list[Case], rounds: int, steps: int = 1) -> Rows:
 
 
 def build(cases: list[Case]) -> dict[str, tuple[Any, float, float]]:
-    """Each case compiled, and the seconds that its tracing and its compilation took."""
+    """Each case compiled, and the seconds that its tracing and its compilation took.
+
+    A case that does not compile here, such as a kernel that this device does not have, is left out, with a line.
+    """
     jax.jit(lambda x: x + 1)(0)  # what only the first compilation of a process pays
     built = {}
     for case in random.sample(cases, len(cases)):
@@ -73,11 +78,15 @@ def build(cases: list[Case]) -> dict[str, tuple[Any, float, float]]:
         jax.clear_caches()
         jitted = jax.jit(lambda carry, *args, step=case.step: step(carry, *args), donate_argnums=0)
         start = time.perf_counter()
-        lowered = jitted.lower(case.carry, *case.args)
-        traced = time.perf_counter()
-        compiled = lowered.compile()
+        try:
+            lowered = jitted.lower(case.carry, *case.args)
+            traced = time.perf_counter()
+            compiled = lowered.compile()
+        except (RuntimeError, ValueError) as error:
+            print(f"{case.name} does not compile: {error}", flush=True)
+            continue
         built[case.name] = compiled, traced - start, time.perf_counter() - traced
-    return {case.name: built[case.name] for case in cases}
+    return {case.name: built[case.name] for case in cases if case.name in built}
 
 
 def placed(cases: list[Case]) -> tuple[dict[str, Any], list[np.ndarray]]:
@@ -119,16 +128,19 @@ def paired(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.nda
     return {name: np.array(values) for name, values in found.items()}
 
 
-def across(labels: dict[str, Any], measure: Callable[..., Rows], *args: Any, quick: bool) -> Rows:
+def across(
+    labels: dict[str, Any], measure: Callable[..., Rows], *args: Any, quick: bool, processes: int = PROCESSES
+) -> Rows:
     """`measure(*args)` in fresh processes, one after the other, and its rows summarised by their names and labelled.
 
     `measure` returns a row for each case, the baseline first. Numbers of a row become their median; of "ratio" the
-    interval is kept too, as "ratio_low" and "ratio_high", and every single one as "ratios".
+    interval is kept too, as "ratio_low" and "ratio_high", and every single one as "ratios". Those of one process are
+    its rounds.
     """
     print()
     show(labels)
     runs = []
-    for _ in range(1 if quick else PROCESSES):
+    for _ in range(1 if quick else processes):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             runs.append(pool.apply(measure, args))
     rows = [labels | row for row in summary(runs)]
@@ -142,7 +154,7 @@ def summary(runs: list[Rows]) -> Rows:
     for found in zip(*runs, strict=True):
         numbers = {key for key, value in found[0].items() if isinstance(value, float)}
         row = {key: float(np.median([x[key] for x in found])) if key in numbers else found[0][key] for key in found[0]}
-        ratios = [x["ratio"] for x in found]
+        ratios = [x["ratio"] for x in found] if len(found) > 1 else found[0]["ratios"]
         rows.append(row | {"ratio_low": min(ratios), "ratio_high": max(ratios), "ratios": ratios})
     return rows
 

@@ -1,10 +1,11 @@
-"""What `benchmarks.step` times, on one GPU: the optimizer step, and training steps of ViT-B/16 and GPT-2 124 M.
+"""One GPU timed: gradients of whole models at several memory budgets, and the optimizer step.
 
     python -m benchmarks.gpu --json docs/benchmarks/gpu.json
-    python -m benchmarks.gpu --steps-only                    or --models-only
+    python -m benchmarks.gpu --only steps "ViT-B/16, batch 64"
     python -m benchmarks.gpu --device cpu --quick            rehearse, tiny
 
-Unlike on a CPU, 20 steps are started and only the last one is waited for.
+Unlike on a CPU, several steps are started and only the last one is waited for, and a table is measured in one process:
+the range is that of its nine rounds.
 """
 
 import os
@@ -13,36 +14,27 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # each table is
 
 import jax
 
-from benchmarks.models import SHAPES, SMALL
+from benchmarks.memory.timed import GPU, timed
 from benchmarks.record import Rows, parser, record, write
 from benchmarks.report import step as report
-from benchmarks.step import autocast, update
+from benchmarks.step import update
 
-STEPS = 20
 NAMES = (*update.FEW, "where by hand", "flax DynamicScale recipe")
-TABLES = [
-    *(update.Table(optimizer, 40, 2240, NAMES, steps=STEPS) for optimizer in update.SCALED),  # 100 M
-    *(update.Table("adamw", 40, width, update.FEW, steps=STEPS) for width in (1120, 4480)),  # 25 M and 400 M
-    *(update.Table("adamw", 40, 2240, update.HALF, grads=dtype, steps=STEPS) for dtype in ("float16", "bfloat16")),
+TABLES = [  # 100 M parameters
+    *(update.Table(optimizer, 40, 2240, NAMES, steps=20) for optimizer in update.SCALED),
+    update.Table("adamw", 40, 2240, update.HALF, grads="float16", steps=20),
 ]
 
 
 def steps(quick: bool) -> Rows:
     small = [table._replace(width=16, rounds=1, steps=2) for table in (TABLES[0], TABLES[-1])]
-    return update.step(quick, small if quick else TABLES)
-
-
-def whole(quick: bool) -> Rows:
-    batches = {"ViT-B/16": 128, "GPT-2 124 M": 16}
-    shapes = {name: (SMALL[name], 2) if quick else (SHAPES[name], batch) for name, batch in batches.items()}
-    return autocast.timed({name: autocast.transformer(*x) for name, x in shapes.items()}, 1 if quick else 5, STEPS)
+    return update.step(quick, small if quick else TABLES, processes=1)
 
 
 def main() -> None:
     arguments = parser("benchmarks.gpu", __doc__)
     arguments.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
-    for part in ("steps", "models"):
-        arguments.add_argument(f"--{part}-only", dest="only", action="store_const", const=part)
+    arguments.add_argument("--only", nargs="+", default=[*GPU, "steps"], choices=[*GPU, "steps"])
     options = arguments.parse_args()
     if options.device == "cpu":
         if not options.quick:
@@ -54,13 +46,13 @@ def main() -> None:
         install = "Install it with `pip install 'jax[cuda13]'`, or rehearse with --device cpu --quick."
         raise SystemExit(f"JAX sees no GPU but {device.device_kind!r}. {install}")
     found = record("benchmarks.gpu", options.quick, device.device_kind)
-    if options.only != "models":
+    if chosen := [name for name in GPU if name in options.only]:
+        found["gpu_models"] = timed(chosen, options.quick, processes=1)
+        print(f"\n{report.models(found['gpu_models'])}")
+        write(options.json, found)
+    if "steps" in options.only:
         found["gpu_steps"] = steps(options.quick)
         print(f"\n{report.step(found['gpu_steps'])}\n")
-        write(options.json, found)
-    if options.only != "steps":
-        found["gpu_models"] = whole(options.quick)
-        print(f"\n{report.models(found['gpu_models'])}")
         write(options.json, found)
 
 

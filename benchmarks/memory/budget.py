@@ -33,7 +33,6 @@ from jamp._autocast.flops import of_products
 
 POLICIES = jax.checkpoint_policies
 BF16 = jnp.bfloat16
-LLAMA = Shape(8, 1024, 16, 32000, 1024)
 MIXTURE = Shape(8, 512, 8, 32000, 1024)
 IMAGES = jax.ShapeDtypeStruct((32, 224, 224, 3), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.int32)
 NOISE = (jax.ShapeDtypeStruct((32, 64, 64, 3), jnp.float32),) * 2
@@ -53,10 +52,10 @@ def problems(target: str) -> dict[str, tuple[Any, Any, Any, Any]]:
     gpt, vit = SHAPES["GPT-2 124 M"], SHAPES["ViT-B/16"]
     causal = attend_written_out
     made = {"GPT-2 124 M, 8 x 1024, scanned": (*problem(models, gpt, 8, True), causal)}
-    made["Llama, 8 layers of 1024, 8 x 1024, scanned"] = (*problem(llama, LLAMA, 8, True), llama.attend)
+    made["Llama, 8 layers of 1024, 8 x 1024, scanned"] = (*problem(llama, llama.SHAPE, 8, True), llama.attend)
     made["ViT-B/16, batch 64, scanned"] = (*problem(models, vit, 64, True), causal)
     made["GPT-2 124 M, 8 x 1024, unrolled"] = (*problem(models, gpt, 8, False), causal)
-    made["Llama, 8 layers of 1024, 8 x 1024, unrolled"] = (*problem(llama, LLAMA, 8, False), llama.attend)
+    made["Llama, 8 layers of 1024, 8 x 1024, unrolled"] = (*problem(llama, llama.SHAPE, 8, False), llama.attend)
     if target == "h200":  # The FLOPs of cuDNN's kernel are not counted.
         loss, *shapes = problem(models, gpt, 8, True)
         made["GPT-2 124 M, 8 x 1024, cuDNN's attention, scanned"] = (

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from benchmarks.models import Shape, cast, cross_entropy, of_layers, stacked
 
+SHAPE = Shape(8, 1024, 16, 32000, 1024)
+
 
 def init(key: jax.Array, shape: Shape) -> Any:
     """Random float32 parameters."""

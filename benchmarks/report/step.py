@@ -90,10 +90,12 @@ def train(rows: Rows) -> str:
 
 
 def models(rows: Rows) -> str:
-    """Whole models on a GPU."""
-    fields = lambda row: (number(row["milliseconds"]), f"{1 / row['ratio']:.2f}", number(row["peak_megabytes"] / 1e3))
-    body = [[row["model"], row["name"], *fields(row)] for row in rows]
-    return table(["", "", "ms", "speed-up over float32", "peak, GB"], body)
+    """Time and temporary memory of gradients on a GPU."""
+    body = []
+    for row in rows:
+        gigabytes = number(row["temporary_megabytes"] / 1e3)
+        body.append([row["model"], row["name"], number(row["milliseconds"]), cell(row), gigabytes])
+    return table(["", "", "ms", "to the first", "temporary, GB"], body)
 
 
 def imports(rows: Rows) -> str:

@@ -13,7 +13,7 @@ import jamp
 from benchmarks.ahead_of_time import compile_for, in_shapes
 from benchmarks.record import Rows
 from benchmarks.step import frameworks, peers
-from benchmarks.timing import Case, across, compare
+from benchmarks.timing import PROCESSES, Case, across, compare
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-3),
@@ -62,8 +62,8 @@ QUICK = [
 ]
 
 
-def step(quick: bool, tables: list[Table] | None = None) -> Rows:
-    """Every table, each in several processes."""
+def step(quick: bool, tables: list[Table] | None = None, processes: int = PROCESSES) -> Rows:
+    """Every table, each in processes of its own."""
     there = [*peers.installed(peers.JAX), *filter(find_spec, frameworks.FRAMEWORKS), SKIPPED, HALF[-1]]
     rows: Rows = []
     for table in tables or (QUICK if quick else TABLES):
@@ -71,7 +71,7 @@ def step(quick: bool, tables: list[Table] | None = None) -> Rows:
             table = table._replace(names=tuple(name for name in table.names if name in there))
             labels = {"optimizer": table.optimizer, **size(table.leaves, table.width), "grads": table.grads}
             labels |= {"framework": table.framework} if table.framework else {}
-            rows += across(labels, measure, table, quick=quick)
+            rows += across(labels, measure, table, quick=quick, processes=processes)
     return [row | {"limit_ratio": limit_ratio(row["optimizer"], row["name"])} for row in rows]
 
 
