@@ -35,6 +35,18 @@ def reference(x, dtype, axis=None):
     return (np.float32(x) / scales).astype(dtype), np.float32(scales)
 
 
+@pytest.mark.parametrize("config", [F8, ROW], ids=["tensor", "row"])
+def test_products_read_float8_and_not_a_cast_of_it_which_xla_gpu_takes_out(config):
+    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ V) @ V)
+    low = jamp.autocast(loss, config, rules={"dot_general": "compute"})
+    for fun, count in ((low, 3), (jax.grad(low), 3 + 3)):
+        dots = [eqn for eqn in equations(jax.make_jaxpr(fun)(W, X)) if eqn.primitive.name == "dot_general"]
+        found = [{v.aval.dtype for v in eqn.invars} for eqn in dots]
+        found = [dtypes for dtypes in found if jnp.dtype(jnp.float32) not in dtypes]  # not the product of the scales
+        assert len(found) == count
+        assert all(dtypes <= {jnp.dtype(E4), jnp.dtype(E5)} for dtypes in found)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(-70, 90), st.integers(0, 99), st.sampled_from([E4, E5, jnp.float8_e4m3fnuz]))
 def test_quantization_equals_numpys_to_the_bit_and_commutes_with_powers_of_two(exponent, seed, dtype):

@@ -56,8 +56,7 @@ def products(programs: dict[str, list[Instruction]]) -> list[Product]:
             (left, sizes), (right, others) = (shape(types[x]) for x in (operands * 2)[:2])
             _, out = shape(type_)
             flops = 2 * times * math.prod(out) * math.prod(sizes[i] for i in numbers(rest, "lhs_contracting"))
-            is_low = "matmul$f8" in rest and left.startswith("f8") and right.startswith("f8")
-            is_low |= left == right == "s8"
+            is_low = left[:2] == right[:2] and left[:2] in ("f8", "s8")
             is_layer = CLASSES not in sizes + others and not numbers(rest, "lhs_batch")
             found.append(Product(flops, is_low, is_layer))
     return found

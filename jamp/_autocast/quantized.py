@@ -163,22 +163,18 @@ class Quantized(NamedTuple):
     ) -> Array:
         """The product of two quantized operands, and of the sizes of groups if it is a ragged one.
 
-        With one scale for each operand, it is a product of the dequantized operands, which are exact in bfloat16.
-        XLA:GPU compiles this form to a float8 product. Otherwise the scales are applied to the result.
+        The scales are applied to the result. As a product of dequantized operands, it would be in 16 bit on GPUs: XLA
+        takes out a cast to float8 that is followed by one to bfloat16, unless Triton's products are switched off.
         """
         (x, y), carrier, forward = pairs, np.dtype(self.config.carrier), self.config.forward
-        if x[1].ndim == 0 and carrier == jnp.bfloat16 and forward != jnp.int8:
-            # XLA:GPU would merge products that share an operand (q, k and v) into one 16-bit product, because their
-            # scales differ. One barrier around both scales of each product prevents the merge.
-            scales = lax.optimization_barrier((x[1], y[1]))
-            low = [q.astype(carrier) * scale.astype(carrier) for q, scale in zip((x[0], y[0]), scales, strict=True)]
-            return multiply(primitive, [*low, *sizes], params, dtype)
         low, total = [x[0], y[0]], jnp.float32
         terms = math.prod(x[0].shape[i] for i in _jaxpr.contracted(params)[0])
         if forward == jnp.int8 and isinstance(terms, int) and terms <= _INT8_TERMS:
             total = jnp.int32
         elif forward == jnp.int8:
             low = [q.astype(carrier) for q in low]
+        elif x[1].ndim == 0 and dtype == jnp.bfloat16:
+            total = dtype  # Scales are powers of two, and bfloat16 has the range of float32: nothing more is rounded.
         sums = multiply(primitive, [*low, *sizes], params, total).astype(jnp.float32)
         if x[1].ndim == 0:
             scale = x[1] * y[1]
