@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.record import Rows
 from benchmarks.report.markdown import TITLES, names, number, origin, select, table
 from benchmarks.step.peers import AGAIN
-from benchmarks.step.update import SAME
+from benchmarks.step.update import SAME, SKIPPED
 from benchmarks.timing import cell
 
 FIRST = (
@@ -78,7 +78,7 @@ def step(rows: Rows) -> str:
     body.append(["**one extra read**", *limits(found, columns)])
     for name in names(shown):
         own = next((row["framework"] for row in shown if row["name"] == name and "framework" in row), "")
-        if name not in ("optax", own, *SAME):
+        if name not in ("optax", own, f"{own}, again", "jamp, NoOpLossScale", SKIPPED, *SAME):
             label = "plain Optax again (A/A)" if name == AGAIN else f"{name} (beside plain {own})" if own else name
             body.append([label, *cells(found, name, columns)])
     return table(["", *map(TITLES.get, columns)], body)
@@ -89,13 +89,24 @@ def train(rows: Rows) -> str:
     return f"{len(rows)} rows with their ranges are in [train.json](train.json)."
 
 
+CUDNN = ", cuDNN's attention"
+
+
 def models(rows: Rows) -> str:
-    """Time and temporary memory of gradients on a GPU."""
-    body = []
-    for row in rows:
-        gigabytes = number(row["temporary_megabytes"] / 1e3)
-        body.append([row["model"], row["name"], number(row["milliseconds"]), cell(row), gigabytes])
-    return table(["", "", "ms", "to the first", "temporary, GB"], body)
+    """Time of gradients on a GPU beside the model by hand, and their temporary memory, by model and attention."""
+    found = {(row["model"], row["name"]): row for row in rows}
+    kernels = [
+        (model, end) for model in names(rows, "model") for end in ("", CUDNN) if (model, "by hand" + end) in found
+    ]
+
+    def cells_of(way: str) -> list[str]:
+        of = [found.get((model, way + end)) for model, end in kernels]
+        return [f"{row['ratio']:.2f}, {number(row['temporary_megabytes'] / 1e3)} GB" if row else "" for row in of]
+
+    base = [number(found[model, "by hand"]["milliseconds"]) for model, _ in kernels]
+    ways = dict.fromkeys(name.removesuffix(CUDNN) for name in names(rows))
+    head = ["", *(model.rpartition(", ")[0] + end for model, end in kernels)]
+    return table(head, [["by hand, ms", *base], *([way, *cells_of(way)] for way in ways)])
 
 
 def imports(rows: Rows) -> str:

@@ -103,7 +103,7 @@ def test_without_a_gpu_the_error_says_how_to_rehearse(monkeypatch, options, mess
         gpu.main()
 
 
-def test_the_gpu_tables_hold_ratios_and_speed_ups():
+def test_the_gpu_tables_hold_ratios_and_memory():
     labels = {"optimizer": "adamw", "leaves": 40, "millions": 25.0, "grads": "float32", "limit_ratio": 8 / 7}
     runs = [
         [labels | {"name": n, "milliseconds": 1.0, "ratio": r} for n, r in ratios.items()]
@@ -115,11 +115,20 @@ def test_the_gpu_tables_hold_ratios_and_speed_ups():
     table = report_step.step(timing.summary(runs))
     assert "| **one extra read** | 1.14 |" in table
     assert "| jamp | 1.15 (1.10-1.20) |" in table
+    ways = {"by hand": 1.0, "autocast, budget 1.0": 0.5}
     rows = [
-        {"model": "ViT-B/16", "name": name, "milliseconds": ms, "ratio": ms / 4, "peak_megabytes": 12e3}
-        for name, ms in (("float32", 4.0), ("autocast bfloat16", 2.0))
+        {
+            "model": "ViT-B/16, batch 64",
+            "name": name,
+            "milliseconds": 4.0 * ratio,
+            "temporary_megabytes": 12e3,
+            "ratio": ratio,
+        }
+        for name, ratio in ways.items()
     ]
-    assert "| ViT-B/16 | autocast bfloat16 | 2 | 2.00 | 12 |" in report_step.models(rows)
+    table = report_step.models(rows)
+    assert "| by hand, ms | 4 |" in table
+    assert "| autocast, budget 1.0 | 0.50, 12 GB |" in table
 
 
 def test_the_loss_scale_works_in_every_dynamic_run_of_the_overflow_study():

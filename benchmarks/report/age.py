@@ -1,0 +1,99 @@
+"""Which results are older than the code that they measure.
+
+    python -m benchmarks.report.age            names them on the page of the benchmarks
+    python -m benchmarks.report.age --check    fails if one is not named there
+
+A result is as old as the commit that it holds, or else the commit that wrote its file. It is older if one of the paths
+in `MEASURED` changed later, or is changed and not committed.
+"""
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+from benchmarks.report.markdown import fill
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/benchmarks/index.md"
+
+
+def paths(folder: str, names: str) -> tuple[str, ...]:
+    return tuple(f"jamp/{folder}/{name}.py" for name in names.split())
+
+
+CASTS = paths("_autocast", "cast rules passes lower product matrix_product")
+KEPT = paths("_autocast", "budget segments recompute kept residuals")
+LOW = paths("_autocast", "quantized quantize")
+SKIP = paths("_step", "loss_scaled skip finite find scale_unscale")
+SCALED = paths("_step", "scaled scaled_primitives retry")
+PARAMETERS = paths("_step", "stochastic_rounding rounding split_masters block_codes quantized_state moments")
+REPORTS = ("jamp/debug",)
+# By the beginning of the names of files. The longest that fits counts.
+MEASURED: dict[str, tuple[str, ...]] = {
+    "accumulate": CASTS,
+    "accuracy": (*CASTS, *SKIP),
+    "budget": KEPT,
+    "codes": PARAMETERS,
+    "devices": SKIP,
+    "digits": (*CASTS, *SKIP),
+    "false_alarms": REPORTS,
+    "fit": (*KEPT, *PARAMETERS),
+    "float64": CASTS,
+    "float8": LOW,
+    "gpu": (*CASTS, *KEPT),
+    "gradients": LOW,
+    "h200": SKIP,
+    "int8": LOW,
+    "large_models": (*CASTS, *KEPT),
+    "memory": (*CASTS, *KEPT),
+    "reinforce": (*CASTS, *SCALED),
+    "retries": SCALED,
+    "rounding": PARAMETERS,
+    "scaled": SCALED,
+    "step": SKIP,
+    "text_model": (*CASTS, *LOW),
+    "tpu_v5e": SKIP,
+    "train": SKIP,
+    "tunix_mismatch": (*CASTS, *SCALED),
+}
+
+
+def measured(name: str) -> tuple[str, ...]:
+    """The paths that a file of results measures."""
+    return MEASURED[max((start for start in MEASURED if name.startswith(start)), key=len)]
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def older() -> list[str]:
+    """The files of results that are older than what they measure."""
+    found = []
+    for file in sorted(RESULTS.glob("*.json")):
+        made = json.loads(file.read_text()).get("commit") or git("log", "-1", "--format=%H", "--", str(file)) or "HEAD"
+        if git("diff", "--name-only", made.removesuffix("-dirty"), "--", *measured(file.stem)):
+            found.append(file.name)
+    return found
+
+
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report.age", description=__doc__, formatter_class=form)
+    parser.add_argument("--check", action="store_true", help="fail if a result that is older is not named on the page")
+    options = parser.parse_args()
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        return print("A shallow clone does not tell the age of results: passed over.")
+    names, page = older(), PAGE.read_text()
+    if not options.check:
+        return print(PAGE.write_text(fill(page, "older", ", ".join(f"`{name}`" for name in names) or "None.")), names)
+    listed = page.partition("<!-- older -->")[2].partition("<!-- /older -->")[0]
+    if missing := [name for name in names if f"`{name}`" not in listed]:
+        raise SystemExit(
+            f"Older than what they measure: {', '.join(missing)}. Measure again, or run this without --check."
+        )
+
+
+if __name__ == "__main__":
+    main()
