@@ -177,7 +177,10 @@ def split_master(master: Array) -> tuple[Array, Array]:
     Ties go away from zero because the nearest even number would be the same for two masters with the same low bits.
     The payload of a NaN stays, and a signalling NaN becomes quiet, as in any operation.
     """
-    low_bits = lax.bitcast_convert_type(master, jnp.uint32).astype(jnp.uint16)
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    # The low bits of inf are 0. The select is there for ptxas 13.0, the assembler of CUDA 13.0, which stores 16 bits of
+    # a register that holds a float as the float rounded to an integer.
+    low_bits = jnp.where(bits & np.uint32(0x7FFFFFFF) == _INF, np.uint32(0), bits).astype(jnp.uint16)
     return upper_half(master, low_bits), low_bits
 
 
