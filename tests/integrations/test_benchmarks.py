@@ -17,7 +17,7 @@ from trees import assert_close, bits
 
 from benchmarks import ahead_of_time, timing
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.report import __main__ as report, accuracy, step as report_step
+from benchmarks.report import __main__ as report, accuracy, age, step as report_step
 from benchmarks.step import peers, train
 
 TX = optax.sgd(1e-3, momentum=0.9)  # not Adam, which does not see a forgotten division by the loss scale
@@ -91,6 +91,11 @@ def test_every_result_says_by_which_program_it_was_made():
         command = json.loads(file.read_text())["command"]
         made_by = re.match(r"python -m (benchmarks[\w.]*)|.* of (tests/\S+)$", command)
         assert importlib.util.find_spec(made_by[1]) if made_by[1] else (ROOT / made_by[2]).exists(), file
+
+
+def test_every_result_has_paths_that_it_measures_and_they_exist():
+    for file in RESULTS.glob("*.json"):
+        assert all((ROOT / path).exists() for path in age.measured(file.stem)), file
 
 
 @pytest.mark.parametrize(
