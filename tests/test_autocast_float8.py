@@ -47,6 +47,15 @@ def test_products_read_float8_and_not_a_cast_of_it_which_xla_gpu_takes_out(confi
         assert all(dtypes <= {jnp.dtype(E4), jnp.dtype(E5)} for dtypes in found)
 
 
+@pytest.mark.parametrize("config", [F8, ROW, jamp.Int8(min_size=8)], ids=["tensor", "row", "int8"])
+def test_a_product_is_right_also_if_that_of_its_scales_is_0_or_inf(config):
+    product = jax.jit(jamp.autocast(jnp.matmul, config, rules={"dot_general": "compute"}))
+    tiny = product(X * 2.0**-70, W * 2.0**-50)
+    assert error(tiny * 2.0**120, X @ W) < 0.1
+    large = product((X * 2.0**115).at[0].set(0), W * 2.0**35)
+    assert bool((large[0] == 0).all() & jnp.isinf(large[1:]).any())
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(-70, 90), st.integers(0, 99), st.sampled_from([E4, E5, jnp.float8_e4m3fnuz]))
 def test_quantization_equals_numpys_to_the_bit_and_commutes_with_powers_of_two(exponent, seed, dtype):

@@ -1,7 +1,7 @@
 """Time and temporary memory of gradients at several memory budgets, on the device that JAX sees.
 
     python -m benchmarks.memory.timed --json docs/benchmarks/budget_cpu.json      on a CPU, five processes a model
-    python -m benchmarks.gpu --models-only --json docs/benchmarks/gpu.json        on a GPU, one process a model
+    python -m benchmarks.gpu --json docs/benchmarks/gpu.json                      on a GPU, one process a model
 
 A step is the gradient and an update of the parameters in place. On a CPU, models are in float32, beside the plain
 gradient and `jax.checkpoint` around each block. On a GPU, they are in bfloat16, beside those written by hand in
@@ -85,6 +85,8 @@ def gradients(model: str, quick: bool) -> Rows:
     params = jax.jit(partial(module.init, shape=shape))(jax.random.key(0))
     args = models.data(jax.random.key(1), shape, batch)
     ways = on_cpu(loss) if model in CPU else on_gpu(model, loss)
+    if jax.default_backend() != "gpu":
+        ways = {name: fun for name, fun in ways.items() if "cuDNN" not in name}
     rounds, steps = (1, 1) if quick else (7, 1) if model in CPU else (9, 5)
     return compare([Case(name, partial(_step, fun), params, (args,)) for name, fun in ways.items()], rounds, steps)
 
@@ -105,5 +107,5 @@ if __name__ == "__main__":
     arguments = parser("benchmarks.memory.timed", __doc__)
     arguments.add_argument("--only", nargs="*", default=list(CPU), choices=CPU)
     options = arguments.parse_args()
-    about = record("benchmarks.memory.timed", options.quick, "cpu")
+    about = record("benchmarks.memory.timed", options.quick, jax.devices()[0].device_kind)
     write(options.json, about | {"rows": timed(options.only, options.quick)})

@@ -22,9 +22,9 @@ def paths(folder: str, names: str) -> tuple[str, ...]:
     return tuple(f"jamp/{folder}/{name}.py" for name in names.split())
 
 
-CASTS = paths("_autocast", "cast rules passes lower product matrix_product")
-KEPT = paths("_autocast", "budget segments recompute kept residuals")
-LOW = paths("_autocast", "quantized quantize")
+CASTS = paths("_autocast", "arithmetic cast decisions rules passes lower product matrix_product transform")
+KEPT = paths("_autocast", "budget flops segments recompute kept residuals")
+LOW = (*CASTS, *paths("_autocast", "formats quantized quantize"))
 SKIP = paths("_step", "loss_scaled skip finite find scale_unscale")
 SCALED = paths("_step", "scaled scaled_primitives retry")
 PARAMETERS = paths("_step", "stochastic_rounding rounding split_masters block_codes quantized_state moments")
@@ -33,13 +33,13 @@ REPORTS = ("jamp/debug",)
 MEASURED: dict[str, tuple[str, ...]] = {
     "accumulate": CASTS,
     "accuracy": (*CASTS, *SKIP),
-    "budget": KEPT,
+    "budget": (*CASTS, *KEPT),
     "codes": PARAMETERS,
     "devices": SKIP,
     "digits": (*CASTS, *SKIP),
     "false_alarms": REPORTS,
     "fit": (*KEPT, *PARAMETERS),
-    "float64": CASTS,
+    "float64": (*CASTS, *paths("_autocast", "wide_dot")),
     "float8": LOW,
     "gpu": (*CASTS, *KEPT),
     "gradients": LOW,
@@ -52,7 +52,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "rounding": PARAMETERS,
     "scaled": SCALED,
     "step": SKIP,
-    "text_model": (*CASTS, *LOW),
+    "text_model": LOW,
     "tpu_v5e": SKIP,
     "train": SKIP,
     "tunix_mismatch": (*CASTS, *SCALED),
@@ -70,10 +70,12 @@ def git(*arguments: str) -> str:
 
 def older() -> list[str]:
     """The files of results that are older than what they measure."""
-    found = []
+    found, commits = [], git("log", "--format=%h", "--abbrev=12").split()
     for file in sorted(RESULTS.glob("*.json")):
-        made = json.loads(file.read_text()).get("commit") or git("log", "-1", "--format=%H", "--", str(file)) or "HEAD"
-        if git("diff", "--name-only", made.removesuffix("-dirty"), "--", *measured(file.stem)):
+        made = str(json.loads(file.read_text()).get("commit")).removesuffix("-dirty")
+        if made not in commits:
+            made = git("log", "-1", "--format=%h", "--abbrev=12", "--", str(file)) or "HEAD"
+        if git("diff", "--name-only", made, "--", *measured(file.stem)):
             found.append(file.name)
     return found
 
@@ -88,7 +90,8 @@ def main() -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         return print(f"The age of results is known in a whole clone only, and was not checked: {error}")
     if not options.check:
-        return print(PAGE.write_text(fill(page, "older", ", ".join(f"`{name}`" for name in names) or "None.")), names)
+        PAGE.write_text(fill(page, "older", ", ".join(f"`{name}`" for name in names) or "None."))
+        return print(*names, sep="\n")
     listed = page.partition("<!-- older -->")[2].partition("<!-- /older -->")[0]
     if missing := [name for name in names if f"`{name}`" not in listed]:
         raise SystemExit(

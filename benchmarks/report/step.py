@@ -94,7 +94,7 @@ CUDNN = ", cuDNN's attention"
 
 def models(rows: Rows) -> str:
     """Time of gradients on a GPU beside the model by hand, and their temporary memory, by model and attention."""
-    found = {(row["model"], row["name"]): row for row in rows}
+    found = {(row["model"], row["name"]): row for row in rows if not row["name"].startswith("casts")}
     kernels = [
         (model, end) for model in names(rows, "model") for end in ("", CUDNN) if (model, "by hand" + end) in found
     ]
@@ -104,7 +104,7 @@ def models(rows: Rows) -> str:
         return [f"{row['ratio']:.2f}, {number(row['temporary_megabytes'] / 1e3)} GB" if row else "" for row in of]
 
     base = [number(found[model, "by hand"]["milliseconds"]) for model, _ in kernels]
-    ways = dict.fromkeys(name.removesuffix(CUDNN) for name in names(rows))
+    ways = dict.fromkeys(name.removesuffix(CUDNN) for _, name in found)
     head = ["", *(model.rpartition(", ")[0] + end for model, end in kernels)]
     return table(head, [["by hand, ms", *base], *([way, *cells_of(way)] for way in ways)])
 

@@ -163,8 +163,8 @@ class Quantized(NamedTuple):
     ) -> Array:
         """The product of two quantized operands, and of the sizes of groups if it is a ragged one.
 
-        The scales are applied to the result. As a product of dequantized operands, it would be in 16 bit on GPUs: XLA
-        takes out a cast to float8 that is followed by one to bfloat16, unless Triton's products are switched off.
+        The scales are applied to the result. A product of dequantized operands would be in 16 bit on GPUs: where Triton
+        computes products, as it does by default, XLA removes a cast to float8 if a cast to bfloat16 follows.
         """
         (x, y), carrier, forward = pairs, np.dtype(self.config.carrier), self.config.forward
         low, total = [x[0], y[0]], jnp.float32
@@ -174,13 +174,14 @@ class Quantized(NamedTuple):
         elif forward == jnp.int8:
             low = [q.astype(carrier) for q in low]
         elif x[1].ndim == 0 and dtype == jnp.bfloat16:
-            total = dtype  # Scales are powers of two, and bfloat16 has the range of float32: nothing more is rounded.
+            total = dtype  # The scales are powers of two, and bfloat16 has the range of float32.
         sums = multiply(primitive, [*low, *sizes], params, total).astype(jnp.float32)
-        if x[1].ndim == 0:
-            scale = x[1] * y[1]
-        else:
-            scale = lax.dot_general(x[1], y[1], **_jaxpr.dot_options(params), precision="highest")
-        return (sums * scale).astype(dtype)
+        scales = x[1], y[1]
+        if x[1].ndim != 0:  # Each at the places of the result: its product with ones.
+            outer = functools.partial(lax.dot_general, **_jaxpr.dot_options(params), precision="highest")
+            scales = outer(x[1], jnp.ones_like(y[1])), outer(jnp.ones_like(x[1]), y[1])
+        # One after the other, because the product of two scales can be 0 or inf where the result is a number.
+        return (sums * jnp.minimum(*scales) * jnp.maximum(*scales)).astype(dtype)
 
 
 def _others(perturbed: Sequence[int]) -> list[int]:
