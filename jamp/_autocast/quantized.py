@@ -178,7 +178,7 @@ class Quantized(NamedTuple):
         sums = multiply(primitive, [*low, *sizes], params, total).astype(jnp.float32)
         scales = x[1], y[1]
         if x[1].ndim != 0:  # Each at the places of the result: its product with ones.
-            outer = functools.partial(lax.dot_general, **_jaxpr.dot_options(params), precision="highest")
+            outer = lambda a, b: lax.dot_general(a, b, **_jaxpr.dot_options(params), precision="highest")
             scales = outer(x[1], jnp.ones_like(y[1])), outer(jnp.ones_like(x[1]), y[1])
         # One after the other, because the product of two scales can be 0 or inf where the result is a number.
         return (sums * jnp.minimum(*scales) * jnp.maximum(*scales)).astype(dtype)
