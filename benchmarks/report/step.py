@@ -8,7 +8,7 @@ from benchmarks.record import Rows
 from benchmarks.report.markdown import TITLES, names, number, origin, select, table
 from benchmarks.step.peers import AGAIN
 from benchmarks.step.update import SAME, SKIPPED
-from benchmarks.timing import cell
+from benchmarks.timing import cell, is_again
 
 FIRST = (
     "optax",
@@ -94,7 +94,9 @@ CUDNN = ", cuDNN's attention"
 
 def models(rows: Rows) -> str:
     """Time of gradients on a GPU beside the model by hand, and their temporary memory, by model and attention."""
-    found = {(row["model"], row["name"]): row for row in rows if not row["name"].startswith("casts")}
+    found = {
+        (row["model"], row["name"]): row for row in rows if not row["name"].startswith("casts") and not is_again(row)
+    }
     kernels = [
         (model, end) for model in names(rows, "model") for end in ("", CUDNN) if (model, "by hand" + end) in found
     ]
