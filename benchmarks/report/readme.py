@@ -81,6 +81,6 @@ def of_optimizers(rows: Rows) -> str:
 def of_steps(rows: Rows) -> str:
     own = select(rows, name="jamp", optimizer="adamw")[0]
     return (
-        f"**Skipping** adds {100 * (own['bytes_ratio'] - 1):.0f} % to the bytes that AdamW moves on an H200 "
+        f"**Skipping** adds {100 * (own['bytes_ratio'] - 1):.0f} % to the bytes of AdamW, compiled for an H200 "
         "([table](docs/benchmarks/index.md))."
     )
