@@ -35,7 +35,7 @@ def on_cpu(quick: bool) -> Rows:
     return timed(problems, 1 if quick else 21)
 
 
-def timed(problems: dict[str, Any], rounds: int, steps: int = 1) -> Rows:
+def timed(problems: dict[str, Any], rounds: int) -> Rows:
     """Each model is its loss with a keyword `dtype`, its parameters and a batch."""
     rows, tx = [], optax.adamw(1e-3)
     for model, (loss, params, batch) in problems.items():
@@ -47,7 +47,7 @@ def timed(problems: dict[str, Any], rounds: int, steps: int = 1) -> Rows:
         }
         step = lambda loss: partial(models.train_step, loss, tx, False)
         cases = [Case(name, step(loss), (params, tx.init(params)), (batch,)) for name, loss in ways.items()]
-        for row in compare(cases, rounds, steps):
+        for row in compare(cases, rounds):
             rows.append({"model": model} | row)
             show(rows[-1])
     return rows
