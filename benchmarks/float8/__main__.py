@@ -14,8 +14,8 @@ They need `pip install "jax[cuda13]"`, for the TPU `pip install libtpu`.
 
 import os
 
-# There is no GPU to tune products on. Triton's products stay on, because they are by default, and XLA removes casts to
-# float8 then that it keeps otherwise.
+# There is no GPU to tune products on. Triton's products stay on, as they are by default: they decide which casts to
+# float8 XLA keeps.
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 
 import jax
