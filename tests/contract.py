@@ -2,6 +2,17 @@
 
 An adapter makes `(carry, step, kept)` for a loss scale: `step(carry, x)` is a training step, and `kept(carry)` is what
 a skipped step must leave unchanged, bit for bit. A batch that holds inf or NaN overflows.
+
+The contract of a wrapper:
+
+1. It starts with `inner = optax.with_extra_args_support(inner)`, returns a `GradientTransformationExtraArgs`, passes
+   unknown extra args on and requires none.
+2. Its state is a NamedTuple made in `init`, which only maps over `params`. No two arrays of it share a buffer, and no
+   leaf changes its dtype.
+3. On an overflow the updates are -0.0 and the inner state keeps its bits. The inner optimizer gets float32 gradients
+   and parameters.
+4. It works inside and around `chain`, `inject_hyperparams`, `partition`, `MultiSteps`, `tree.map_params`, under
+   `scan`, `vmap` and donation.
 """
 
 import functools

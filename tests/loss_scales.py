@@ -1,4 +1,17 @@
-"""Any loss scale, the states that it goes through, and runs that were recorded from other systems (tests/data)."""
+"""Any loss scale, the states that it goes through, and runs that were recorded from other systems (tests/data).
+
+A loss scale is any object with `init()` and `update(state, grads_finite)`. One that is part of jamp also guarantees:
+
+1. The configuration is a frozen, hashable dataclass of Python numbers, checked at construction. Neither construction
+   nor import makes an array.
+2. The state is a NamedTuple of strongly typed arrays with a field `loss_scale`, f32[]. Counts are i32[] and saturate.
+   No two arrays share a buffer.
+3. `update` is pure, works under `jit`, `scan` and `vmap`, and keeps structure, shapes and dtypes.
+4. For any values in the state, also inf, NaN and 0, the next update returns a scale inside the bounds.
+5. `with_loss_scale(loss_scale)` of the state, if it exists, resets the counts that a new scale makes obsolete.
+6. `to_config()` returns a mapping from which `loss_scale_from_config` makes the same loss scale.
+7. If another system has this loss scale, a test compares it with a recorded trace of that system.
+"""
 
 import dataclasses
 import json

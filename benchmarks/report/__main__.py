@@ -46,6 +46,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
 FILES: dict[str, tuple[str, dict[str, Callable[[Results], str]]]] = {
     "accuracy": (ACCURACY, {"small": accuracy.small}),
     "text_model": (ACCURACY, {"text-model": accuracy.text_model}),
+    "budget_cpu": (FIT, {"budgets_timed": step.budgets_timed}),
     "fit_h200": (FIT, {"fit": step.fit}),
     "reinforce": (DTYPES, reinforce.TABLES),
     "tunix_mismatch": (GRPO, {"tunix_mismatch": trainers.mismatch}),

@@ -36,7 +36,7 @@ def of_models(rows: Rows) -> str:
         row = found.get(name)
         return f"{row['milliseconds']:.1f} ms, {row['temporary_megabytes'] / 1e3:.1f} GB" if row else ""
 
-    head = ["Gradient of GPT-2 (124 M, 8 x 1024 tokens)", "attention written out", CUDNN]
+    head = ["Gradient of GPT-2 (124 M, 8 x 1024 tokens)", "attention written out", f"{CUDNN}, operands cast by hand"]
     return table(head, [[way, cell(name), cell(f"{name}, {CUDNN}")] for way, name in ways.items()])
 
 

@@ -148,3 +148,16 @@ def budgets(h200: dict[str, Any], tpu: dict[str, Any]) -> str:
             form = [part for part in rest if part in ("unrolled", "cuDNN's attention")]
             body.append([f"{device}: {', '.join([name, *form])}", *line])
     return "\n\n".join([table(["", *SHOWN.values()], body), origin(h200), origin(tpu)])
+
+
+def budgets_timed(found: dict[str, Any]) -> str:
+    """Time and temporary memory of gradients at several memory budgets on a CPU, beside those of the plain gradient."""
+    rows = {(row["model"], row["name"]): row for row in found["rows"]}
+    models, (plain, *ways) = names(found["rows"], "model"), names(found["rows"], "name")
+    memory = lambda model, way: rows[model, way]["temporary_megabytes"] / rows[model, plain]["temporary_megabytes"]
+    body = [[way, *(f"{cell(rows[model, way])}, {memory(model, way):.2f}" for model in models)] for way in ways]
+    head = [
+        "time and temporary memory, divided by the plain gradient's",
+        *(model.partition(",")[0] for model in models),
+    ]
+    return f"{table(head, body)}\n\n{origin(found)}"

@@ -98,6 +98,31 @@ def test_every_result_has_paths_that_it_measures_and_they_exist():
         assert all((ROOT / path).exists() for path in age.measured(file.stem)), file
 
 
+def test_a_result_is_older_once_a_path_that_it_measures_is_another_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(age, "ROOT", tmp_path)
+    monkeypatch.setattr(age, "RESULTS", tmp_path)
+    monkeypatch.setattr(age, "MEASURED", {"dot": ("dot.py",), "dot_bytes": ("bytes.py",)})
+
+    def commit(**files):
+        for name, text in files.items():
+            (tmp_path / name.replace("__", ".")).write_text(text)
+        age.git("add", ".")
+        age.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "-m", "message")
+        return age.git("log", "-1", "--format=%h", "--abbrev=12")
+
+    age.git("init", "-q")
+    first = commit(dot__py="1", bytes__py="1")
+    of_first = json.dumps({"commit": first})
+    commit(dot_said__json=of_first, dot_bytes__json=of_first, dot_unsaid__json="{}")
+    assert age.older() == []
+    second = commit(dot__py="2")
+    assert age.older() == ["dot_said.json", "dot_unsaid.json"]
+    commit(dot_said__json=json.dumps({"commit": f"{second}-dirty"}))
+    assert age.older() == ["dot_unsaid.json"]
+    (tmp_path / "bytes.py").write_text("not committed yet")
+    assert age.older() == ["dot_bytes.json", "dot_unsaid.json"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [([], r"JAX sees no GPU but 'cpu'.*--device cpu --quick"), (["--device", "cpu"], "a rehearsal: add --quick")],
