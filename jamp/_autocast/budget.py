@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jamp import _evaluate, _fingerprint, _jaxpr
 from jamp._autocast.lower import lower
-from jamp._autocast.residuals import UNKNOWN, Kind, Point, cost, device_bytes, with_residuals
+from jamp._autocast.residuals import UNKNOWN, Kind, Point, cost, device_bytes, is_gather, with_residuals
 from jamp._autocast.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of, opened
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
@@ -121,6 +121,7 @@ class Memory:
       body: The function.
       occurrences: Its segments, by their places.
       others: What is in no segment: constructs and equations, and how often each runs.
+      gathers: The keys of the all_gathers of arguments among them.
       total: The bytes, but for those of the end.
       end: The bytes of the last product and what follows, which the backward pass reads at once. To compute them again
         would free nothing at the peak.
@@ -130,6 +131,7 @@ class Memory:
         self.body, self.total, self.end = body, 0.0, 0.0
         self.occurrences: dict[Place, Occurrence] = {}
         self.others: list[tuple[JaxprEqn, int]] = []
+        self.gathers = set[Any]()
         self.readers: Counter[Value] = Counter()
         self._known = known
         self._slots: dict[Any, dict[int, float]] = {}
@@ -207,6 +209,8 @@ class Memory:
         self.others.extend((eqn, around.times) for eqn in eqns)
         defined = {v: eqn for eqn in eqns for v in eqn.outvars}
         reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
+        given = {v for v in reads if not _jaxpr.is_literal(v) and body.origins[v].argument}
+        self.gathers.update(key_of(eqn) for eqn in eqns if is_gather(eqn) and given.issuperset(eqn.invars))
         inputs = list(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
         perturbed = tuple(body.origins[v].perturbed and is_inexact(v.aval) for v in inputs)
         for v, eqn in defined.items():
@@ -347,7 +351,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     named, closed = closed, opened(closed, keep_names=False)
     if closed is not named or any(x.segment.convolves for x in best.occurrences.values()):
         best = memory()
-    constructs = _repeatable(best)
+    again = _repeatable(best)
     best.drop(target)
     largest = max(target, best.largest)
 
@@ -356,11 +360,11 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
         return not is_enough, x.flops if is_enough else x.total + x.largest
 
     whole = frozenset[Any]()
-    for construct in constructs:
-        other = memory(whole | {construct})
+    for keys in again:
+        other = memory(whole | keys)
         other.drop(target)
         if rank(other) < rank(best):
-            best, whole = other, whole | {construct}
+            best, whole = other, whole | keys
     products = PRODUCTS_OF_A_SEGMENT
     while best.total > target:
         products *= 2
@@ -374,8 +378,8 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     return best
 
 
-def _repeatable(memory: Memory) -> list[Any]:
-    """The keys of the constructs that may be computed again as a whole, those with the fewest FLOPs first.
+def _repeatable(memory: Memory) -> list[frozenset[Any]]:
+    """The keys of what may be computed again as a whole: the gathers together, then constructs with the fewest FLOPs.
 
     A construct that is entered must be one of many: to compute the only one again would free nothing at the peak.
     """
@@ -387,7 +391,9 @@ def _repeatable(memory: Memory) -> list[Any]:
             key = key_of(eqn)
             runs[key] += times + name.startswith("custom")
             costs[key] = again
-    return sorted((key for key in costs if runs[key] > 1), key=lambda key: costs[key])[:4]
+    constructs = sorted((key for key in costs if runs[key] > 1), key=lambda key: costs[key])[:4]
+    gathers = [frozenset(memory.gathers)] if memory.gathers else []
+    return [*gathers, *(frozenset([key]) for key in constructs)]
 
 
 def _warn(memory: Memory, target: float, total: float) -> None:

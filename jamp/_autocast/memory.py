@@ -29,8 +29,9 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
     (norms, activations, softmax) are computed again first, at any budget. Below 1.0 the results of products are dropped
     too, those first that free the most bytes for the FLOPs of computing them again: the scores of attention, then
     products with few terms, at last everything but the inputs of segments of about a layer. It enters jit, scan, cond
-    and shard_map. Your own `jax.checkpoint` stays as it is, and so do collectives. A `checkpoint_name` outside of one
-    keeps its value at a budget of 1.0 only. `memory_report` shows the choice.
+    and shard_map. Your own `jax.checkpoint` stays as it is. A `checkpoint_name` outside of one keeps its value at a
+    budget of 1.0 only. Collectives are not repeated, but for an `all_gather` of an argument, as FSDP has for each
+    weight. That counts as 2,000 FLOPs a byte. `memory_report` shows the choice.
 
     The choice depends on shapes only, so that a program is the same on every host. It takes every floating-point
     argument to be differentiated.

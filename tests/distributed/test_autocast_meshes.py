@@ -64,6 +64,32 @@ def test_a_shard_map_is_entered_with_its_axes_also_under_a_mesh(model):
                 assert np.linalg.norm(mine - exact) <= (0.05 if dtype is BF16 else 0.3) * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize(("kind", "sizes"), [(AxisType.Auto, (4, 2)), (AxisType.Explicit, (8, 1))])
+def test_a_low_budget_gathers_the_weights_of_fsdp_again(kind, sizes, vma):
+    mesh = jax.make_mesh(sizes, ("d", "m"), axis_types=(kind, kind))
+    specs = P(None, "d"), P("d")
+    args = [
+        jax.device_put(y, NamedSharding(mesh, spec))
+        for y, spec in zip((normal(3, 12, 128, 128) / 12, normal(4, 64, 128)), specs, strict=True)
+    ]
+
+    def loss(weights, x):
+        layer = lambda x, w: (x + jnp.tanh(x @ lax.all_gather(w, "d", tiled=True)), None)
+        return lax.pmean(jnp.mean(lax.scan(layer, x, weights)[0] ** 2), "d")
+
+    names = {"d"} if kind is AxisType.Auto else {"d", "m"}
+    fsdp = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P(), axis_names=names, check_vma=vma)
+    with jax.set_mesh(mesh):
+        compiled = {b: jax.jit(jax.grad(jamp.recompute(fsdp, b))).lower(*args).compile() for b in (1.0, 0.2)}
+        exact = jax.jit(jax.grad(fsdp))(*args)
+    temporary = {budget: step.memory_analysis().temp_size_in_bytes for budget, step in compiled.items()}
+    assert temporary[0.2] < 0.5 * temporary[1.0]  # the 12 weights are not kept
+    found = compiled[0.2](*args)
+    assert np.linalg.norm(found - exact) < 1e-6 * np.linalg.norm(exact)
+    assert {part.data.shape for part in found.addressable_shards} == {(12, 128 // sizes[0], 128)}
+
+
 def test_a_product_that_all_devices_read_has_float32_cotangents():
     y = normal(2, 8, 8, 8)
     y = y - y.mean(0) * (1 - 1e-3)  # The cotangents of the devices cancel.
