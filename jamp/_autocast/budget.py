@@ -334,8 +334,8 @@ def _computed(v: Any, eqn: JaxprEqn, around: Loops) -> Value:
 def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     """The choice for a function, and the split of it for which it computes least again.
 
-    Whole constructs are computed again if that pays. Segments are merged, if the budget is not reached, as long as what
-    is kept and what the largest segment computes again at once become less.
+    Gathers and whole constructs are computed again if that pays. Segments are merged, if the budget is not reached, as
+    long as what is kept and what the largest segment computes again at once become less.
     """
     known = Known({}, {})
 
