@@ -1,5 +1,6 @@
 """Settings for all tests: no implicit dtype promotion, warnings are errors (pyproject.toml), and quick compilation."""
 
+import gc
 import os
 import sys
 from importlib.metadata import version
@@ -20,6 +21,8 @@ os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# JAX's caches grow to gigabytes in a worker. A search for garbage reads all of it: seldom is often enough.
+gc.set_threshold(100_000, 20, 100)
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `benchmarks`; at the end: an installed jamp comes first
 
