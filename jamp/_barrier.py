@@ -7,9 +7,12 @@ Where the platform matters, that of the lowered program decides, not the one tha
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+
+from jamp._shard_map import is_partial
 
 
 def _primitive(name: str) -> core.Primitive:
@@ -19,8 +22,17 @@ def _primitive(name: str) -> core.Primitive:
     barrier.def_abstract_eval(lambda *avals: list(avals))
     ad.primitive_jvps[barrier] = lambda xs, tangents: (barrier.bind(*xs), list(tangents))
     batching.primitive_batchers[barrier] = lambda xs, dims: (barrier.bind(*xs), list(dims))
-    mlir.register_lowering(barrier, mlir.lower_fun(lambda *xs: lax.optimization_barrier(list(xs))))
+    mlir.register_lowering(barrier, mlir.lower_fun(_by_jax))
     return barrier
+
+
+def _by_jax(*values: Any) -> list[Any]:
+    """JAX's barrier. It takes a sum over devices that is still to be taken only by itself."""
+    alone = [is_partial(jax.typeof(x)) for x in values]
+    together = iter(lax.optimization_barrier([x for x, is_alone in zip(values, alone, strict=True) if not is_alone]))
+    return [
+        lax.optimization_barrier(x) if is_alone else next(together) for x, is_alone in zip(values, alone, strict=True)
+    ]
 
 
 _barrier, _barrier_unless_tpu = _primitive("barrier"), _primitive("barrier_unless_tpu")

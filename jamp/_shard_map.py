@@ -21,7 +21,10 @@ def trace(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]
         return jax.make_jaxpr(fun)(*avals)
     params, mesh = inside.params, inside.params["mesh"]
     names = [name for name in mesh.axis_names if name in _manual_axes(inside)]
-    axes_of = [tuple(name for name in names if name in varying(aval)) for aval in avals]
+    ordered = lambda axes: tuple(name for name in names if name in axes)
+    unreduced = [ordered(aval.manual_axis_type.unreduced) for aval in avals]
+    reduced = [ordered(aval.manual_axis_type.reduced) for aval in avals]
+    axes_of = [ordered({*varying(aval), *axes}) for aval, axes in zip(avals, unreduced, strict=True)]
     # Each array gets a first axis, over which a shard_map can split it, so that it varies as it should. On a mesh with
     # explicit axes it must be sharded so already.
     specs = [PartitionSpec(axes or None) for axes in axes_of]
@@ -35,15 +38,14 @@ def trace(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]
         for aval, axes, spec in zip(avals, axes_of, specs, strict=True)
     ]
     inner = jax.jit(fun)
-    body = lambda *xs: [x[None] for x in jax.tree.leaves(inner(*(x[0] for x in xs)))]
-    out_specs = PartitionSpec(tuple(names))
+
+    def body(*xs: Array) -> tuple[()]:
+        arrays = [lax.pcast(x[0], axes, to="unreduced") for x, axes in zip(xs, unreduced, strict=True)]
+        inner(*(lax.pcast(x, axes, to="reduced") for x, axes in zip(arrays, reduced, strict=True)))
+        return ()
+
     call = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=out_specs,
-        axis_names=set(names),
-        check_vma=params["check_vma"],
+        body, mesh=mesh, in_specs=tuple(specs), out_specs=(), axis_names=set(names), check_vma=params["check_vma"]
     )
     (eqn,) = (eqn for eqn in jax.make_jaxpr(call)(*outside).eqns if _jaxpr.name(eqn) == "shard_map")
     found: ClosedJaxpr = [eqn for eqn in eqn.params["jaxpr"].eqns if _jaxpr.name(eqn) == "jit"][-1].params["jaxpr"]
@@ -92,5 +94,11 @@ def _manual_axes(eqn: JaxprEqn) -> frozenset[str]:
 
 def varying(aval: Any) -> frozenset[str]:
     """The axes of the enclosing shard_map along which an array of this type varies. Without check_vma: none."""
-    names: frozenset[str] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+    names: frozenset[str] = aval.manual_axis_type.varying
     return names
+
+
+def is_partial(aval: Any) -> bool:
+    """Whether an array is a sum over devices that is still to be taken, `unreduced`, or its gradient is, `reduced`."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return kind is not None and bool(kind.unreduced | kind.reduced)

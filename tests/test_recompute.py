@@ -371,6 +371,13 @@ def test_an_all_gather_of_an_argument_alone_is_repeated_where_that_pays():
     assert [gathered(of_both, budget, 64)[0] for budget in (1.0, 0)] == [2, 3]
 
 
+def test_an_all_gather_of_a_number_may_be_in_a_function_with_a_budget():
+    """It is no variable of the jaxpr."""
+    fun = lambda x: mean(jnp.tanh(x @ x)) / lax.all_gather(1.0, "d").sum()
+    over_replicas = lambda fun: jax.vmap(jax.grad(fun), axis_name="d")(normal(2, 64, 64))
+    assert_close(over_replicas(jamp.recompute(fun, 0)), over_replicas(fun))
+
+
 def test_your_own_checkpoints_and_their_policies_stay():
     policy = jax.checkpoint_policies.save_only_these_names("mine")
 

@@ -209,8 +209,8 @@ class Memory:
         self.others.extend((eqn, around.times) for eqn in eqns)
         defined = {v: eqn for eqn in eqns for v in eqn.outvars}
         reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
-        given = {v for v in reads if not _jaxpr.is_literal(v) and body.origins[v].argument}
-        self.gathers.update(key_of(eqn) for eqn in eqns if is_gather(eqn) and given.issuperset(eqn.invars))
+        is_given = lambda v: _jaxpr.is_literal(v) or body.origins[v].argument
+        self.gathers.update(key_of(eqn) for eqn in eqns if is_gather(eqn) and all(map(is_given, eqn.invars)))
         inputs = list(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
         perturbed = tuple(body.origins[v].perturbed and is_inexact(v.aval) for v in inputs)
         for v, eqn in defined.items():
@@ -355,9 +355,9 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     best.drop(target)
     largest = max(target, best.largest)
 
-    def rank(x: Memory) -> tuple[bool, float]:
+    def rank(x: Memory) -> tuple[bool, float, float]:
         is_enough = x.total <= target and x.largest <= largest
-        return not is_enough, x.flops if is_enough else x.total + x.largest
+        return not is_enough, x.flops if is_enough else x.total + x.largest, x.total
 
     whole = frozenset[Any]()
     for keys in again:

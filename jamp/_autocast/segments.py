@@ -21,6 +21,7 @@ from jamp._autocast.product import name_of
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
+from jamp._shard_map import is_partial
 from jamp._source_line import in_scope
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
@@ -248,6 +249,8 @@ def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
     if eqn.effects or _jaxpr.name(eqn) == "name":
         return False
+    if any(is_partial(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return False  # JAX keeps no such value between the passes unless the axes are explicit.
     if _jaxpr.name(eqn) == "sort" or (_jaxpr.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
         return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
     if _jaxpr.name(eqn) in ("jit", "custom_jvp_call"):

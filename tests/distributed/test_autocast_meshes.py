@@ -90,6 +90,44 @@ def test_a_low_budget_gathers_the_weights_of_fsdp_again(kind, sizes, vma):
     assert {part.data.shape for part in found.addressable_shards} == {(12, 128 // sizes[0], 128)}
 
 
+WAYS = {
+    "autocast": (lambda fun: jamp.autocast(fun, BF16), 0.02),
+    "budget": (lambda fun: jamp.autocast(fun, BF16, memory_budget=0.3), 0.02),
+    "recompute": (lambda fun: jamp.recompute(fun, 0.3), 1e-6),
+    "8 bit": (lambda fun: jamp.autocast(fun, jamp.Float8(min_size=8)), 0.2),
+    "scaled": (lambda fun: jamp.scaled(jamp.autocast(fun, jnp.float16)), 0.005),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The memory budget is")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_gather_whose_gradient_is_summed_later_is_that_of_jax(kind, in_loop, way):
+    """Of `to="reduced"`: all devices have the same array, and its gradient is a sum that is still to be taken."""
+    mesh = mesh_of(kind)
+    gather = lambda w: lax.all_gather(w, "d", tiled=True, to="reduced")
+    layer = lambda x, w: (x + jnp.tanh(x @ gather(w)), None)
+
+    def body(weights, x):
+        for w in weights if not in_loop else ():
+            x, _ = layer(x, w)
+        if in_loop:
+            x, _ = lax.scan(layer, x, weights)
+        return lax.pmean(jnp.mean(x**2), "d")
+
+    fun = jax.shard_map(body, mesh=mesh, in_specs=(P(None, "d"), P("d")), out_specs=P())
+    args = [
+        jax.device_put(normal(0, 4, 64, 64) / 8, NamedSharding(mesh, P(None, "d"))),
+        jax.device_put(X, NamedSharding(mesh, P("d"))),
+    ]
+    wrap, bound = WAYS[way]
+    with jax.set_mesh(mesh):
+        found, want = (jax.jit(jax.grad(f, (0, 1)))(*args) for f in (wrap(fun), fun))
+    for x, y in zip(found, want, strict=True):
+        assert jnp.linalg.norm(x - y) <= bound * jnp.linalg.norm(y)
+
+
 def test_a_product_that_all_devices_read_has_float32_cotangents():
     y = normal(2, 8, 8, 8)
     y = y - y.mean(0) * (1 - 1e-3)  # The cotangents of the devices cancel.
