@@ -21,7 +21,9 @@ TRANSFERS = _names(
 )
 # They may copy an element many times.
 COPIES = _names("broadcast_in_dim tile")
-GATHERS = _names("all_gather all_gather_invariant gather pbroadcast pvary")
+GATHERS = _names(
+    "all_gather all_gather_invariant all_gather_reduced gather pbroadcast preduced pvary reduced_vary_cast_p"
+)
 # Arithmetic on each element, and cheap reductions.
 ARITHMETIC = _names(
     "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz "
@@ -34,6 +36,7 @@ ARITHMETIC = _names(
 # Expensive, between devices, or on the bits of a number.
 EXPENSIVE = _names(
     "cumlogsumexp cummax cummin cumprod cumsum pmax pmin psum psum_invariant reduce reduce_scatter reduce_window "
+    "unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p "
     "scatter scatter-add scatter-max scatter-min scatter-mul select_and_gather_add select_and_scatter "
     "select_and_scatter_add bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma "
     "regularized_incomplete_beta zeta cholesky eig eigh fft hessenberg householder_product lu qr schur svd "
@@ -42,8 +45,8 @@ EXPENSIVE = _names(
 
 # They communicate between devices. In some versions of JAX, not all of them have an effect.
 COLLECTIVES = _names(
-    "all_gather all_gather_invariant all_to_all collective_permute pmax pmin ppermute psum psum_invariant "
-    "ragged_all_to_all reduce_scatter"
+    "all_gather all_gather_invariant all_gather_reduced all_to_all collective_permute pmax pmin ppermute psum "
+    "psum_invariant ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter"
 )
 # Random bits, tokens, Refs and calls. They run as they were traced, and are not computed again.
 OTHERS = _names(

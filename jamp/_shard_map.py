@@ -33,7 +33,7 @@ def trace(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]
             (math.prod(mesh.shape[name] for name in axes), *aval.shape),
             aval.dtype,
             weak_type=aval.weak_type,
-            sharding=NamedSharding(mesh, PartitionSpec(*spec, *aval.sharding.spec)),
+            sharding=NamedSharding(mesh, PartitionSpec(*spec, *partitions(aval.sharding.spec))),
         )
         for aval, axes, spec in zip(avals, axes_of, specs, strict=True)
     ]
@@ -56,7 +56,12 @@ def splits(eqn: JaxprEqn) -> list[bool]:
     """Which operands a shard_map splits over all its axes. The cotangent of another one is a sum over devices."""
     names = _manual_axes(eqn)
     axes = lambda entry: set(entry) if isinstance(entry, tuple) else {entry}
-    return [names <= set().union(*map(axes, spec)) for spec in eqn.params["in_specs"]]
+    return [names <= set().union(*map(axes, partitions(spec))) for spec in eqn.params["in_specs"]]
+
+
+def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The mesh axes that split each axis of an array. JAX does not iterate over a spec with `reduced` axes."""
+    return tuple(spec.partitions if hasattr(spec, "partitions") else spec)  # jax 0.10.0 does
 
 
 def hashable(axis_name: Any) -> Any:

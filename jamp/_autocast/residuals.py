@@ -22,7 +22,7 @@ from jamp._autocast.product import name_of
 from jamp._autocast.segments import Code, Segment, code, named
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import ARITHMETIC, COLLECTIVES, CUBIC, EXPENSIVE, MOVING, OTHERS, PRODUCTS
-from jamp._shard_map import trace
+from jamp._shard_map import partitions, trace
 
 _NEVER_AGAIN = COLLECTIVES | frozenset(
     ("after_all", "create_token", "get", "random_gamma", "rng_bit_generator", "rng_uniform", "swap")
@@ -247,5 +247,6 @@ def device_bytes(v: Any) -> float:
     sharding = getattr(v.aval, "sharding", None)
     if sharding is None:  # a token
         return 0.0
-    axes = [axis for part in sharding.spec for axis in (part if isinstance(part, tuple) else (part,))]
+    parts = partitions(sharding.spec)
+    axes = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))]
     return nbytes(v) / math.prod(sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.axis_names)

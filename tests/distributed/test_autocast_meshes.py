@@ -128,6 +128,27 @@ def test_a_gather_whose_gradient_is_summed_later_is_that_of_jax(kind, in_loop, w
         assert jnp.linalg.norm(x - y) <= bound * jnp.linalg.norm(y)
 
 
+@pytest.mark.filterwarnings("ignore:The memory budget is")
+@pytest.mark.parametrize(
+    "way", [way for way in WAYS if way != "scaled"]
+)  # JAX cannot ask whether a sum to come is finite
+def test_parameters_whose_gradients_are_summed_later_are_those_of_jax(way):
+    mesh = mesh_of(AxisType.Explicit)
+    body = lambda w, x: lax.pmean(jnp.mean((jnp.tanh(x @ w) @ w) ** 2), "d")
+    spec = P(None, None, reduced={"d"})
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec, P("d")), out_specs=P())
+    wrap, bound = WAYS[way]
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("d")))
+        found, want = (
+            jax.jit(jax.grad(lambda w, x, f=f: f(jax.sharding.reshard(w, spec), x)))(w, x)
+            for f in (wrap(mapped), mapped)
+        )
+        report = jamp.autocast_report(mapped, BF16)(jax.sharding.reshard(w, spec), x)
+    assert jnp.linalg.norm(found - want) <= bound * jnp.linalg.norm(want)
+    assert "no rule" not in str(report)
+
+
 def test_a_product_that_all_devices_read_has_float32_cotangents():
     y = normal(2, 8, 8, 8)
     y = y - y.mean(0) * (1 - 1e-3)  # The cotangents of the devices cancel.
