@@ -22,7 +22,8 @@ TRANSFERS = _names(
 # They may copy an element many times.
 COPIES = _names("broadcast_in_dim tile")
 GATHERS = _names(
-    "all_gather all_gather_invariant all_gather_reduced gather pbroadcast preduced pvary reduced_vary_cast_p"
+    "all_gather all_gather_invariant all_gather_reduced gather pbroadcast preduced pvary "
+    "reduced_vary_cast reduced_vary_cast_p"
 )
 # Arithmetic on each element, and cheap reductions.
 ARITHMETIC = _names(
@@ -36,7 +37,7 @@ ARITHMETIC = _names(
 # Expensive, between devices, or on the bits of a number.
 EXPENSIVE = _names(
     "cumlogsumexp cummax cummin cumprod cumsum pmax pmin psum psum_invariant reduce reduce_scatter reduce_window "
-    "unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p "
+    "unreduced_psum unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p "
     "scatter scatter-add scatter-max scatter-min scatter-mul select_and_gather_add select_and_scatter "
     "select_and_scatter_add bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma "
     "regularized_incomplete_beta zeta cholesky eig eigh fft hessenberg householder_product lu qr schur svd "
