@@ -22,7 +22,7 @@ X, W = normal(N, N), normal(N, N, seed=1, scale=N**-0.5)
 FLIPS = 0.15
 ROUNDED = {"dot_general[gradient]": "compute"}
 HALF = (jnp.bfloat16, jnp.float16)
-PROGRAMS = 42  # as few as have every leaf and construct
+PROGRAMS = 42  # They have every leaf and construct.
 
 
 def gradients(fun):
