@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jaxprs import normal
+from norms import distance
 from trees import assert_equal
 
 import jamp
@@ -37,6 +38,14 @@ def jit(fun):
     return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False})  # no rounding is left out
 
 
+def assert_same(tree, other):
+    """Equal to the bit on a CPU. XLA:GPU chooses the kernels of each program, and their sums have other orders."""
+    if jax.default_backend() == "cpu":
+        assert_equal(tree, other)
+    else:
+        assert distance(tree, other) < 0.01
+
+
 def size(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
@@ -48,15 +57,15 @@ def size(tree):
 def test_the_results_are_those_of_the_function_and_only_small_weights_are_kept(fun, dtype, share):
     low = jamp.autocast(fun, dtype, rules=ALL)
     late = jamp.precompute(low, PARAMS, jax.ShapeDtypeStruct(X.shape, X.dtype))
-    assert_equal(jit(lambda late, x: late(x))(late, X), jit(low)(PARAMS, X))
-    assert_equal(jit(late)(X[:130]), jit(low)(PARAMS, X[:130]))  # another batch size
+    assert_same(jit(lambda late, x: late(x))(late, X), jit(low)(PARAMS, X))
+    assert_same(jit(late)(X[:130]), jit(low)(PARAMS, X[:130]))  # another batch size
     assert size(late) < share * size(PARAMS)
 
 
 def test_gradients_of_micro_batches_read_weights_that_are_quantized_once():
     grad = jax.grad(lambda params, x: jnp.mean(jamp.autocast(model, jamp.Float8())(params, x) ** 2))
     late = jamp.precompute(grad, PARAMS, X)
-    assert_equal(jit(lambda late: late(X))(late), jit(grad)(PARAMS, X))
+    assert_same(jit(lambda late: late(X))(late), jit(grad)(PARAMS, X))
     maxima = lambda f, *args: str(jax.make_jaxpr(f)(*args)).count("reduce_max")
     assert maxima(late, X) < maxima(grad, PARAMS, X)
     assert not [x for x in jax.tree.leaves(late) if x.dtype == jnp.float32 and x.ndim == 3]

@@ -15,7 +15,14 @@ from trees import assert_close, assert_equal, avals
 import jamp
 
 W, X = normal(4, 4) / 2, normal(8, 4, seed=1)
-COMPILED = [pytest.param(jax.jit, id="jit"), pytest.param(lambda fun: fun, id="eager")]
+
+
+def jit(fun):
+    """Compiled so that float16 is rounded to: XLA:GPU leaves out what it can, and fewer gradients overflow."""
+    return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False})
+
+
+COMPILED = [pytest.param(jit, id="jit"), pytest.param(lambda fun: fun, id="eager")]
 
 
 def loss_fn(w, x):
@@ -184,7 +191,7 @@ def test_each_member_of_a_vmap_has_its_own_scale_and_tries():
     def fun(w, gain):
         return jnp.mean(lax.switch(gain, [through_float16(g) for g in (1.0, 2.0**12, 2.0**30)], w))
 
-    found = jax.jit(jax.vmap(jax.grad(jamp.scaled(fun)), (None, 0)))(jnp.ones(2), jnp.arange(3))
+    found = jit(jax.vmap(jax.grad(jamp.scaled(fun)), (None, 0)))(jnp.ones(2), jnp.arange(3))
     assert_equal(found, jnp.array([[0.5, 0.5], [0.5, 0.5], [np.inf, np.inf]], jnp.float32))
 
 

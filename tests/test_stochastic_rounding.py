@@ -127,6 +127,11 @@ def test_updates_give_the_rounded_parameters_and_float32_ones_are_stepped_as_usu
 SPECIAL = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 2e-38, 3.3895314e38, 1.0]).astype(ml_dtypes.bfloat16)
 
 
+def but_for_payloads(p):
+    """Each NaN as the same NaN: `apply_updates` adds 0 to it, and which one comes out is the processor's choice."""
+    return {name: np.where(np.isnan(x), SPECIAL[4], x) for name, x in p.items()}
+
+
 @pytest.mark.promotes("optax.apply_updates")
 def test_a_zero_update_and_a_skipped_step_leave_every_parameter_bit_for_bit():
     p = {"w": jnp.asarray(SPECIAL)}
@@ -139,9 +144,9 @@ def test_a_zero_update_and_a_skipped_step_leave_every_parameter_bit_for_bit():
 
     state = tx.init(p)
     after, _ = step(p, state, {"w": jnp.zeros_like(p["w"])})
-    assert bits(after) == bits(p)
+    assert bits(but_for_payloads(after)) == bits(p)
     after, skipped = step(p, state, {"w": jnp.full_like(p["w"], jnp.inf)})
-    assert bits((after, skipped.inner_state)) == bits((p, state.inner_state))
+    assert bits((but_for_payloads(after), skipped.inner_state)) == bits((p, state.inner_state))
     assert int(step(p, skipped, {"w": jnp.ones_like(p["w"])})[1].inner_state.rounding_count) == 1
     largest = {"w": jnp.full(1000, 3.3895314e38, BF16)}
     assert jnp.isfinite(step(largest, tx.init(largest), {"w": -jnp.full(1000, 1e36)})[0]["w"]).all()
