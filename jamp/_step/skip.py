@@ -1,10 +1,10 @@
 """Apply or skip an optimizer step without a second copy of its buffers.
 
 `jnp.where(grads_finite, new, old)` over finished outputs makes XLA:CPU keep two versions of every buffer, and
-`lax.cond` around the step copies its operands on GPU. Here each output is selected where it is defined. Later equations
-read the selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If not, outputs
-computed from a selected value are themselves replaced by their old values. On a GPU and a TPU the kernels are those of
-`jnp.where` over finished outputs. docs/design.md has the measurements.
+`lax.cond` around the step copies its operands on a GPU with JAX 0.10. Here each output is selected where it is defined.
+Later equations read the selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If
+not, outputs computed from a selected value are themselves replaced by their old values. On a GPU and a TPU the kernels
+are those of `jnp.where` over finished outputs. docs/design.md has the measurements.
 """
 
 from collections.abc import Callable, Sequence

@@ -115,11 +115,15 @@ def test_a_result_is_older_once_a_path_that_it_measures_is_another_one(monkeypat
     of_first = json.dumps({"commit": first})
     commit(dot_said__json=of_first, dot_bytes__json=of_first, dot_unsaid__json="{}")
     assert age.older() == []
+    commit(dot__py='"""Of another comment."""\n1  # it does not count')
+    assert age.older() == []
     second = commit(dot__py="2")
     assert age.older() == ["dot_said.json", "dot_unsaid.json"]
     commit(dot_said__json=json.dumps({"commit": f"{second}-dirty"}))
     assert age.older() == ["dot_unsaid.json"]
-    (tmp_path / "bytes.py").write_text("not committed yet")
+    (tmp_path / "bytes.py").write_text("not_committed_yet")
+    assert age.older() == ["dot_bytes.json", "dot_unsaid.json"]
+    (tmp_path / "bytes.py").unlink()
     assert age.older() == ["dot_bytes.json", "dot_unsaid.json"]
 
 
