@@ -26,7 +26,7 @@ def paths(folder: str, names: str) -> tuple[str, ...]:
 CASTS = paths("_autocast", "arithmetic cast decisions rules passes lower product matrix_product transform")
 KEPT = paths("_autocast", "budget flops segments recompute kept residuals")
 LOW = (*CASTS, *paths("_autocast", "formats quantized quantize"))
-SKIP = paths("_step", "loss_scaled skip finite find scale_unscale")
+SKIP = paths("_step", "loss_scaled skip finite find scale_unscale state")
 SCALED = paths("_step", "scaled scaled_primitives retry")
 PARAMETERS = paths("_step", "stochastic_rounding rounding split_masters block_codes quantized_state moments")
 REPORTS = ("jamp/debug",)
