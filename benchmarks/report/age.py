@@ -93,8 +93,11 @@ def now(name: str) -> str:
 
 
 def program(text: str) -> str:
-    """The code of a Python file without its comments and docstrings."""
-    tree = ast.parse(text)
+    """The code of a Python file without its comments and docstrings. Of one that does not parse, all of it."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return text
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jamp._barrier import behind_barrier
 from jamp._cast import is_floating, is_inexact
 from jamp._scale.static import LossScale, is_noop
 from jamp._scale.stats import LossScaleStats
@@ -37,10 +36,7 @@ class ScalerState(NamedTuple):
         """Return the state after a step, given whether its gradients were finite (bool[])."""
         old = self.loss_scale_state
         new = _with_types(loss_scale.update(old, grads_finite), old)
-        stats = self.stats.update(grads_finite, old.loss_scale, new.loss_scale)
-        # The old flag is read, so that `jit` gives its buffer to the new one where the state is donated. At another
-        # address in each step, XLA:GPU would update every kernel of its CUDA graph that reads the flag.
-        return ScalerState(new, stats, behind_barrier([grads_finite, self.grads_finite])[0])
+        return ScalerState(new, self.stats.update(grads_finite, old.loss_scale, new.loss_scale), grads_finite)
 
 
 class LossScaledState(NamedTuple):

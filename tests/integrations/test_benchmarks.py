@@ -123,6 +123,8 @@ def test_a_result_is_older_once_a_path_that_it_measures_is_another_one(monkeypat
     assert age.older() == ["dot_unsaid.json"]
     (tmp_path / "bytes.py").write_text("not_committed_yet")
     assert age.older() == ["dot_bytes.json", "dot_unsaid.json"]
+    (tmp_path / "bytes.py").write_text("not yet Python")
+    assert age.older() == ["dot_bytes.json", "dot_unsaid.json"]
     (tmp_path / "bytes.py").unlink()
     assert age.older() == ["dot_bytes.json", "dot_unsaid.json"]
 
