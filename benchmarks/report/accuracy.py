@@ -71,9 +71,9 @@ def text_model(found: Found) -> str:
         cells += [skipped, " to ".join(f"2^{x}" for x in {final[0]: 0, final[-1]: 0})] if final[-1] else ["", ""]
         body.append(cells)
     after = (
-        f"{found['parameters'] / 1e6:.1f} M parameters, {found['bytes_read'] / 1e6:.1f} MB read of "
-        f"{found['training_bytes'] / 1e6:.1f} MB. A table of trigrams of the same training text has "
-        f"{found['trigrams']:.3f} nats a byte on all {found['held_out_bytes'] / 1e6:.1f} MB held out."
+        f"{found['bytes_read'] / 1e6:.1f} of {found['training_bytes'] / 1e6:.1f} MB are read. A table of trigrams of "
+        f"the same training text has {found['trigrams']:.3f} nats a byte on all {found['held_out_bytes'] / 1e6:.1f} "
+        "MB held out."
     )
     processors = " and ".join(names(found["rows"], "processor"))
     source = origin(found | {"machine": found["machine"] | {"processor": processors}})
