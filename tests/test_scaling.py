@@ -11,7 +11,7 @@ import optax
 import pytest
 from loss_scales import recorded
 from steps import NO_GRADIENTS
-from trees import assert_equal, last_places
+from trees import assert_equal, assert_same_quotients
 
 import jamp
 
@@ -162,17 +162,6 @@ def test_gradients_of_at_most_32_bits_come_out_as_dtype_and_are_computed_in_floa
         assert jnp.isfinite(out).all() == finite == (dtype != jnp.float16)
     for scale in (2.0**16, 2.0**30):  # In float16 the reciprocal is subnormal, or 0.
         assert_equal(unscale(jnp.float32([scale * 1.5]), state_of(scale), dtype=jnp.float16)[0], jnp.float16([1.5]))
-
-
-def assert_same_quotients(x, y):
-    """To the bit on a CPU, elsewhere to a division's last places."""
-    if last_places() == 0:
-        return assert_equal(x, y)
-    x, y = map(np.asarray, (x, y))
-    assert (x.dtype, x.shape) == (y.dtype, y.shape)
-    same = (x == y) | (np.isnan(x) & np.isnan(y))
-    with np.errstate(invalid="ignore"):  # of infinities, which are the same
-        assert np.all(same | (np.abs(x - y) <= last_places() * np.spacing(np.abs(y)))), (x, y)
 
 
 def test_multiplies_by_the_float32_reciprocal_to_the_bit_as_torchs_kernel_does(x64):

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from loss_scales import Halving, flags, run
-from trees import assert_equal, avals, bits, last_places
+from trees import assert_equal, assert_same_quotients, avals, bits
 
 import jamp
 from jamp import LossScaleStats
@@ -179,8 +179,7 @@ def check(stats, finite, scales):
         counts = steps.count(True), steps.count(False), in_a_row, *moves
         *exact, rate = (x[n - 1] for x in found)
         assert exact == [*counts, min(seen), max(seen)]
-        wanted = np.float32(counts[0]) / np.float32(n)
-        assert abs(rate - wanted) <= last_places() * np.spacing(wanted)
+        assert_same_quotients(rate, np.float32(counts[0]) / np.float32(n))
 
 
 def test_statistics_of_any_scales_agree_with_plain_python_and_counts_saturate():
