@@ -125,12 +125,13 @@ def fit(found: dict[str, Any]) -> str:
     return f"{table(head, body)}\n\n{origin(found)}"
 
 
-SHOWN = {"by hand": "by hand", "by hand, dots_saveable": "dots saveable"}
-SHOWN |= {
+BY_HAND = {
+    "by hand": "by hand",
+    "by hand, dots_saveable": "dots saveable",
     "by hand, dots_with_no_batch_dims": "dots, no batch dims",
     "by hand, each block again": "each block again",
 }
-SHOWN |= {f"autocast, budget {budget}": f"budget {budget}" for budget in ("1.0", "0.5", "0.25", "0.1", "0")}
+BUDGETS = tuple(f"budget {budget}" for budget in ("1.0", "0.5", "0.25", "0.1", "0"))
 
 
 def budgets(h200: dict[str, Any], tpu: dict[str, Any]) -> str:
@@ -138,16 +139,24 @@ def budgets(h200: dict[str, Any], tpu: dict[str, Any]) -> str:
     body = []
     for device, found in (("H200", h200), ("v5e", tpu)):
         for model in names(found["rows"], "model"):
-            rows = {row["variant"]: row for row in select(found["rows"], model=model)}
-            first, line = rows["by hand"]["gigaflops"], []
-            for variant in SHOWN:
-                row = rows.get(variant)
-                again = f" ({row['gigaflops'] / first:.2f})" if row and row["gigaflops"] > 1.005 * first else ""
-                line.append(number(row["temporary_megabytes"] / 1e3) + again if row else "")
             name, *rest = model.split(", ")
-            form = [part for part in rest if part in ("unrolled", "cuDNN's attention")]
-            body.append([f"{device}: {', '.join([name, *form])}", *line])
-    return "\n\n".join([table(["", *SHOWN.values()], body), origin(h200), origin(tpu)])
+            form = [f"{device}: {name}", *(part for part in rest if part in ("unrolled", "cuDNN's attention"))]
+            rows = {row["variant"]: row for row in select(found["rows"], model=model)}
+            body.append([", ".join(form), *memory(rows, *BY_HAND, *(f"autocast, {x}" for x in BUDGETS))])
+            for way in ("float32", "bfloat16 by hand"):
+                if any(cells := memory(rows, *(f"{way}, {x}" for x in BUDGETS))):
+                    body.append([", ".join([*form, f"`recompute` in {way}"]), *[""] * len(BY_HAND), *cells])
+    return "\n\n".join([table(["", *BY_HAND.values(), *BUDGETS], body), origin(h200), origin(tpu)])
+
+
+def memory(rows: dict[str, Any], *variants: str) -> list[str]:
+    """The temporary memory of variants in GB, with the FLOPs, divided by those of the model by hand, if more."""
+    cells = []
+    for row in map(rows.get, variants):
+        flops = row["gigaflops"] / rows["by hand"]["gigaflops"] if row else 1
+        again = f" ({flops:.2f})" if flops > 1.005 else ""
+        cells.append(number(row["temporary_megabytes"] / 1e3) + again if row else "")
+    return cells
 
 
 def budgets_timed(found: dict[str, Any]) -> str:
