@@ -42,7 +42,7 @@ def setup(name: str) -> study.Setup:
 
 
 def training(quick: bool) -> Iterator[Row]:
-    for task in (language_model(quick), convolutional(quick), *overflowing(quick)):
+    for task in (language_model(quick), convolutional(quick), *overflowing(quick))[: 1 if quick else None]:
         # A batch as it is: the division by a number of micro-batches would only lower the gradients.
         task = replace(task, micro_batches=1)
         for name in RULES:
@@ -105,8 +105,9 @@ if __name__ == "__main__":
     options = parser("benchmarks.accuracy.gradients", __doc__).parse_args()
     found = record("benchmarks.accuracy.gradients", options.quick, jax.devices()[0].device_kind)
     found |= {"rows": [], "errors": []}
-    for task in (language_model(options.quick), convolutional(options.quick)):
-        for dtype in (jnp.float16, jnp.bfloat16):
+    few = slice(1 if options.quick else None)
+    for task in (language_model(options.quick), convolutional(options.quick))[few]:
+        for dtype in (jnp.float16, jnp.bfloat16)[few]:
             for row in errors(task, dtype):
                 show(row)
                 found["errors"].append(row)
