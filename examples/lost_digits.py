@@ -86,8 +86,8 @@ if __name__ == "__main__":
     report = jamp.debug.rounding_report(faulty, jnp.bfloat16)(params, tokens)
     print(report, end="\n\n")
     rules = report.rules(error=0.05)
-    mended = jamp.debug.rounding_report(faulty, jnp.bfloat16, rules=rules)(params, tokens)
-    print(f"With rules={rules} the error of the gradients is {mended.gradient_error:.1e}.")
+    fixed = jamp.debug.rounding_report(faulty, jnp.bfloat16, rules=rules)(params, tokens)
+    print(f"With rules={rules} the error of the gradients is {fixed.gradient_error:.1e}.")
     sound = jamp.debug.rounding_report(loss_fn, jnp.bfloat16)(params, tokens)
     print(f"Without the fault and without rules it is {sound.gradient_error:.1e}.", end="\n\n")
 

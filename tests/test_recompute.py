@@ -372,7 +372,7 @@ def test_an_all_gather_of_an_argument_alone_is_repeated_where_that_pays():
 
 
 def test_an_all_gather_of_a_number_may_be_in_a_function_with_a_budget():
-    """It is no variable of the jaxpr."""
+    """It is not a variable of the jaxpr."""
     fun = lambda x: mean(jnp.tanh(x @ x)) / lax.all_gather(1.0, "d").sum()
     over_replicas = lambda fun: jax.vmap(jax.grad(fun), axis_name="d")(normal(2, 64, 64))
     assert_close(over_replicas(jamp.recompute(fun, 0)), over_replicas(fun))
