@@ -153,13 +153,13 @@ def _replace(tree: Any, path: tuple[Any, ...], x: Any) -> None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is traced. NumPy's integer and bool scalars (an axis, a flag) are not, like Python's.
+    """Whether a leaf is traced: an array or the type of one. NumPy's integer and bool scalars are not, like Python's.
 
     Nor are arrays of strings and objects, which JAX cannot trace.
     """
     if isinstance(x, np.ndarray) and not (x.dtype.kind in "biufc" or jnp.issubdtype(x.dtype, jnp.number)):
         return False
-    return isinstance(x, (jax.Array, np.ndarray, np.inexact))
+    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.inexact))
 
 
 def check_concrete(caller: str, leaves: Sequence[Any]) -> None:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 from jax.sharding import AxisType
 
 from jamp import _evaluate, _jaxpr, _table
@@ -215,18 +214,7 @@ def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) ->
     check_budget(memory_budget)
 
     def report(*args: Any, **kwargs: Any) -> MemoryReport:
-        reports: list[MemoryReport] = []
-
-        def of_shapes(arrays: list[Any]) -> None:
-            given = jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, arrays))
-            reports.append(_report(fun, memory_budget, *given))
-
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
-        if not places:
-            return _report(fun, memory_budget, args, kwargs)
-        jax.eval_shape(of_shapes, [leaves[i] for i in places])
-        return reports[0]
+        return _report(fun, memory_budget, args, kwargs)
 
     return report
 

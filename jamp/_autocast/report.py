@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jamp import _evaluate, _jaxpr, _table
+from jamp import _jaxpr, _table
 from jamp._arguments import paths
 from jamp._autocast.decisions import Decision, cause, decisions
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
@@ -192,7 +192,7 @@ def autocast_report(
     """
     trace = passes(fun, compute_dtype, rules)
 
-    def of_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AutocastReport:
+    def report(*args: Any, **kwargs: Any) -> AutocastReport:
         passes = trace(args, kwargs)
         as_run = any(in_scope(eqn, AUTOCAST) for eqn in _jaxpr.all_equations(passes.traced.jaxpr))
         closed, target = passes.decided, passes.target
@@ -209,20 +209,6 @@ def autocast_report(
         name = passes.format.name if passes.format else ""
         unchanged = "" if as_run else _unchanged(passes)
         return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run, unchanged)
-
-    def report(*args: Any, **kwargs: Any) -> AutocastReport:
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
-        reports: list[AutocastReport] = []
-
-        def of_shapes(arrays: list[Any]) -> None:
-            given = jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, arrays))
-            reports.append(of_arrays(*given))
-
-        if not places:
-            return of_arrays(args, kwargs)
-        jax.eval_shape(of_shapes, [leaves[i] for i in places])
-        return reports[0]
 
     return report
 

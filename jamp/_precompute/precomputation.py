@@ -136,8 +136,7 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any, params: Any) -> tupl
 def _arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The leaves of some arguments that are traced, as by `autocast`, and a function that replaces them."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_type = lambda x: isinstance(x, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
-    places = [i for i, x in enumerate(leaves) if is_array(x) or is_type(x)]
+    places = [i for i, x in enumerate(leaves) if is_array(x) or isinstance(x, jax.core.ShapedArray)]
 
     def rebuild(values: Sequence[Any]) -> Any:
         return jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, values))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jamp import _table
+from jamp._arguments import Call, is_array
 from jamp._autocast.budget import MemoryBudget, check_budget, in_bytes
 from jamp._autocast.flops import of_products
 
@@ -70,8 +71,9 @@ def memory_curve(
     """Compile a function at several memory budgets, and say what memory each takes. Nothing is run.
 
     Args:
-      make: From a budget to the function to compile: a gradient or a whole train step, perhaps from `jax.jit` with
-        donated arguments. `lambda budget: jax.grad(jamp.autocast(loss, dtype, memory_budget=budget))`.
+      make: From a budget to the function to compile: a gradient or a whole train step, perhaps from `jax.jit`,
+        `nnx.jit` or `eqx.filter_jit` with donated arguments.
+        `lambda budget: jax.grad(jamp.autocast(loss, dtype, memory_budget=budget))`.
       budgets: As in `jamp.recompute`.
 
     Returns:
@@ -101,10 +103,21 @@ def memory_curve(
 
 
 def _point(budget: MemoryBudget, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryPoint:
+    call = Call(args, kwargs)
+
+    def arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        """The results that a program has: a model may hold functions and strings too."""
+        return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_array(x)]
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The memory budget is", UserWarning)  # The curve shows what is least.
-        traced = (fun if hasattr(fun, "trace") else jax.jit(fun)).trace(*args, **kwargs)
-    found = traced.lower().compile().memory_analysis()
-    arrays = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        flops = of_products(call.trace(arrays, "memory_curve").jaxpr)
+        if hasattr(fun, "lower"):  # from `jax.jit`, `nnx.jit` or `eqx.filter_jit`, which know what is donated
+            lowered = fun.lower(*args, **kwargs)
+        else:
+            lowered = jax.jit(call.traceable(arrays)).lower(*call.leaves)
+    found = lowered.compile()
+    found = getattr(found, "compiled", found).memory_analysis()
+    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     temporary = int(found.temp_size_in_bytes)
-    return MemoryPoint(budget, temporary, temporary + int(arrays), of_products(traced.jaxpr.jaxpr))
+    return MemoryPoint(budget, temporary, temporary + int(held), flops)

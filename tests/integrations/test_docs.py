@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import matplotlib as mpl
+import numpy as np
 import pytest
 import yaml
 from long_description import relative, rendered
@@ -155,10 +156,13 @@ def test_the_program_of_the_readme_prints_what_it_says(capsys):
     program, said = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL).groups()
     exec(compile(program, "model.py", "exec"), {})
     printed = capsys.readouterr().out
-    loss = r"(?<=loss )\d\.\d+"  # the result of training: another CPU rounds otherwise
-    assert re.sub(loss, "", printed) == re.sub(loss, "", said)
-    losses = [list(map(float, re.findall(loss, text))) for text in (printed, said)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    number = r"(?<![\w.=])\d+\.\d+"  # another CPU rounds otherwise, and another JAX takes other memory
+    assert re.sub(number, "", printed) == re.sub(number, "", said)
+    first, last, memory = (slice(i, None, 3) for i in range(3))
+    mine, page = (np.array(re.findall(number, text), float) for text in (printed, said))
+    np.testing.assert_allclose(mine[first], page[first], rtol=0.01)
+    np.testing.assert_allclose(mine[last], page[last], rtol=0.1)
+    np.testing.assert_allclose(mine[memory], page[memory], rtol=0.1)
 
 
 def test_the_page_of_the_release_has_no_relative_link_and_names_paths_that_exist():
