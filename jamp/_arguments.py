@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jamp._staging import is_kept, traced_anew
 
 if TYPE_CHECKING:
     from jamp._jaxpr import ClosedJaxpr
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Call:
@@ -153,13 +156,47 @@ def _replace(tree: Any, path: tuple[Any, ...], x: Any) -> None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is traced: an array or the type of one. NumPy's integer and bool scalars are not, like Python's.
+    """Whether a leaf is traced. NumPy's integer and bool scalars (an axis, a flag) are not, like Python's.
 
     Nor are arrays of strings and objects, which JAX cannot trace.
     """
     if isinstance(x, np.ndarray) and not (x.dtype.kind in "biufc" or jnp.issubdtype(x.dtype, jnp.number)):
         return False
-    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.inexact))
+    return isinstance(x, (jax.Array, np.ndarray, np.inexact))
+
+
+def arrays_and_types(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The leaves that are arrays or stand for some, and a function that puts others in their places."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if is_array(x) or _is_type(x)]
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, values))
+
+    return [leaves[i] for i in places], rebuild
+
+
+def of_types(report: Callable[P, R]) -> Callable[P, R]:
+    """A report, which traces and computes nothing, for arguments that may be types of arrays too."""
+
+    def with_types(*args: P.args, **kwargs: P.kwargs) -> R:
+        values, rebuild = arrays_and_types(args, kwargs)
+        if not any(map(_is_type, values)):
+            return report(*args, **kwargs)
+        reports: list[R] = []
+
+        def traced(values: list[Any]) -> None:
+            args, kwargs = rebuild(values)
+            reports.append(report(*args, **kwargs))
+
+        jax.eval_shape(traced, values)
+        return reports[0]
+
+    return with_types
+
+
+def _is_type(x: Any) -> bool:
+    return isinstance(x, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
 
 
 def check_concrete(caller: str, leaves: Sequence[Any]) -> None:

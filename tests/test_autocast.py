@@ -295,6 +295,14 @@ def test_integers_and_flags_of_numpy_are_not_traced():
     assert fun(normal(4, 4), np.bool_(True), np.int64(1)).shape == (4,)
 
 
+def test_a_type_that_is_an_argument_reaches_the_function():
+    sin = lambda x, like: jax.pure_callback(np.sin, like, x @ x)
+    like = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    np.testing.assert_array_equal(
+        jamp.autocast(sin, jnp.float16)(jnp.eye(2), like), np.sin(np.eye(2, dtype=np.float32))
+    )
+
+
 def test_closed_over_parameters_are_cast_and_differentiated_under_a_loss_scale():
     w, x = normal(4, 4), normal(8, 4, seed=1)
     loss = lambda w: jnp.mean((x @ w) ** 2)

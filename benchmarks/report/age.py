@@ -29,7 +29,7 @@ LOW = (*CASTS, *paths("_autocast", "formats quantized quantize"))
 SKIP = paths("_step", "loss_scaled skip finite find scale_unscale state")
 SCALED = paths("_step", "scaled scaled_primitives retry")
 PARAMETERS = paths("_step", "stochastic_rounding rounding split_masters block_codes quantized_state moments")
-REPORTS = ("jamp/debug",)
+COMPARE = paths("debug", "_align _compare _comparison _numbers _observe _parting _walk _wider")
 # By the beginning of the names of files. The longest that fits counts.
 MEASURED: dict[str, tuple[str, ...]] = {
     "accumulate": CASTS,
@@ -38,7 +38,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "codes": PARAMETERS,
     "devices": SKIP,
     "digits": (*CASTS, *SKIP),
-    "false_alarms": REPORTS,
+    "false_alarms": COMPARE,
     "fit": (*KEPT, *PARAMETERS),
     "float64": (*CASTS, *paths("_autocast", "wide_dot")),
     "float8": LOW,

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from jax.sharding import AxisType
 
 from jamp import _evaluate, _jaxpr, _table
-from jamp._arguments import Call
+from jamp._arguments import Call, of_types
 from jamp._autocast import recompute as _recompute
 from jamp._autocast.budget import Memory, MemoryBudget, Occurrence, Value, check_budget, choose
 from jamp._autocast.segments import code, opened
@@ -213,10 +213,7 @@ def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) ->
     """
     check_budget(memory_budget)
 
-    def report(*args: Any, **kwargs: Any) -> MemoryReport:
-        return _report(fun, memory_budget, args, kwargs)
-
-    return report
+    return of_types(lambda *args, **kwargs: _report(fun, memory_budget, args, kwargs))
 
 
 def _report(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _jaxpr, _table
-from jamp._arguments import paths
+from jamp._arguments import of_types, paths
 from jamp._autocast.decisions import Decision, cause, decisions
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.flops import flops
@@ -210,7 +210,7 @@ def autocast_report(
         unchanged = "" if as_run else _unchanged(passes)
         return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run, unchanged)
 
-    return report
+    return of_types(report)
 
 
 def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:

@@ -1,6 +1,6 @@
 """`precompute`: evaluate once the values that depend only on a function's parameters, such as their float8 values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import Partial
 
 from jamp import _evaluate, _fingerprint
-from jamp._arguments import is_array
+from jamp._arguments import arrays_and_types
 from jamp._jaxpr import ClosedJaxpr, Jaxpr
 from jamp._precompute.split import Level, Split, inlined, split
 
@@ -53,7 +53,7 @@ def precompute(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) 
       `torch.autocast` caches the casts of weights in the same way, inside one region.
     """
     parts, _ = _trace(fun, (params, *args), kwargs, params)
-    leaves, rebuild = _arrays((params,), {})
+    leaves, rebuild = arrays_and_types((params,), {})
     computed = jax.jit(lambda *known: _evaluate.call(parts.early, known))(*leaves)
     types = rebuild([jax.typeof(x) for x in leaves])[0][0]
     return Partial(_Late(fun, types, parts), [*computed, *(leaves[i] for i in parts.passed)])
@@ -83,7 +83,7 @@ class _Late:
                 "For these arguments the function computes other values from its parameters than for those "
                 "given to jamp.precompute. Call jamp.precompute again, with arguments like these."
             )
-        arrays, _ = _arrays(args, kwargs)
+        arrays, _ = arrays_and_types(args, kwargs)
         return jax.tree.unflatten(structure, _without_derivative(parts.late)(*kept, *arrays))
 
 
@@ -118,7 +118,7 @@ def _without_derivative(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any, params: Any) -> tuple[Split, Any]:
     """The parts of a function whose first argument, the parameters, is known; and the structure of its result."""
-    arrays, rebuild = _arrays(args, kwargs)
+    arrays, rebuild = arrays_and_types(args, kwargs)
     structure = None
 
     def flat_fun(*leaves: Any) -> list[Any]:
@@ -127,18 +127,7 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any, params: Any) -> tupl
         found, structure = jax.tree.flatten(fun(*given, **named))
         return found
 
-    known = len(_arrays((params,), {})[0])
+    known = len(arrays_and_types((params,), {})[0])
     levels = [Level.KNOWN] * known + [Level.OTHER] * (len(arrays) - known)
     closed = jax.make_jaxpr(flat_fun)(*arrays)
     return split(inlined(closed, levels), levels), structure
-
-
-def _arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The leaves of some arguments that are traced, as by `autocast`, and a function that replaces them."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if is_array(x) or isinstance(x, jax.core.ShapedArray)]
-
-    def rebuild(values: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, values))
-
-    return [leaves[i] for i in places], rebuild

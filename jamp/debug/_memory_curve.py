@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jamp import _table
-from jamp._arguments import Call, is_array
+from jamp._arguments import arrays_and_types, is_array
 from jamp._autocast.budget import MemoryBudget, check_budget, in_bytes
 from jamp._autocast.flops import of_products
 
@@ -103,21 +103,20 @@ def memory_curve(
 
 
 def _point(budget: MemoryBudget, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryPoint:
-    call = Call(args, kwargs)
+    values, rebuild = arrays_and_types(args, kwargs)
 
-    def arrays(*args: Any, **kwargs: Any) -> list[Any]:
-        """The results that a program has: a model may hold functions and strings too."""
+    def results(*values: Any) -> list[Any]:
+        """The arrays that a program returns: a model may hold functions and strings too."""
+        args, kwargs = rebuild(values)
         return [x for x in jax.tree.leaves(fun(*args, **kwargs)) if is_array(x)]
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The memory budget is", UserWarning)  # The curve shows what is least.
-        flops = of_products(call.trace(arrays, "memory_curve").jaxpr)
-        if hasattr(fun, "lower"):  # from `jax.jit`, `nnx.jit` or `eqx.filter_jit`, which know what is donated
-            lowered = fun.lower(*args, **kwargs)
-        else:
-            lowered = jax.jit(call.traceable(arrays)).lower(*call.leaves)
-    found = lowered.compile()
-    found = getattr(found, "compiled", found).memory_analysis()
+        flops = of_products(jax.make_jaxpr(results)(*values).jaxpr)
+        # `jax.jit`, `nnx.jit` and `eqx.filter_jit` know what is donated.
+        lowered = fun.lower(*args, **kwargs) if hasattr(fun, "lower") else jax.jit(results).lower(*values)
+    compiled: Any = lowered.compile()
+    found = getattr(compiled, "compiled", compiled).memory_analysis()  # Equinox holds JAX's
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     temporary = int(found.temp_size_in_bytes)
     return MemoryPoint(budget, temporary, temporary + int(held), flops)
