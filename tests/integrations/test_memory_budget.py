@@ -4,7 +4,6 @@ import functools
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +114,8 @@ def of_equinox():
 
 
 def of_haiku():
+    hk = pytest.importorskip("haiku")
+
     def net(x):
         for _ in range(LAYERS):
             h = jax.nn.gelu(hk.Linear(4 * WIDTH)(hk.BatchNorm(True, True, 0.9)(x, is_training=True)))
