@@ -296,11 +296,11 @@ def test_integers_and_flags_of_numpy_are_not_traced():
 
 
 def test_a_type_that_is_an_argument_reaches_the_function():
-    sin = lambda x, like: jax.pure_callback(np.sin, like, x @ x)
-    like = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    np.testing.assert_array_equal(
-        jamp.autocast(sin, jnp.float16)(jnp.eye(2), like), np.sin(np.eye(2, dtype=np.float32))
-    )
+    given, like = [], jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    sin = lambda x, like: given.append(like) or jax.pure_callback(np.sin, like, x @ x)
+    found = jamp.autocast(sin, jnp.float16)(jnp.eye(2), like)
+    np.testing.assert_array_equal(found, np.sin(np.eye(2, dtype=np.float32)))
+    assert all(x is like for x in given) and given
 
 
 def test_closed_over_parameters_are_cast_and_differentiated_under_a_loss_scale():

@@ -153,16 +153,21 @@ def test_the_page_of_examples_has_each_with_its_command():
 
 
 def test_the_program_of_the_readme_prints_what_it_says(capsys):
-    program, said = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL).groups()
+    program, said = re.search(
+        r"```python\n(.*?)```\n\nOn a CPU with JAX 0.10.2:\n\n```text\n(.*?)```", README, re.DOTALL
+    ).groups()
     exec(compile(program, "model.py", "exec"), {})
     printed = capsys.readouterr().out
-    number = r"(?<![\w.=])\d+\.\d+"  # another CPU rounds otherwise, and another JAX takes other memory
+    number = r"(?<![\w.=])\d+\.\d+"
     assert re.sub(number, "", printed) == re.sub(number, "", said)
     first, last, memory = (slice(i, None, 3) for i in range(3))
     mine, page = (np.array(re.findall(number, text), float) for text in (printed, said))
     np.testing.assert_allclose(mine[first], page[first], rtol=0.01)
-    np.testing.assert_allclose(mine[last], page[last], rtol=0.1)
-    np.testing.assert_allclose(mine[memory], page[memory], rtol=0.1)
+    np.testing.assert_allclose(mine[last], page[last], rtol=0.05)  # another CPU rounds otherwise
+    plain, half, bounded, _ = mine[memory]
+    assert plain > half > bounded
+    np.testing.assert_allclose(plain, page[memory][0], rtol=0.1)
+    np.testing.assert_allclose(mine[memory], page[memory], rtol=0.5)  # a CPU with bfloat16 makes no copies in float32
 
 
 def test_the_page_of_the_release_has_no_relative_link_and_names_paths_that_exist():
