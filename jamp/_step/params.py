@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.tree_util import keystr
 
 from jamp._cast import is_floating, to_float32
-from jamp._step.misuse import users_stacklevel
+from jamp._source_line import users_stacklevel
 from jamp._step.state import contains
 
 
@@ -65,8 +65,16 @@ def update_between(old: Array, new: Array) -> Array:
 
 
 def params_for(opt_state: Any, params: Any) -> Any:
-    """The parameters for the `update` of an optimizer of this state."""
+    """The parameters for the `update` of an optimizer of this state.
+
+    Plain Optax also takes a whole Equinox model. Its functions and strings become None, as in its gradients.
+    """
+    params = jax.tree.map(lambda x: x if _is_numeric(x) else None, params)
     return params if rounds_params(opt_state) else to_float32(params)
+
+
+def _is_numeric(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def params_for_init(init: Callable[[Any], Any], params: Any) -> Any:

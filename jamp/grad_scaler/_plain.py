@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import optax
 from jax import Array
 
@@ -49,4 +50,8 @@ def step_plain(
 
     args = to_float32(grads), opt_state, params_for(opt_state, params)
     updates, new_state = update_or_skip(grads_finite, update, *args)
-    return apply_or_keep(grads_finite, params, updates), new_state
+    # Of an Equinox model, what has no gradient stays as it is.
+    is_none = lambda x: x is None
+    with_updates = jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=is_none)
+    new = apply_or_keep(grads_finite, with_updates, updates)
+    return jax.tree.map(lambda x, p: p if x is None else x, new, params, is_leaf=is_none), new_state

@@ -109,6 +109,28 @@ def test_scaled_differentiates_a_model_with_leaves_that_are_no_arrays():
     assert eqx.tree_equal(closed_over, gradients[1], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("make_inner", [optax.adam, optax.adamw], ids=["adam", "adamw"])
+def test_an_optimizer_takes_a_whole_model_as_plain_optax_does(make_inner):
+    class Model(eqx.Module):
+        mlp: eqx.nn.MLP
+        steps: jax.Array
+        name: str = "a leaf"
+
+    model = Model(eqx.nn.MLP(3, 2, 4, 2, key=jax.random.key(0)), jnp.int32(7))
+    grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model.mlp)(jnp.ones((5, 3))) ** 2))(model)
+    inner, scaler = make_inner(1e-2), jamp.GradScaler()
+    tx = jamp.loss_scaled(inner, jamp.DynamicLossScale())
+    state = inner.init(eqx.filter(model, eqx.is_inexact_array))
+    expected = eqx.apply_updates(model, inner.update(grads, state, model)[0])
+    updates, _ = eqx.filter_jit(tx.update)(grads, tx.init(eqx.filter(model, eqx.is_inexact_array)), model)
+    assert eqx.tree_equal(eqx.apply_updates(model, updates), expected, rtol=1e-6)
+    stepped = scaler.step(inner, state, model, grads=grads)
+    assert eqx.tree_equal(stepped.params, expected, rtol=1e-6)
+    overflow = jax.tree.map(lambda g: g * jnp.inf, grads)
+    skipped = scaler.step(inner, state, model, grads=overflow)
+    assert eqx.tree_equal((skipped.params, skipped.opt_state), (model, state))
+
+
 def test_a_state_that_is_a_constant_of_the_jitted_step_warns():
     model, _, opt_state = make()
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
