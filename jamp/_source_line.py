@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,14 @@ def user_line(eqn: JaxprEqn) -> str | None:
         elif file.package and not outer and file.package != package:
             outer = f"{file.name}:{frame.line_num}"
     return " > ".join(filter(None, [outer, inside])) or None
+
+
+def users_stacklevel() -> int:
+    """The stacklevel at which a warning of the calling function points at a line of the user."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    packages = [_file(frame.f_code.co_filename).package for frame, _ in frames]
+    own = [i for i, package in enumerate(packages, start=1) if package is None]
+    return next(iter(own or [i for i, package in enumerate(packages, start=1) if package]), 2)
 
 
 class _File(NamedTuple):

@@ -463,25 +463,54 @@ def test_recompute_false_with_a_budget_is_an_error():
         jamp.autocast(mean, BF16, recompute=False, memory_budget=0.5)
 
 
-def test_a_budget_below_the_least_warns_with_the_largest_values():
-    with pytest.warns(UserWarning, match=r"at least 0\.1 of 1\.0 MB.* test_recompute\.py:\d+"):
-        jax.grad(jamp.recompute(MODELS["unrolled"], "1kB"))(PARAMS, X)
+WAYS = {
+    "recompute": jamp.recompute,
+    "autocast": lambda fun, budget: jamp.autocast(fun, BF16, memory_budget=budget),
+}
+with_each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@with_each_way
+def test_a_budget_below_the_least_warns_at_your_line_with_the_largest_values(way):
+    with pytest.warns(
+        UserWarning, match=r"at least 0\.\d of \d\.\d MB.* test_recompute\.py:\d+.* smaller batch"
+    ) as caught:
+        jax.grad(way(MODELS["unrolled"], "1kB"))(PARAMS, X)
+    assert [w.filename for w in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.eval_shape(jax.grad(jamp.recompute(MODELS["unrolled"], 0)), PARAMS, X)  # as little as possible
+        jax.eval_shape(jax.grad(way(MODELS["unrolled"], 0)), PARAMS, X)  # as little as possible
 
 
-def test_a_train_step_warns():
+@with_each_way
+def test_a_budget_that_your_own_checkpoints_exceed_warns_that_none_acts_inside(way):
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w.T)
+    loss = lambda ws, x: jnp.mean(functools.reduce(layer, ws, x) ** 2)
+    with pytest.warns(UserWarning, match=r"No budget acts inside your own jax\.checkpoint or nn\.remat"):
+        jax.eval_shape(jax.grad(way(loss, "1kB")), [jnp.ones((64, 128))] * 4, jnp.ones((256, 64)))
+
+
+@with_each_way
+@pytest.mark.parametrize("model", ["unrolled", "scanned"])
+def test_a_train_step_warns_at_your_line(way, model):
+    step = lambda p, x: jax.tree.map(lambda p, g: p - g, p, jax.grad(MODELS[model])(p, x))
+    with pytest.warns(UserWarning, match="transform the loss inside") as caught:
+        jax.eval_shape(way(step, 0.5), PARAMS, X)
+    assert {w.filename for w in caught} == {__file__}
+
+
+def test_a_train_step_without_a_budget_does_not_warn(recwarn):
     step = lambda p, x: jax.tree.map(lambda p, g: p - g, p, jax.grad(MODELS["unrolled"])(p, x))
-    with pytest.warns(UserWarning, match="transform the loss inside"):
-        jamp.recompute(step, 0.5)(PARAMS, X)
+    jax.eval_shape(jamp.autocast(step, BF16), PARAMS, X)
+    assert not recwarn.list
 
 
-def test_bytes_warn_where_arrays_are_sharded_automatically():
+@with_each_way
+def test_bytes_warn_where_arrays_are_sharded_automatically(way):
     mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("d")))
     with pytest.warns(UserWarning, match="all devices"):
-        jax.eval_shape(jamp.recompute(MODELS["unrolled"], "1MB"), PARAMS, x)
+        jax.eval_shape(way(MODELS["unrolled"], "1MB"), PARAMS, x)
 
 
 def test_a_program_is_the_same_on_every_host():

@@ -15,13 +15,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from jax.sharding import AxisType
+
 from jamp import _evaluate, _fingerprint, _jaxpr
 from jamp._autocast.lower import lower
 from jamp._autocast.residuals import UNKNOWN, Kind, Point, cost, device_bytes, is_gather, with_residuals
 from jamp._autocast.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of, opened
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._source_line import user_line
+from jamp._source_line import is_transposed, user_line, users_stacklevel
 
 MemoryBudget: TypeAlias = float | str
 Place: TypeAlias = tuple[int, ...]  # of a segment: the number of a part, of a body in it, of a part in that, and so on
@@ -396,16 +398,44 @@ def _repeatable(memory: Memory) -> list[frozenset[Any]]:
     return [*gathers, *(frozenset([key]) for key in constructs)]
 
 
+def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> list[str]:
+    """Warnings that a budget does not bound what a function keeps, `way` being how to give one to a loss."""
+    messages = []
+    if any(map(is_transposed, _jaxpr.all_equations(closed.jaxpr))):
+        messages.append(
+            "This function takes a gradient itself. What that keeps is not changed: transform the loss inside, "
+            f"jax.grad(jamp.{way})."
+        )
+    meshes = [aval.sharding.mesh for aval in closed.in_avals if hasattr(aval, "sharding")]
+    is_auto = any(
+        kind is AxisType.Auto and size > 1
+        for mesh in meshes
+        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    )
+    if isinstance(budget, str) and is_auto:
+        messages.append(
+            f"memory_budget={budget!r} counts the bytes of all devices, because the arguments are sharded over mesh "
+            "axes of type Auto, of which a trace knows nothing. Give a share from 0 to 1 and find it with "
+            "jamp.debug.memory_curve, which reads the compiled program."
+        )
+    return messages
+
+
 def _warn(memory: Memory, target: float, total: float) -> None:
+    equations = list(_jaxpr.all_equations(memory.body.closed.jaxpr))
+    if any(map(is_transposed, equations)):
+        return  # `warnings_of_budget` names the cause.
     held = sorted((x for x in memory.readers if memory.readers[x] > 0 and x.eqn), key=lambda x: -x.size)[:3]
     lines = [
         f"{_jaxpr.name(x.eqn)} at {user_line(x.eqn) or 'an unknown line'} ({x.size / 1e6:.1f} MB)"
         for x in held
         if x.eqn
     ]
+    advice = "A smaller batch or fewer steps of a scan keep less."
+    if any(_jaxpr.name(eqn) == "remat2" for eqn in equations):
+        advice = "No budget acts inside your own jax.checkpoint or nn.remat, whose inputs are kept."
     warnings.warn(
         f"The memory budget is {target / 1e6:.1f} MB, and the backward pass keeps at least {memory.total / 1e6:.1f} of "
-        f"{total / 1e6:.1f} MB. The largest values: {', '.join(lines)}. A smaller batch or fewer steps of a scan keep "
-        "less.",
-        stacklevel=2,
+        f"{total / 1e6:.1f} MB. The largest values: {', '.join(lines)}. {advice}",
+        stacklevel=users_stacklevel(),
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from jamp import _dataflow, _jaxpr
 from jamp._autocast import product as _product
+from jamp._autocast.budget import MemoryBudget, warnings_of_budget
 from jamp._autocast.constructs import is_entered
 from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT_ENTERED, QUANTIZE, REGION
 from jamp._autocast.flops import flops
@@ -172,9 +173,11 @@ def cause(eqn: JaxprEqn) -> str:
     return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"
 
 
-def warnings_of(passes: Passes) -> list[str]:
+def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
     """Warnings for the user: about large parts that are not entered, or that no product is changed."""
     target, unused = passes.target, _unused_rules(passes)
+    if budget != 1.0:
+        unused += warnings_of_budget(passes.traced, budget, "autocast(loss, compute_dtype, memory_budget=...)")
     if target.compute_dtype == np.float32:
         return unused  # Nothing is lost in float64. The report has it.
     is_used = any(_is_asked_for(product, passes) for product in products(passes.decided.jaxpr))

@@ -7,15 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from jax.sharding import AxisType
-
 from jamp import _evaluate, _jaxpr, _table
 from jamp._arguments import Call, of_types
 from jamp._autocast import recompute as _recompute
-from jamp._autocast.budget import Memory, MemoryBudget, Occurrence, Value, check_budget, choose
+from jamp._autocast.budget import Memory, MemoryBudget, Occurrence, Value, check_budget, choose, warnings_of_budget
 from jamp._autocast.segments import code, opened
 from jamp._jaxpr import ClosedJaxpr
-from jamp._source_line import is_transposed, pattern, scope, user_line
+from jamp._source_line import pattern, scope, user_line, users_stacklevel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,38 +74,18 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
     @functools.wraps(fun)
     def with_budget(*args: P.args, **kwargs: P.kwargs) -> R:
         call = Call(args, kwargs)
-        closed = _traced(call, fun, "recompute")
-        _warn_of(closed, memory_budget)
+        closed = _traced(call, fun, memory_budget, "recompute")
         result: R = call.finish(_evaluate.call(_recompute.recompute(closed, memory_budget), call.leaves))
         return result
 
     return with_budget
 
 
-def _traced(call: Call, fun: Callable[..., Any], caller: str) -> ClosedJaxpr:
-    return opened(call.trace(fun, caller))
-
-
-def _warn_of(closed: ClosedJaxpr, budget: MemoryBudget) -> None:
-    if any(map(is_transposed, _jaxpr.all_equations(closed.jaxpr))):
-        warnings.warn(
-            "This function takes a gradient itself. What that keeps is not changed: transform the loss inside, "
-            "jax.grad(jamp.recompute(loss, memory_budget)).",
-            stacklevel=3,
-        )
-    meshes = [aval.sharding.mesh for aval in closed.in_avals if hasattr(aval, "sharding")]
-    is_auto = any(
-        kind is AxisType.Auto and size > 1
-        for mesh in meshes
-        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    )
-    if isinstance(budget, str) and is_auto:
-        warnings.warn(
-            f"memory_budget={budget!r} counts the bytes of all devices, because the arguments are sharded over mesh "
-            "axes of type Auto, of which a trace knows nothing. Give a share from 0 to 1 and find it with "
-            "jamp.debug.memory_curve, which reads the compiled program.",
-            stacklevel=3,
-        )
+def _traced(call: Call, fun: Callable[..., Any], budget: MemoryBudget, caller: str) -> ClosedJaxpr:
+    closed = opened(call.trace(fun, caller))
+    for message in warnings_of_budget(closed, budget, "recompute(loss, memory_budget)"):
+        warnings.warn(message, stacklevel=users_stacklevel())
+    return closed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +197,7 @@ def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) ->
 def _report(
     fun: Callable[..., Any], budget: MemoryBudget, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> MemoryReport:
-    closed = _traced(Call(args, kwargs), fun, "memory_report")
+    closed = _traced(Call(args, kwargs), fun, budget, "memory_report")
     without = choose(closed, 1.0)
     memory = without if budget == 1.0 else choose(closed, budget)
     rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}

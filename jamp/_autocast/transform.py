@@ -14,6 +14,7 @@ from jamp._autocast.decisions import warnings_of
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
 from jamp._autocast.formats import Format
 from jamp._autocast.passes import passes
+from jamp._source_line import users_stacklevel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,8 +100,8 @@ def autocast(
     @functools.wraps(fun)
     def with_casts(*args: Any, **kwargs: Any) -> Any:
         traced = trace(args, kwargs)
-        for message in warnings_of(traced):
-            warnings.warn(message, stacklevel=2)
+        for message in warnings_of(traced, memory_budget):
+            warnings.warn(message, stacklevel=users_stacklevel())
         with jax.named_scope(AUTOCAST):
             values = _evaluate.call(traced.to_evaluate(recompute, memory_budget), traced.call.leaves)
         return traced.call.finish(values)

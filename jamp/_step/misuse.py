@@ -5,8 +5,6 @@ gradients are recognized by identity. `placement` has what an optimizer state sh
 """
 
 import contextlib
-import sys
-import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -16,6 +14,7 @@ from typing import Any
 import jax
 
 from jamp._scale.static import LossScale
+from jamp._source_line import users_stacklevel
 from jamp._staging import is_differentiated, is_kept, is_recorded
 from jamp._step.state import is_adaptive
 
@@ -25,7 +24,6 @@ _SCALES: weakref.WeakValueDictionary[int, Any] = (
     weakref.WeakValueDictionary()
 )  # scales of losses whose gradients are not unscaled yet
 _READ: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # scales that a user asked for
-_LIBRARIES = "jamp", "jax", "optax", "flax", "equinox"
 
 
 @contextlib.contextmanager
@@ -128,10 +126,3 @@ def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
 
 def _is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-
-
-def users_stacklevel() -> int:
-    """The stacklevel at which a warning of the calling function points at a line of the user."""
-    frames = traceback.walk_stack(sys._getframe(1))
-    modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
-    return next((i for i, name in enumerate(modules, start=1) if name not in _LIBRARIES), 2)

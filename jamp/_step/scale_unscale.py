@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._shard_map import hashable
+from jamp._source_line import users_stacklevel
 from jamp._step.find import find_loss_scale_state, find_state_to_unscale, scale_of
 from jamp._step.finite import leaves_finite
 from jamp._step.leaves import split_gradients
@@ -21,7 +22,6 @@ from jamp._step.misuse import (
     note_scaled_loss,
     note_unscaled,
     scales_once,
-    users_stacklevel,
     warn_if_frozen,
 )
 from jamp._step.placement import warn_of_order

@@ -24,8 +24,9 @@ from jamp._barrier import behind_barrier
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
 from jamp._shard_map import varying
+from jamp._source_line import users_stacklevel
 from jamp._step import retry
-from jamp._step.misuse import note_true_gradients, users_stacklevel
+from jamp._step.misuse import note_true_gradients
 from jamp._step.retry import Scaling
 
 

@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
-from jamp._step.misuse import users_stacklevel
+from jamp._source_line import users_stacklevel
 from jamp._step.moments import NOT_MOMENTS
 from jamp._step.params import check_bfloat16, rounds_params, update_between
 from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
