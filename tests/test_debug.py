@@ -298,7 +298,10 @@ def test_bfloat16_needs_no_loss_scale_and_an_overflow_asks_for_a_search():
     assert "next: nothing. bfloat16 has the range" in str(underflow_report([F32([1e-6])], state, "bfloat16"))
     assert "next: if gradients overflow" in str(underflow_report([F32([INF])], state))
     assert "next: all gradients are 0" in str(underflow_report([jnp.zeros(2)], state))
-    assert "next: nothing, the loss scale fits" in str(underflow_report([F32([1e-3])], state))
+    *_, step, ceiling = str(underflow_report([F32([1e-12, 1e-5])], state)).splitlines()
+    assert step.startswith("next: opt_state = jamp.set_loss_scale(")
+    assert ceiling.strip() == "with max_scale=2.0**28 or more in the loss scale, whose default is 2**24"
+    assert "next: nothing, this loss scale loses nothing" in str(underflow_report([F32([1e-3])], state))
 
 
 def test_lost_updates_say_nan_and_accept_masked_leaves():

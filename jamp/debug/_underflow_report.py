@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jamp import _table
 from jamp._cast import check_floating
+from jamp._scale.dynamic import DynamicLossScale
 from jamp._step.accessors import get_loss_scale
 from jamp._step.leaves import is_gradient
 
@@ -69,8 +70,11 @@ class UnderflowReport:
             return "next: all gradients are 0. Look for a stop_gradient or a masked batch, or compare with float32"
         is_lossy = np.any(np.asarray(self.zero_scaled) > 0) or np.any(np.asarray(self.subnormal_scaled) > 0)
         if best > scale and is_lossy:
-            return "next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)"
-        return "next: nothing, the loss scale fits" if not is_lossy else "next: nothing, no loss scale loses less"
+            step = "next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)"
+            # A finite step brings a scale above the ceiling back to it.
+            ceiling = f"with max_scale=2.0**{np.log2(best):.0f} or more in the loss scale, whose default is 2**24"
+            return f"{step}\n      {ceiling}" if best > DynamicLossScale.max_scale else step
+        return "next: nothing, " + ("no loss scale loses less" if is_lossy else "this loss scale loses nothing")
 
 
 def _is_wide(dtype: DTypeLike) -> bool:
