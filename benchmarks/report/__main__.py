@@ -36,7 +36,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "ways": (PARAMETERS, ("rounding_tpu", "rounding_h200", "rounding.json"), parameters.ways),
     "facts": (
         README,
-        ("gpu_models", "text_model.json", "rounding_h200", "gpu_steps", "float64"),
+        ("gpu_models", "text_model.json", "rounding_h200", "float64"),
         readme.facts,
     ),
     "budgets": (FIT, ("budget_h200.json", "budget_tpu.json"), step.budgets),

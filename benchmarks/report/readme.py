@@ -13,9 +13,9 @@ from benchmarks.report.markdown import select, table
 GPT, CUDNN = "GPT-2 124 M, 8 x 1024", "cuDNN's attention"
 
 
-def facts(gpu: Rows, text: dict[str, Any], optimizers: Rows, steps: Rows, float64: Rows) -> str:
-    """Time and memory of a gradient, the loss where training ends, bytes a parameter, the cost of a step, float64."""
-    found = of_training(text), of_optimizers(optimizers), of_steps(steps), of_float64(float64)
+def facts(gpu: Rows, text: dict[str, Any], optimizers: Rows, float64: Rows) -> str:
+    """Time and memory of a gradient, the loss where training ends, bytes a parameter, float64."""
+    found = of_training(text), of_optimizers(optimizers), of_float64(float64)
     return "\n".join([of_models(gpu), "", *(f"- {line}" for line in found)])
 
 
@@ -37,9 +37,9 @@ def of_models(rows: Rows) -> str:
         return f"{row['milliseconds']:.1f} ms, {row['temporary_megabytes'] / 1e3:.1f} GB" if row else ""
 
     head = [
-        "Gradient and SGD update of GPT-2 (124 M, 8 x 1024 tokens)",
+        "Time and temporary memory of a gradient and SGD update of GPT-2 (124 M, 8 x 1024 tokens)",
         "attention written out",
-        f"{CUDNN}, bfloat16 operands",
+        f"{CUDNN}, in bfloat16",
     ]
     return table(head, [[way, cell(name), cell(f"{name}, {CUDNN}")] for way, name in ways.items()])
 
@@ -73,20 +73,4 @@ def of_optimizers(rows: Rows) -> str:
         f"**Optimizer memory**: parameters, gradients and AdamW's state take {held('float32')} bytes a parameter in "
         f"float32, {held('split masters, 8-bit state')} with bfloat16 parameters, exact float32 masters and 8-bit "
         f"moments, and {held('stochastic, 8-bit state')} without masters ([table](docs/optimizer-memory.md))."
-    )
-
-
-def of_steps(rows: Rows) -> str:
-    plain, own, by_hand = (
-        select(rows, name=name, optimizer="adamw", grads="float32")[0] for name in ("optax", "jamp", "where by hand")
-    )
-    base = plain["milliseconds"]
-
-    def added(row: dict[str, Any]) -> str:
-        median, low, high = (base * (row[name] - 1) for name in ("ratio", "ratio_low", "ratio_high"))
-        return f"{median:.2f} ({low:.2f} to {high:.2f})"
-
-    return (
-        f"**Skipping** adds {added(own)} ms to AdamW's {base:.2f} on an H200, by hand {added(by_hand)} "
-        "(100 M parameters; [table](docs/benchmarks/index.md#on-a-gpu))."
     )
