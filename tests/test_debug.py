@@ -300,7 +300,7 @@ def test_bfloat16_needs_no_loss_scale_and_an_overflow_asks_for_a_search():
     assert "next: all gradients are 0" in str(underflow_report([jnp.zeros(2)], state))
     *_, step, ceiling = str(underflow_report([F32([1e-12, 1e-5])], state)).splitlines()
     assert step.startswith("next: opt_state = jamp.set_loss_scale(")
-    assert ceiling.strip() == "with max_scale=2.0**28 or more in the loss scale, whose default is 2**24"
+    assert ceiling.strip() == "with max_scale=2**28 or more in the loss scale, whose default is 2**24"
     assert "next: nothing, this loss scale loses nothing" in str(underflow_report([F32([1e-3])], state))
 
 

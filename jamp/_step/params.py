@@ -74,7 +74,7 @@ def params_for(opt_state: Any, params: Any) -> Any:
 
 
 def _is_numeric(x: Any) -> bool:
-    return hasattr(x, "dtype") or hasattr(x, "__jax_array__") or isinstance(x, (bool, int, float, complex))
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def params_for_init(init: Callable[[Any], Any], params: Any) -> Any:

@@ -48,7 +48,7 @@ class UnderflowReport:
         if isinstance(self.loss_scale, jax.core.Tracer):
             return repr(self)
         scale, best = float(self.loss_scale), float(self.recommended_loss_scale)
-        title = f"{self.dtype} gradients at loss scale {scale:g}; recommended: {best:g} (2**{np.log2(best):.0f})"
+        title = f"{self.dtype} gradients at loss scale {scale:g}; recommended: {best:g} ({_power(best)})"
         at = f"at {scale:g}"
         header = ("leaf", "lost at 1", f"lost {at}", "subnormal at 1", f"subnormal {at}", "room")
         columns = (self.zero_unscaled, self.zero_scaled, self.subnormal_unscaled, self.subnormal_scaled)
@@ -72,14 +72,19 @@ class UnderflowReport:
         if best > scale and is_lossy:
             step = "next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)"
             # A finite step brings a scale above the ceiling back to it.
-            ceiling = f"with max_scale=2.0**{np.log2(best):.0f} or more in the loss scale, whose default is 2**24"
-            return f"{step}\n      {ceiling}" if best > DynamicLossScale.max_scale else step
+            default = DynamicLossScale.max_scale
+            ceiling = f"with max_scale={_power(best)} or more in the loss scale, whose default is {_power(default)}"
+            return f"{step}\n      {ceiling}" if best > default else step
         return "next: nothing, " + ("no loss scale loses less" if is_lossy else "this loss scale loses nothing")
 
 
 def _is_wide(dtype: DTypeLike) -> bool:
     """Whether a dtype has the range of float32."""
     return bool(jnp.finfo(dtype).minexp <= -126)
+
+
+def _power(x: float) -> str:
+    return f"2**{np.log2(x):.0f}"
 
 
 def _room(room: float) -> str:
