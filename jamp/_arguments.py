@@ -75,7 +75,10 @@ class Call:
             given = leaves[len(self._arrays) :]
             after = [x for values in held for x in values]
             if len(after) != len(given):
-                raise ValueError(f"{_name(fun)} changed the structure of a Variable, which cannot be traced.")
+                raise ValueError(
+                    f"{_name(fun)} changed the structure of a Variable, as `sow` does, which cannot be traced. Capture "
+                    "inside the function, and return what was found: nnx.capture(model, nnx.Intermediate)(x)."
+                )
             self._changed = [i for i, (x, y) in enumerate(zip(given, after, strict=True)) if x is not y]
             return [*results, *(after[i] for i in self._changed), *arrays]
 
@@ -104,9 +107,10 @@ class Call:
         if self._boxes and not (are_same and tree == self._tree):
             raise ValueError(
                 f"{_name(fun)} added, replaced or removed a Variable of a module, or changed one of its attributes. "
-                "That would be lost. Assign to the value of an existing Variable (variable[...] = x), or merge "
-                "the module in the function and also return the new state: graphdef, state = nnx.split(model); inside, "
-                "model = nnx.merge(graphdef, state), and return nnx.state(model, nnx.Intermediate) too."
+                "That would be lost. Assign to the value of an existing Variable (variable[...] = x). For `sow`, "
+                "return nnx.capture(model, nnx.Intermediate)(x) from the function. Or merge the module in the function "
+                "and also return the new state: graphdef, state = nnx.split(model); inside, model = "
+                "nnx.merge(graphdef, state), and return nnx.state(model, nnx.Intermediate) too."
             )
 
     def _replaced(self, before: Sequence[Any], after: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from jax.extend import core
 from jamp import _jaxpr
 from jamp._jaxpr import BODIES, ClosedJaxpr, Env, Jaxpr, JaxprEqn, Var, avals, bodies, inlinable, is_literal
 
+CAST = "jamp.cast"  # the name scope of the casts that jamp adds to a jaxpr
 Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # an equation and its operands to its results
 
 
@@ -167,16 +168,17 @@ def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def convert(source: Var, target: Var, like: JaxprEqn | None) -> JaxprEqn:
-    """The equation that casts a variable to the dtype of another. It has the line, scopes and mesh of `like`."""
+    """The equation that casts a variable to the dtype of another, in the scope `CAST`, at the place of `like`."""
     template = _conversion()
     eqn = replace_dtype(template, np.dtype(np.float32), avals([target])[0].dtype)
     eqn = eqn.replace(invars=[source], outvars=[target])
-    return eqn.replace(source_info=like.source_info, ctx=like.ctx) if like else eqn
+    return located(eqn, like) if like else eqn
 
 
 @functools.cache
 def _conversion() -> JaxprEqn:
-    return jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, np.float32))(np.int8(0)).eqns[0]
+    cast = jax.named_scope(CAST)(lambda x: jax.lax.convert_element_type(x, np.float32))
+    return jax.make_jaxpr(cast)(np.int8(0)).eqns[0]
 
 
 def replace_dtype(eqn: JaxprEqn, old: Any, new: Any) -> JaxprEqn:

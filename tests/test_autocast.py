@@ -21,7 +21,7 @@ HALF = [F16, BF16]
 
 def test_every_way_to_write_a_product_has_16_bit_operands_and_results():
     def fun(x):
-        products = jnp.einsum("ij,kj->ik", x, x, preferred_element_type=jnp.float32), jnp.vdot(x, x)
+        products = jnp.einsum("ij,kj->ik", x, x, preferred_element_type=jnp.float32), jnp.dot(x, x[0])
         products += jnp.dot(x, x, precision=lax.Precision.DEFAULT), lax.dot_general(x, x, (((1,), (0,)), ((), ())))
         products += jax.vmap(jnp.matmul)(x[None], x[None]), lax.batch_matmul(x[None], x[None])
         return *products, lax.conv(x[None, None], x[None, None], (1, 1), "SAME")
@@ -32,6 +32,29 @@ def test_every_way_to_write_a_product_has_16_bit_operands_and_results():
         if e.primitive.name in PRODUCTS
     ]
     assert [v.aval.dtype for e in found for v in (*e.invars, *e.outvars)] == [F16] * 3 * 7
+
+
+def test_a_product_of_two_vectors_is_a_sum_and_stays_float32():
+    mean = lambda losses, mask: jnp.vdot(losses, mask) / mask.sum()
+    losses = jnp.full(5000, 10.3)
+    assert abs(jamp.autocast(mean, jnp.bfloat16)(losses, jnp.ones(5000)) - 10.3) < 1e-4
+    norm, w = lambda w: jnp.vdot(w, w), jnp.full((1000, 1000), 0.5)
+    assert jamp.autocast(norm, jnp.float16)(w) == 250_000  # beyond float16
+    for fun in (
+        jnp.vdot,
+        jax.vmap(jnp.dot),
+        lambda a, b: jnp.einsum("ij,ij->", a, b),
+        lambda a, b: jnp.dot(a[0], b[0]),
+    ):
+        loss = lambda a, b, fun=fun: jnp.sum(fun(a, b))
+        for grad in (
+            jax.grad(jamp.autocast(loss, jnp.float16), (0, 1)),
+            jamp.autocast(jax.grad(loss, (0, 1)), jnp.float16),
+        ):
+            given = normal(4, 8) * 1e5, normal(4, 8) * 1e-9  # each beyond float16
+            jax.tree.map(np.testing.assert_array_equal, grad(*given), jax.grad(loss, (0, 1))(*given))
+        asked = jamp.autocast(loss, jnp.float16, rules={"dot_general": "compute"})
+        assert dtypes(asked, normal(4, 8), normal(4, 8), names=PRODUCTS) == {F16}
 
 
 SAME_NAME = (  # in lax as the primitive
@@ -484,6 +507,8 @@ def test_rules_are_changed_by_name_and_cover_the_special_cases_of_a_primitive():
             {"dot_generall": "compute"},
             "'dot_generall' is not the name of an operation. Did you mean",
         ),
+        *((F16, {key: "float32"}, f"'{key}' is .* Matrix products are 'dot_general'") for key in ("matmul", "einsum")),
+        *((name, None, f"got '{name}': for products in float8, pass jamp.Float8") for name in ("float8", "FP8_e4m3")),
         (
             F16,
             {"exp": "float16"},

@@ -246,6 +246,19 @@ def test_the_report_of_a_gradient_is_of_what_runs_or_says_that_it_differs():
     assert {row.after for row in runs.rows} == {row.before for row in runs.rows}
 
 
+def test_operands_that_a_rule_casts_are_float32_before():
+    fun = lambda table, i: jnp.sum(table[i] + table[i])
+    rules = {"gather": "compute", "add": "compute"}
+    rows = jamp.autocast_report(fun, jnp.bfloat16, rules=rules)(jnp.ones((8, 4)), jnp.array([1, 2])).rows
+    assert {row.operation: (row.before, row.after) for row in rows if row.category == "compute"} == {
+        "gather": ("float32, int32 -> float32", "bfloat16, int32 -> bfloat16"),
+        "add": ("float32, float32 -> float32", "bfloat16, bfloat16 -> bfloat16"),
+    }
+    low = lambda table, i: fun(table.astype(jnp.bfloat16), i)
+    rows = jamp.autocast_report(low, jnp.bfloat16, rules=rules)(jnp.ones((8, 4)), jnp.array([1, 2])).rows
+    assert {row.before == row.after for row in rows} == {True}
+
+
 def test_the_title_counts_what_was_asked_for_and_says_what_was_16_bit_already():
     low = lambda x: (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).astype(jnp.float32)
     title = lambda f, dtype: str(jamp.autocast_report(f, dtype)(jnp.ones((64, 64)))).splitlines()[0]

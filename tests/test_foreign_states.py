@@ -49,6 +49,7 @@ def step(tx, state, params=HALF):
 
 
 @pytest.mark.promotes("optax")
+@pytest.mark.filterwarnings("ignore:quantized_state stores nothing")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_state_of_anything_else_is_an_error_that_names_the_cure(name):
     tx = WRAPPERS[name](ADAM)

@@ -73,7 +73,9 @@ def test_errors_name_the_cure():
     step = lambda tx, **given: lambda: small().step(tx, tx.init(ONES), ONES, **given)
     load = lambda given: lambda: small().load_state_dict(given)
     both, wrapped = {"grads": ONES, "scaled_grads": ONES}, (jamp.loss_scaled(TX), with_masters(TX))
+    swapped = lambda tx: lambda: small().step(tx, ONES, tx.init(ONES), grads=ONES)
     for match, call in (
+        *(("opt_state and params are in the other order", swapped(tx)) for tx in (TX, optax.sgd(0.1), optax.lion(0.1))),
         ("Give init_scale, min_scale to the loss", lambda: scaler(STATIC, init_scale=2.0, min_scale=1.0)),
         ("growth_factor must be a finite Python number above 1", lambda: scaler(growth_factor=1.0)),
         ("exactly one of grads_finite= and overflow=", lambda: small().update(grads_finite=True, overflow=True)),

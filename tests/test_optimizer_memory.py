@@ -446,6 +446,7 @@ def test_bytes_a_parameter_and_a_step_that_changes_nothing():
 
 
 @promotes
+@pytest.mark.filterwarnings("ignore:quantized_state stores nothing")
 @pytest.mark.parametrize("mu_dtype", [None, BF16])
 def test_moments_in_bfloat16_stay_and_conditional_wrappers_work(mu_dtype):
     params = jax.tree.map(lambda p: p.astype(BF16) if mu_dtype is None else p, PARAMS)
@@ -458,6 +459,18 @@ def test_moments_in_bfloat16_stay_and_conditional_wrappers_work(mu_dtype):
         updates, after = jax.jit(optax.apply_if_finite(tx, 5).update)(params, optax.apply_if_finite(tx, 5).init(params))
         assert jax.tree.map(jnp.result_type, after.inner_state) == jax.tree.map(jnp.result_type, state)
         assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, plain[0])
+
+
+def test_moments_that_are_all_16_bit_are_a_warning():
+    low = jnp.ones((64, 128), jnp.bfloat16)
+    for tx, params in ((optax.adamw(1e-3), low), (optax.lion(1e-3, mu_dtype=jnp.bfloat16), low.astype(jnp.float32))):
+        with pytest.warns(UserWarning, match="quantized_state stores nothing in eight bits.* bfloat16.*Put masters"):
+            jamp.quantized_state(tx).init(params)
+    inner = jamp.quantized_state(optax.adamw(1e-3))
+    for tx in (jamp.master_params(inner, split=True), jamp.master_params(inner), jamp.stochastic_rounding(inner)):
+        tx.init(low)
+    inner.init([low, low.astype(jnp.float32)])
+    inner.init(low[0])  # too small for eight bits anyway
 
 
 def test_an_inner_optimizer_is_called_twice_only_for_codes_and_other_bytes_stay():

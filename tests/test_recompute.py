@@ -438,6 +438,7 @@ def test_bytes_as_text():
         (None, TypeError, "got None"),
         ("12 parsec", ValueError, "12 parsec"),
         ("GiB", ValueError, "GiB"),
+        ("12gib", ValueError, "got '12gib'. The units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"),
         ("-1GiB", ValueError, "-1GiB"),
     ],
 )

@@ -53,7 +53,8 @@ def of_training(found: dict[str, Any]) -> str:
         told.append(f"{name} {low:+.3f} to {high:+.3f}")
     return (
         "**Loss** of a language model of 1.4 M parameters, on a CPU, minus float32's, in nats a byte: "
-        f"{', '.join(told)} (90 % intervals of {len(base)} seeds; [study](docs/benchmarks/accuracy.md))."
+        f"{', '.join(told)} (90 % intervals of {len(base)} seeds, too few to show a margin of 0.01; "
+        "[study](docs/benchmarks/accuracy.md))."
     )
 
 

@@ -49,8 +49,16 @@ def in_bytes(budget: str) -> float:
     """The bytes that a text such as "12GiB" says."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(\w+)\s*", budget)
     if not match or match[2] not in _UNITS:
-        raise ValueError(f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}.')
+        raise ValueError(
+            f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}. The units are '
+            f"{', '.join(_UNITS)}."
+        )
     return float(match[1]) * _UNITS[match[2]]
+
+
+def megabytes(size: float) -> str:
+    """A number of bytes in MB, as a text."""
+    return f"{size / 1e6:,.1f}" if size >= 1e5 else f"{size / 1e6:.2g}"
 
 
 @dataclass(eq=False)
@@ -427,7 +435,7 @@ def _warn(memory: Memory, target: float, total: float) -> None:
         return  # `warnings_of_budget` names the cause.
     held = sorted((x for x in memory.readers if memory.readers[x] > 0 and x.eqn), key=lambda x: -x.size)[:3]
     lines = [
-        f"{_jaxpr.name(x.eqn)} at {user_line(x.eqn) or 'an unknown line'} ({x.size / 1e6:.1f} MB)"
+        f"{_jaxpr.name(x.eqn)} at {user_line(x.eqn) or 'an unknown line'} ({megabytes(x.size)} MB)"
         for x in held
         if x.eqn
     ]
@@ -435,7 +443,7 @@ def _warn(memory: Memory, target: float, total: float) -> None:
     if any(_jaxpr.name(eqn) == "remat2" for eqn in equations):
         advice = "No budget acts inside your own jax.checkpoint or nn.remat, whose inputs are kept."
     warnings.warn(
-        f"The memory budget is {target / 1e6:.1f} MB, and the backward pass keeps at least {memory.total / 1e6:.1f} of "
-        f"{total / 1e6:.1f} MB. The largest values: {', '.join(lines)}. {advice}",
+        f"The memory budget is {megabytes(target)} MB, and the backward pass keeps at least {megabytes(memory.total)} "
+        f"of {megabytes(total)} MB. The largest values: {', '.join(lines)}. {advice}",
         stacklevel=users_stacklevel(),
     )

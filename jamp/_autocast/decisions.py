@@ -19,6 +19,7 @@ from jamp._autocast.rules import GRADIENT, YOURS, rules_for
 from jamp._autocast.target import Target
 from jamp._cast import is_floating
 from jamp._dataflow import Flags
+from jamp._evaluate import CAST
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
 from jamp._primitives import IDENTITIES, PRODUCTS, REARRANGES
 from jamp._source_line import in_scope, scope, scope_path, user_line
@@ -136,10 +137,11 @@ class _Walk:
         product, (result, *_) = _product.of(eqn), _jaxpr.avals(eqn.outvars) or [None]
         if product:
             return product.before[-1] != product.dtype
-        if not any(operands) or not is_floating(result) or result.dtype.itemsize != self._target.compute_dtype.itemsize:
+        if not is_floating(result) or result.dtype.itemsize != self._target.compute_dtype.itemsize:
             return False
-        # A cast from 16 bit to 16 bit is in the code, because `cast` makes none.
-        return _jaxpr.name(eqn) != "convert_element_type"
+        if _jaxpr.name(eqn) == "convert_element_type":  # The casts of an autocast inside are part of the function.
+            return in_scope(eqn, CAST) and not in_scope(eqn, AUTOCAST)
+        return any(operands)
 
     def _as_multiplied(self, eqn: JaxprEqn, product: Product) -> str:
         """The dtypes of the operands that a product multiplies."""
@@ -232,6 +234,8 @@ def _unused_rules(passes: Passes) -> list[str]:
         seen = sorted({name for path, _ in paths for name in path.split("/") if name})
         close = difflib.get_close_matches(part, seen, 3) if part else []
         hint = f" Scopes with a similar name: {', '.join(close)}." if close else ""
+        if part and not close:
+            hint = f" A name in brackets is a scope, of jax.named_scope({part!r}) or of a Linen module."
         if part in seen:
             hint = " The scope has no such operation, or an earlier rule decides about it."
         if any(custom and (not close or f"/{part}/" in path) for path, custom in paths):

@@ -10,7 +10,16 @@ from typing import Any, ParamSpec, TypeVar
 from jamp import _evaluate, _jaxpr, _table
 from jamp._arguments import Call, of_types
 from jamp._autocast import recompute as _recompute
-from jamp._autocast.budget import Memory, MemoryBudget, Occurrence, Value, check_budget, choose, warnings_of_budget
+from jamp._autocast.budget import (
+    Memory,
+    MemoryBudget,
+    Occurrence,
+    Value,
+    check_budget,
+    choose,
+    megabytes,
+    warnings_of_budget,
+)
 from jamp._autocast.segments import code, opened
 from jamp._jaxpr import ClosedJaxpr
 from jamp._source_line import pattern, scope, user_line, users_stacklevel
@@ -151,13 +160,13 @@ class MemoryReport:
             ("computed again at once, at most", self.largest),
             ("the rest: gradients of activations, casts and copies", rest),
         ]
-        return "\n".join(f"{_megabytes(size):>10} MB  {what}" for what, size in parts)
+        return "\n".join(f"{megabytes(size):>10} MB  {what}" for what, size in parts)
 
     def __str__(self) -> str:
         share = self.kept / self.without_budget if self.without_budget else 1.0
         title = [
-            f"The backward pass keeps {_megabytes(self.kept)} MB, {share:.0%} of the "
-            f"{_megabytes(self.without_budget)} MB without a budget.",
+            f"The backward pass keeps {megabytes(self.kept)} MB, {share:.0%} of the "
+            f"{megabytes(self.without_budget)} MB without a budget.",
             f"It computes {self.flops / 1e9:.4g} GFLOP again. GFLOP in a row: to compute its values again.",
         ]
         header = ("MB", "share", "GFLOP", "values", "line and layer")
@@ -266,8 +275,4 @@ def _cells(row: MemoryRow, total: float) -> list[str]:
     again = "-" if row.flops == math.inf else f"{row.flops / 1e9:.1f}"
     value = f"{row.count} {row.type} {row.operation}".replace("bfloat", "bf").replace("float", "f")
     line = _table.short_line(row.source)
-    return [_megabytes(row.nbytes), share, again, value, f"{line} {row.scope}".rstrip()]
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f}" if size >= 1e5 else f"{size / 1e6:.2g}"
+    return [megabytes(row.nbytes), share, again, value, f"{line} {row.scope}".rstrip()]

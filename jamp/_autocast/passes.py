@@ -101,6 +101,8 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
             why = ": its values need a scale for each tensor, which a cast does not have. Pass jamp.Float8()."
     elif checked == jnp.int8:
         why = ": its values need scales, which a cast does not have. Pass jamp.Int8()."
+    elif isinstance(dtype, str) and dtype.lower().startswith(("float8", "fp8")):
+        got, why = repr(dtype), ": for products in float8, pass jamp.Float8()."
     raise ValueError(f"compute_dtype must be float16, bfloat16 or float32, got {got}{why}")
 
 
@@ -116,9 +118,10 @@ def _merge(rules: Mapping[str, str], wide: np.dtype[Any]) -> dict[str, Rule]:
         if base == ANY:
             continue
         if name not in known and (base not in known or base in _jaxpr.CONSTRUCTS):
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else " The keys are names of JAX primitives."
-            raise ValueError(f"{name!r} is not the name of an operation.{hint}")
+            close = difflib.get_close_matches(name, known, 1, 0.8)
+            keys = "The keys are names of JAX primitives. Matrix products are 'dot_general'"
+            hint = f"Did you mean {close[0]!r}?" if close else f"{keys}, convolutions 'conv_general_dilated'."
+            raise ValueError(f"{name!r} is not the name of an operation. {hint}")
         if name in _jaxpr.CONSTRUCTS and category != str(wide):
             raise ValueError(f"The rule for {name!r} must be '{wide}', which keeps autocast out, got {category!r}.")
     is_kept = lambda name, case: name not in rules or (case == f"{GRADIENT}]" and rules[name] == COMPUTE)

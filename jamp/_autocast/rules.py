@@ -59,6 +59,7 @@ def _table(wide: str, low: str, products: str) -> dict[str, Rule]:
         # Not of convolutions: a GPU has none from 16 bit to float32, so XLA would cast the operands to float32.
         **dict.fromkeys((f"{name}[{GRADIENT}]" for name in ("dot_general", "ragged_dot_general")), gradient),
         "dot_general[outer]": Rule(wide, outer),
+        f"dot_general[{VECTOR}]": Rule(wide, f"a product of two vectors is a sum, and sums stay {wide}"),
         **dict.fromkeys(sorted(MOVES | TRANSFERS), move),
         **dict.fromkeys(sorted(COPIES | GATHERS), copy),
         **dict.fromkeys(sorted(ARITHMETIC), arithmetic),
@@ -75,7 +76,6 @@ RULES_OF_FLOAT64 = {
         (f"{name}[{LINALG}]" for name in sorted(PRODUCTS)),
         Rule(FLOAT64, "it is part of JAX's linear algebra (jax.numpy.linalg, jax.scipy.linalg), or of its derivative"),
     ),
-    f"dot_general[{VECTOR}]": Rule(FLOAT64, "a product of two vectors is a sum, and sums stay float64"),
 }
 
 

@@ -115,7 +115,7 @@ class Target:
             case = "range"
         elif is_of_float64 and is_linear_algebra(eqn):
             case = LINALG
-        elif is_of_float64 and _jaxpr.is_vector_product(eqn):
+        elif _jaxpr.is_vector_product(eqn):
             case = VECTOR
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
 

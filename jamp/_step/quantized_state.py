@@ -1,5 +1,6 @@
 """`quantized_state`: the moments of an Optax optimizer in eight bits."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import optax
 from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
-from jamp._cast import is_float32
+from jamp._cast import is_float32, is_floating
+from jamp._source_line import users_stacklevel
 from jamp._step.block_codes import BlockCodes, check_codes, decode, encode
 from jamp._step.moments import map_moments
 from jamp._step.rounding import next_count, random_words
@@ -52,7 +54,8 @@ def quantized_state(
     It stores in eight bits the float32 moments of Optax's and `optax.contrib`'s states that have at least 4096
     elements and a last axis of at least 16. Everything else stays as it is: sums of gradients, copies of parameters,
     masters, and the states of other libraries. For bfloat16 parameters Optax makes bfloat16 moments, which stay too:
-    put `stochastic_rounding` or `master_params` around, as `inner` then sees float32.
+    put `stochastic_rounding` or `master_params` around, as `inner` then sees float32. `init` warns if no moment is
+    stored in eight bits for that reason.
 
     `inner` is called twice in a step, for the scales and for the codes, and must have no side effects.
 
@@ -98,7 +101,9 @@ def quantized_state(
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
         state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
-        return quantize_state(state, block_size, keep, never_negative)
+        new = quantize_state(state, block_size, keep, never_negative)
+        _warn_if_all_are_16_bit(new)
+        return new
 
     def update(
         grads: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra_args: Any
@@ -118,6 +123,18 @@ def quantized_state(
         return updates, _with_scales_of(scaled, new, block_size)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_if_all_are_16_bit(state: QuantizedState) -> None:
+    moments = [x for x in jax.tree.leaves(state) if is_floating(x) and x.dtype.itemsize == 2 and x.size >= _MIN_SIZE]
+    if moments and not contains(state, _is_codes):
+        warnings.warn(
+            f"quantized_state stores nothing in eight bits, because the moments are {moments[0].dtype.name}. Optax "
+            "makes them so for parameters of that dtype. Put masters around: "
+            "jamp.master_params(jamp.quantized_state(tx), split=True), or jamp.stochastic_rounding. With float32 "
+            "parameters, leave mu_dtype out.",
+            stacklevel=users_stacklevel(),
+        )
 
 
 def quantize_state(

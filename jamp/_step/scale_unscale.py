@@ -82,7 +82,14 @@ def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bo
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
         with scales_once("value_and_grad"):
-            loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+            result = fun(*args, **kwargs)
+        is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+        if has_aux and not is_pair:
+            got = "one array" if isinstance(result, jax.Array) else f"a {type(result).__name__}"
+            raise TypeError(f"With has_aux=True, the function must return (loss, aux), got {got}.")
+        if isinstance(result, tuple) and not has_aux:
+            raise TypeError("A loss must be floating, got a tuple. For (loss, aux), pass has_aux=True.")
+        loss, aux = result if has_aux else (result, None)
         return _scale_by(loss, loss_scale_state), (loss, aux)
 
     return scaled

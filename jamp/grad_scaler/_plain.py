@@ -40,6 +40,9 @@ def step_plain(
         "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
         "GradScaler, or use jamp.value_and_grad(fun, opt_state) and tx.update without a GradScaler.",
     )
+    of_grads, of_state, of_params = list[Any](map(jax.tree.structure, (grads, opt_state, params)))
+    if of_state == of_grads != of_params:
+        raise ValueError("opt_state and params are in the other order: step(tx, opt_state, params, grads=grads).")
     warn_if_rounded(opt_state, params)
     with_extra_args = optax.with_extra_args_support(tx)
 

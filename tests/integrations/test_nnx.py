@@ -259,6 +259,12 @@ def test_what_autocast_would_lose_of_a_module_is_an_error():
     for what in ("sow", "replace", "count"):
         with pytest.raises(ValueError, match="added, replaced or removed a Variable of a module"):
             call(Sowing(), jnp.ones((2, 4)), what)
+    with pytest.raises(ValueError, match=r"as `sow` does.* Capture inside the function"):
+        nnx.capture(lambda module: call(module, jnp.ones((2, 4)), "sow"), nnx.Intermediate)(Sowing())
+    inside = lambda module, x: nnx.capture(lambda m: m(x, "sow"), nnx.Intermediate)(module)[1]
+    found = [jax.tree.leaves(f(Sowing(), jnp.ones((2, 4)))) for f in (inside, jamp.autocast(inside, jnp.float16))]
+    assert len(found[0]) == 1
+    assert_close(found[1], found[0], 1e-2)
     module = Sowing()
     call(module, jnp.ones((2, 4)), "assign")
     assert module.load[...] == 7
