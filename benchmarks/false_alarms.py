@@ -7,7 +7,8 @@
 2. The first 50 of them with one factor of 1.001: how often `compare` is true, and names its line.
 
 The seeds and the margin were fixed before the first run. With the seeds 0 to 199 it had one false alarm, about a
-gradient that was 0 but for the rounding of float64. `compare` was fixed, and these are the seeds 200 to 399.
+gradient that was 0 but for the rounding of float64. `compare` was fixed, and had none with the seeds 200 to 399. Then
+it was made to see a difference of results of which 16 bit leaves no digit. These are the seeds 400 to 599.
 """
 
 import random
@@ -24,7 +25,7 @@ import jamp.debug
 from benchmarks.record import Rows, parser, record, show, write
 from jamp.debug._numbers import JUMP
 
-FIRST, PAIRS, FAULTY, WIDTH = 200, 200, 50, 12
+FIRST, PAIRS, FAULTY, WIDTH = 400, 200, 50, 12
 DTYPES = (None, jnp.bfloat16, jnp.float16)
 Way = Callable[[Any, Array], Array]
 

@@ -167,8 +167,9 @@ def _poisoned(tree: Any) -> Iterator[str]:
         more = f" and {len(bad) - 1} more hold" if len(bad) > 1 else " holds"
         yield (
             f"{bad[0]}{more} inf or NaN. If it is the state of a transform before the wrapper (an average, a trace, "
-            "Adam), an overflow has poisoned it forever: wrap the whole chain, `jamp.loss_scaled(optax.chain(...))`, "
-            "and start from a finite state. If it is a parameter, an update was not finite: go back to a checkpoint."
+            "Adam, MultiSteps), an overflow has poisoned it forever: wrap the whole chain, "
+            "`jamp.loss_scaled(optax.chain(...))`, and start from a finite state. If it is a parameter, an update was "
+            "not finite: go back to a checkpoint."
         )
 
 

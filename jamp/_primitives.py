@@ -19,11 +19,10 @@ TRANSFERS = _names(
     "barrier barrier_unless_tpu cotangents_behind_barrier "
     "nonbatchable nondifferentiable_backward nontraceable select_if_vmap"
 )
-# They may copy an element many times.
-COPIES = _names("broadcast_in_dim tile")
+# They may copy an element many times, on one device or to others.
+COPIES = _names("broadcast_in_dim gather tile")
 GATHERS = _names(
-    "all_gather all_gather_invariant all_gather_reduced gather pbroadcast preduced pvary "
-    "reduced_vary_cast reduced_vary_cast_p"
+    "all_gather all_gather_invariant all_gather_reduced pbroadcast preduced pvary reduced_vary_cast reduced_vary_cast_p"
 )
 # Arithmetic on each element, and cheap reductions.
 ARITHMETIC = _names(
@@ -88,7 +87,7 @@ EXACT = (
     )
 )
 # The result is the first operand, a part or a rearrangement of it. A parameter keeps its path through them.
-REARRANGES = (MOVES | COPIES | IDENTITIES) - _names("concatenate select_n")
+REARRANGES = (MOVES | COPIES | IDENTITIES) - _names("concatenate gather select_n")
 
 
 def holds_product(eqn: JaxprEqn) -> bool:

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 
 WIDTH = 100
+_FUNCTION = re.compile(r"(:\d+) \([^()]*\)$")  # after a source line
 
 
 def fit(text: str, width: int = WIDTH) -> str:
@@ -13,7 +14,7 @@ def fit(text: str, width: int = WIDTH) -> str:
     The function after a source line goes first. Then the middle is cut, because both ends of a path or line matter.
     """
     if len(text) > width:
-        text = re.sub(r"(:\d+) \([^()]*\)$", r"\1", text)
+        text = _FUNCTION.sub(r"\1", text)
     if len(text) <= width:
         return text
     end = (width - 3) // 2
@@ -37,10 +38,14 @@ def wrapped(text: str, indent: int = 10) -> str:
 def aligned(rows: Sequence[Sequence[str]], elastic: Collection[int] = ()) -> list[str]:
     """The rows with their columns aligned. A column of empty cells is left out.
 
-    The cells of the `elastic` columns are cut so that a line has at most 100 characters: the widest column first.
+    The cells of the `elastic` columns are cut so that a line has at most 100 characters: first the functions after
+    source lines, then the widest column.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    excess = sum(w + 2 for w in widths if w) - 2 - WIDTH
+    if (excess := sum(w + 2 for w in widths if w) - 2 - WIDTH) > 0:
+        rows = [[_FUNCTION.sub(r"\1", x) if i in elastic else x for i, x in enumerate(row)] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        excess = sum(w + 2 for w in widths if w) - 2 - WIDTH
     while excess > 0 and (most := max(elastic, key=lambda i: widths[i], default=None)) is not None and widths[most] > 8:
         widths[most] -= 1
         excess -= 1

@@ -127,6 +127,11 @@ def value_and_grad(
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
         holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
         loss_scale_state = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
+        if argnums is None and not hasattr(optimizer, "wrt"):
+            raise TypeError(
+                "value_and_grad takes a jamp.nnx.Optimizer, whose wrt says what is differentiated, got a "
+                f"{type(optimizer).__name__}. Pass one, or argnums."
+            )
         scale, scaled = scale_of(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
         differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
         before = _values((args, kwargs))

@@ -57,6 +57,21 @@ def test_a_product_of_two_vectors_is_a_sum_and_stays_float32():
         assert dtypes(asked, normal(4, 8), normal(4, 8), names=PRODUCTS) == {F16}
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("category", [None, "compute", "widest"])
+def test_the_gradient_of_an_element_that_is_copied_is_a_float32_sum(dtype, category):
+    """Of a token that is used 5,000 times, and of a bias that is added to 5,000 rows."""
+    ids = jnp.zeros(5000, int)
+    embed = jax.named_scope("net")(lambda table: jnp.sum(table[ids] * 1.0))
+    bias = jax.named_scope("net")(lambda b: jnp.sum(jnp.broadcast_to(b, (5000, 4)) * 1.0))
+    for name, fun, given in (("gather", embed, jnp.zeros((8, 4))), ("broadcast_in_dim", bias, jnp.zeros(4))):
+        for rules in [{name: category}, {"*[net]": category}] if category else [None]:
+            found = jax.grad(jamp.autocast(fun, dtype, rules=rules))(given)
+            assert (found.dtype, found.ravel()[0]) == (F32, 5000)
+    low = jamp.autocast(lambda t: jnp.tanh(t[ids]), dtype, rules={"gather": "compute", "tanh": "compute"})
+    assert dtypes(low, jnp.zeros((8, 4)), names=("tanh",)) == {dtype}
+
+
 SAME_NAME = (  # in lax as the primitive
     "abs ceil cos erf erfc floor neg logistic round sign sin tanh atan stop_gradient acos acosh asin asinh "
     "atanh cbrt cosh exp exp2 expm1 log log1p rsqrt sinh sqrt square tan erf_inv lgamma digamma cumsum cumprod "
@@ -243,6 +258,9 @@ def test_a_function_in_which_there_is_nothing_to_cast_is_left_alone(dtype):
     x = jnp.ones((4, 4), BF16)
     with pytest.warns(UserWarning, match=r"autocast changes no product .* \(already_bf16\): its operands are 16 bit"):
         assert text(jamp.autocast(already_bf16, dtype), x) == text(already_bf16, x)
+    layers = lambda x: functools.reduce(lambda x, _: jnp.tanh(x.astype(BF16) @ x.astype(BF16).T), range(4), x)
+    with pytest.warns(UserWarning, match=r"by a cast in the code.* For a memory budget alone, use jamp\.recompute"):
+        jamp.autocast(layers, dtype, memory_budget=0.5)(jnp.ones((64, 64)))
 
 
 def test_casts_of_a_parameter_are_merged_and_their_cotangents_are_added_in_float32():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxprs import normal
 
 import jamp
 import jamp.debug
@@ -294,6 +295,28 @@ def test_a_value_that_is_0_but_for_rounding_is_rounding():
     assert not jamp.debug.compare(total, jamp.autocast(lambda x: (jax.nn.softmax(x) @ jnp.ones(16)) - 1, jnp.bfloat16))(
         X
     )
+
+
+def test_a_loss_that_cancels_in_16_bit_hides_no_difference():
+    """A policy gradient at its first step: all ratios are 1, and the advantages have the mean 0."""
+
+    def log_probs(w, x, eps, dtype):
+        h = (x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + eps)).astype(dtype)
+        return jax.nn.log_softmax((h @ w.astype(dtype)).astype(jnp.float32))[:, 0]
+
+    def loss(w, x, old, eps, dtype):
+        return jnp.mean(jnp.exp(log_probs(w, x, eps, dtype) - old) * jnp.linspace(-1, 1, 256))
+
+    w, x = normal(64, 64) / 8, 0.02 * normal(256, 64, seed=1)
+    old = log_probs(w, x, 1e-6, jnp.float32)
+    ways = {
+        (eps, dtype): lambda *a, how=(eps, dtype): loss(*a, *how)
+        for eps in (1e-6, 1e-5)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    }
+    for (eps, here), fun in ways.items():
+        for (other_eps, there), other in ways.items():
+            assert bool(jamp.debug.compare(fun, other)(w, x, old)) == (eps != other_eps), (eps, here, other_eps, there)
 
 
 def test_float64_is_compared_with_the_rounding_of_float64(x64):

@@ -85,6 +85,10 @@ def test_errors_name_the_cure():
         (r"empty, like that of a disabled scaler. Use GradS.*=False\)", load({})),
         (r"lacks scale, _growth_tracker, hysteresis_.*; it has step", load({"step": 3})),
         (r"for one that torch wrote, use jamp\.interop\.from_torch", load(TORCHS)),
+        (
+            r"has growth_factor, .*, and this scaler has StaticLossScale\(scale=8.0\)",
+            lambda: scaler.static(8.0).load_state_dict(small().state_dict()),
+        ),
         (r"lacks window_index.*AdaptiveLossScale", lambda: adaptive.load_state_dict(small().state_dict())),
         *(("is a mapping of names to numbers, got ", load(x)) for x in (None, [1], 8.0)),
         *(

@@ -355,6 +355,30 @@ def test_scale_loss_and_value_and_grad_are_silent_in_correct_chains():
         assert jamp.grad(loss_fn, {"frozen": state(optax.apply_if_finite(SGD, 5)), "opt": state(tx)})
 
 
+def test_what_is_scaled_or_unscaled_twice_is_a_warning():
+    scaler, grads_of = jamp.GradScaler(), lambda s: s.value_and_grad(loss_fn)(PARAMS)[1]
+    true = r"The gradients are true already.*give them to GradScaler\.step as grads="
+    for twice in (
+        lambda s: s.unscale(grads_of(s)),
+        lambda s: s.unscale(s.unscale(jax.grad(lambda p: s.scale(loss_fn(p)))(PARAMS))),
+        lambda s: s.step(MOMENTUM, MOMENTUM.init(PARAMS), PARAMS, scaled_grads=grads_of(s)),
+        lambda s: jamp.unscale_and_check(grads_of(s), s),
+    ):
+        for step in (twice, jax.jit(twice)):
+            with pytest.warns(UserWarning, match=true) as caught:
+                step(scaler)
+            assert [w.filename for w in caught] == [__file__]
+    for step in (lambda s: s.scale(s.scale(jnp.float32(1))), jax.jit(lambda s: s.scale(s.scale(jnp.float32(1))))):
+        with pytest.warns(UserWarning, match="The loss is scaled already"):
+            step(scaler)
+    # Gradients of gradients, several losses under one scale, and true gradients that are changed.
+    inner = lambda p: sum(jax.tree.leaves(jax.tree.map(jnp.sum, jamp.grad(loss_fn, CONSTANT)(p))))
+    jamp.grad(inner, CONSTANT)(PARAMS)
+    jax.grad(lambda p: sum(scaler.scale([loss_fn(p), loss_fn(p)])))(PARAMS)
+    clipped = jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads_of(scaler))
+    scaler.step(MOMENTUM, MOMENTUM.init(PARAMS), PARAMS, grads=clipped)
+
+
 CONSTANT = state(SCALED)
 FROZEN = {
     "value_and_grad": jax.jit(jamp.value_and_grad(loss_fn, CONSTANT)),

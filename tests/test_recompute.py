@@ -558,6 +558,10 @@ def test_the_report_fits_100_columns_and_says_what_to_do_next():
         assert "test_recompute.py" in text
         assert ("Dropped by the budget" in text) == (budget < 1)
         assert text.splitlines()[-1].startswith("To keep less: a memory_budget of ")
+    by_hand = lambda p, x: lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, p)[0].sum()
+    with pytest.warns(UserWarning, match=r"keeps at least .* No budget acts inside your own jax.checkpoint"):
+        least = jamp.memory_report(by_hand, 0.1)(jnp.ones((4, 64, 64)), jnp.ones((256, 64)))
+    assert str(least).endswith("This is the least that a budget can keep.")
     compiled = jax.jit(jax.grad(MODELS["unrolled"])).lower(PARAMS, X).compile()
     assert "temporary memory, as compiled" in jamp.memory_report(MODELS["unrolled"])(PARAMS, X).beside(compiled)
 

@@ -56,6 +56,11 @@ def in_bytes(budget: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def bytes_of(budget: MemoryBudget, total: float) -> float:
+    """The bytes of a budget, of which a share is of the `total`."""
+    return in_bytes(budget) if isinstance(budget, str) else budget * total
+
+
 def megabytes(size: float) -> str:
     """A number of bytes in MB, as a text."""
     return f"{size / 1e6:,.1f}" if size >= 1e5 else f"{size / 1e6:.2g}"
@@ -354,7 +359,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
 
     best = memory(cut=False)
     total = best.total
-    target = in_bytes(budget) if isinstance(budget, str) else budget * total
+    target = bytes_of(budget, total)
     if total <= target:
         return best
     # Models that name most values, for checkpoints that are not there, would keep them all.

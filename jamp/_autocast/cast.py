@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from jax.extend import core
+
 from jamp import _dataflow, _evaluate, _jaxpr
 from jamp._autocast import facts
 from jamp._autocast.constructs import KEEPS_RESULTS, Rewritten, enter, is_entered
@@ -21,7 +23,7 @@ from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST
 from jamp._autocast.target import Target
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
-from jamp._primitives import PRODUCTS
+from jamp._primitives import COPIES, PRODUCTS
 from jamp._shard_map import splits
 from jamp._source_line import in_scope, is_transposed, scope_path
 
@@ -149,12 +151,25 @@ class _Body:
 
     def _copy(self, eqn: JaxprEqn, low: bool) -> None:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
+        if low and _jaxpr.name(eqn) in COPIES:
+            return self._copy_elements(eqn)
         reads = [self._read(v, low and self._target.is_wide(v.aval), eqn) for v in eqn.invars]
         writes = [self._define(v, low and self._target.is_wide(v.aval)) for v in eqn.outvars]
         run = _evaluate.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if low else eqn
         is_same = reads == eqn.invars and writes == eqn.outvars
         self._eqns.append(run if is_same else run.replace(invars=reads, outvars=writes))
         self._changed |= low
+
+    def _copy_elements(self, eqn: JaxprEqn) -> None:
+        """Add an equation that may copy an element many times, with its result in 16 bit.
+
+        It runs in float32, because its transpose is the sum over the copies, such as over all uses of a token.
+        """
+        (v,), reads = eqn.outvars, [self._read(x, False, eqn) for x in eqn.invars]
+        wide = core.Var(v.aval)
+        self._eqns.append(eqn.replace(invars=reads, outvars=[wide]))
+        self._eqns.append(_evaluate.convert(wide, self._define(v, True), eqn))
+        self._changed = True
 
     def _multiply(self, eqn: JaxprEqn, key: str, category: str, is_low: bool) -> None:
         """Add a product with the decision about it."""

@@ -15,13 +15,13 @@ from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT
 from jamp._autocast.flops import flops
 from jamp._autocast.passes import Passes
 from jamp._autocast.product import Product, as_traced, products
-from jamp._autocast.rules import GRADIENT, YOURS, rules_for
+from jamp._autocast.rules import COMPUTE, GRADIENT, YOURS, rules_for
 from jamp._autocast.target import Target
 from jamp._cast import is_floating
 from jamp._dataflow import Flags
 from jamp._evaluate import CAST
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
-from jamp._primitives import IDENTITIES, PRODUCTS, REARRANGES
+from jamp._primitives import COPIES, IDENTITIES, PRODUCTS, REARRANGES
 from jamp._source_line import in_scope, scope, scope_path, user_line
 
 _WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
@@ -89,6 +89,7 @@ class _Walk:
     def walk(self, closed: ClosedJaxpr, parameters: dict[Any, str], low: Flags, around: _Around) -> Iterator[Decision]:
         """The decisions about a jaxpr. `low` inputs are stored in 16 bit."""
         stored = self._stored(closed, low)
+        casts = {eqn.invars[0]: eqn.outvars[0] for eqn in closed.jaxpr.eqns if _is_cast(eqn)}
         for eqn in closed.jaxpr.eqns:
             product, line, place = _product.of(eqn), user_line(eqn) or around.source, scope(eqn, around.scope)
             reads = [None if _jaxpr.is_literal(v) else parameters.get(v) for v in eqn.invars]
@@ -112,7 +113,8 @@ class _Walk:
                 continue
             results = self._stored.read(stored, eqn.outvars)
             before = self._dtypes(eqn.invars, operands), self._dtypes(eqn.outvars, results)
-            after = self._dtypes(eqn.invars), self._dtypes(eqn.outvars)
+            is_cast = category == COMPUTE and _jaxpr.name(eqn) in COPIES
+            after = self._dtypes(eqn.invars), self._dtypes([casts.get(v, v) if is_cast else v for v in eqn.outvars])
             if product:
                 before = ", ".join(map(str, product.before[:-1])), str(product.before[-1])
                 after = self._as_multiplied(eqn, product), after[1]
@@ -139,9 +141,7 @@ class _Walk:
             return product.before[-1] != product.dtype
         if not is_floating(result) or result.dtype.itemsize != self._target.compute_dtype.itemsize:
             return False
-        if _jaxpr.name(eqn) == "convert_element_type":  # The casts of an autocast inside are part of the function.
-            return in_scope(eqn, CAST) and not in_scope(eqn, AUTOCAST)
-        return any(operands)
+        return _is_cast(eqn) if _jaxpr.name(eqn) == "convert_element_type" else any(operands)
 
     def _as_multiplied(self, eqn: JaxprEqn, product: Product) -> str:
         """The dtypes of the operands that a product multiplies."""
@@ -157,6 +157,11 @@ class _Walk:
         return ", ".join(
             wide if x else str(v.aval.dtype) for v, x in zip(atoms, flags, strict=True) if hasattr(v.aval, "dtype")
         )
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    """Whether `cast` added an equation. The casts of an autocast inside are part of the function."""
+    return in_scope(eqn, CAST) and not in_scope(eqn, AUTOCAST)
 
 
 def cause(eqn: JaxprEqn) -> str:
@@ -188,7 +193,7 @@ def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
     every = decisions(passes.decided, target, {}, passes.manual)
     total = sum(x.times * flops(x.eqn) for x in every) or 1
     has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in _jaxpr.all_equations(passes.traced.jaxpr))
-    messages = unused + ([] if is_used or has_autocast else _unchanged(every, passes))
+    messages = unused + ([] if is_used or has_autocast else _unchanged(every, passes, budget))
     for x in every:
         share = x.times * flops(x.eqn) / total
         if _is_left_out(x.eqn, x.category, target) and share >= 0.01:
@@ -253,7 +258,7 @@ def _paths(jaxpr: Jaxpr, around: str) -> Iterator[tuple[JaxprEqn, str]]:
             yield from _paths(inner, path)
 
 
-def _unchanged(every: list[Decision], passes: Passes) -> list[str]:
+def _unchanged(every: list[Decision], passes: Passes, budget: MemoryBudget) -> list[str]:
     """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
     changeable = [x for x in every if _jaxpr.name(x.eqn) in PRODUCTS]
     candidates = [x for x in changeable if x.product and x.product.reason]
@@ -263,12 +268,13 @@ def _unchanged(every: list[Decision], passes: Passes) -> list[str]:
     name = type(passes.format).__name__ if passes.format else "autocast"
     why = largest.product.reason if largest.product else ""
     if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in _jaxpr.avals(largest.eqn.invars)):
-        why = "its operands are 16 bit already. Pass float32 parameters and inputs, and modules without dtype=..."
+        why = "its operands are 16 bit already, by a cast in the code, by dtype=... of a module, or as arguments"
     if not why:  # The code asked for float32, or for a 16-bit result.
         return []
     place = largest.source or largest.scope
     at = f" is at {place}" if place else ""
-    return [f"{name} changes no product of this function. The largest{at}: {why}."]
+    way = "" if budget == 1.0 else " For a memory budget alone, use jamp.recompute."
+    return [f"{name} changes no product of this function. The largest{at}: {why}.{way}"]
 
 
 def _is_left_out(eqn: JaxprEqn, category: str, target: Target) -> bool:

@@ -15,6 +15,7 @@ from jamp._autocast.budget import (
     MemoryBudget,
     Occurrence,
     Value,
+    bytes_of,
     check_budget,
     choose,
     megabytes,
@@ -177,8 +178,12 @@ class MemoryReport:
         for kept, name in ((True, "Kept"), (False, "Dropped by the budget")):
             chosen = [cells for cells, row in zip(lines, self.rows, strict=False) if row.kept == kept]
             sections += ["", name, *_table.with_header(header, chosen, header[3:])] if chosen else []
-        least = "" if self.memory_budget == 1.0 else "less than "
-        next_step = f"To keep less: a memory_budget of {least}{self.memory_budget if least else 0.5}."
+        if self.memory_budget == 1.0:
+            next_step = "To keep less: a memory_budget of 0.5."
+        elif self.kept <= bytes_of(self.memory_budget, self.without_budget):
+            next_step = f"To keep less: a memory_budget of less than {self.memory_budget}."
+        else:
+            next_step = "This is the least that a budget can keep."
         return "\n".join([*title, *sections, *more, "", next_step])
 
 

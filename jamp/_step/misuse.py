@@ -7,7 +7,7 @@ gradients are recognized by identity. `placement` has what an optimizer state sh
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,12 +18,28 @@ from jamp._source_line import users_stacklevel
 from jamp._staging import is_differentiated, is_kept, is_recorded
 from jamp._step.state import is_adaptive
 
+
+class _Known:
+    """Arrays, recognized by identity as long as they exist."""
+
+    def __init__(self) -> None:
+        self._arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def add(self, tree: Any) -> None:
+        self._arrays.update((id(x), x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+
+    def holds_any(self, tree: Any) -> bool:
+        return any(self._arrays.get(id(x)) is x for x in jax.tree.leaves(tree))
+
+    def clear(self) -> None:
+        self._arrays.clear()
+
+
 _SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # jamp's function that is being traced
-_TRUE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # gradients that `scaled` returned
-_SCALES: weakref.WeakValueDictionary[int, Any] = (
-    weakref.WeakValueDictionary()
-)  # scales of losses whose gradients are not unscaled yet
-_READ: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # scales that a user asked for
+_OF_SCALED = _Known()  # gradients that `scaled` returned
+_SCALES = _Known()  # scales of losses whose gradients are not unscaled yet
+_READ = _Known()  # scales that a user asked for
+_UNSCALED, _SCALED_LOSSES = _Known(), _Known()  # gradients that were divided by a loss scale, and losses times it
 
 
 @contextlib.contextmanager
@@ -48,9 +64,9 @@ def check_scaled_once(name: str) -> None:
         )
 
 
-def note_true_gradients(gradients: Iterable[Any]) -> None:
+def note_true_gradients(gradients: list[Any]) -> None:
     """Remember gradients that `scaled` returned, as long as they exist."""
-    _TRUE.update((id(x), x) for x in gradients)
+    _OF_SCALED.add(gradients)
 
 
 def note_scaled_loss(loss_scale_state: Any) -> None:
@@ -60,8 +76,7 @@ def note_scaled_loss(loss_scale_state: Any) -> None:
     step is remembered, and not one that is logged, or whose gradients leave a `jit`.
     """
     if is_recorded() and is_differentiated():
-        scales = jax.tree.leaves(loss_scale_state.loss_scale)
-        _SCALES.update((id(x), x) for x in scales if isinstance(x, jax.Array) and _READ.get(id(x)) is not x)
+        _SCALES.add([x for x in jax.tree.leaves(loss_scale_state.loss_scale) if not _READ.holds_any(x)])
 
 
 def note_unscaled() -> None:
@@ -74,7 +89,7 @@ def note_unscaled() -> None:
 
 def note_scale_read(loss_scale_state: Any) -> None:
     """Remember that a user asked for the loss scale of a state, perhaps to divide by it."""
-    _READ.update((id(x), x) for x in jax.tree.leaves(loss_scale_state.loss_scale) if isinstance(x, jax.Array))
+    _READ.add(loss_scale_state.loss_scale)
     note_unscaled()
 
 
@@ -83,7 +98,7 @@ def warn_if_scaled(loss_scale_state: Any) -> None:
 
     It is not an error, because a program can take the scale out of the state by hand and divide.
     """
-    if any(_SCALES.get(id(x)) is x for x in jax.tree.leaves(loss_scale_state.loss_scale)):
+    if _SCALES.holds_any(loss_scale_state.loss_scale):
         note_unscaled()
         warnings.warn(
             "The loss went through jamp.scale_loss, and nothing has unscaled the gradients: a step would be too large "
@@ -99,12 +114,35 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
     Gradients are recognized by identity. Averaged or clipped ones, and those that a `jit` returns, are not recognized.
     """
     own = getattr(loss_scale, "scale", None) if getattr(loss_scale, "is_constant", False) else None
-    if own != 1 and any(_TRUE.get(id(x)) is x for x in jax.tree.leaves(gradients)):
+    if own != 1 and _OF_SCALED.holds_any(gradients):
         raise ValueError(
             f"These are gradients of jamp.scaled, which has unscaled them, and this optimizer has {loss_scale!r}, "
             "which did not scale their loss. Use jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)), which skips steps "
             "that overflowed, or jamp.value_and_grad(loss_fn, opt_state) without jamp.scaled."
         )
+
+
+def warn_if_scaled_twice(loss: Any, scaled: Any) -> None:
+    """Remember the scaled losses. Warn if the loss was one already."""
+    if _SCALED_LOSSES.holds_any(loss):
+        warnings.warn(
+            "The loss is scaled already, and is multiplied by the loss scale once more, so that the gradients are "
+            "divided once too few. Scale the loss that your function returned, once.",
+            stacklevel=users_stacklevel(),
+        )
+    _SCALED_LOSSES.add(scaled)
+
+
+def warn_if_unscaled_twice(gradients: Any, unscaled: Any) -> None:
+    """Remember the unscaled gradients. Warn if the gradients were unscaled already."""
+    if _UNSCALED.holds_any(gradients):
+        warnings.warn(
+            "The gradients are true already, and are divided by the loss scale once more. jamp.value_and_grad, "
+            "GradScaler.value_and_grad and unscale return true gradients: clip them as they are, and give them to "
+            "GradScaler.step as grads=.",
+            stacklevel=users_stacklevel(),
+        )
+    _UNSCALED.add(unscaled)
 
 
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
@@ -116,10 +154,10 @@ def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
     is_constant = _is_traced(loss) and not _is_traced(loss_scale_state.loss_scale)
     if is_adaptive(loss_scale_state) and is_constant and is_kept():
         warnings.warn(
-            "The loss scale is a constant of the function that is being traced, because the optimizer state is not one "
-            "of its arguments. A compiled function keeps the first scale forever, and skips every step if that "
-            "overflows. Pass the state to the jitted step, and make jamp.value_and_grad(loss_fn, opt_state) or "
-            "jamp.scale_loss(loss, opt_state) inside it.",
+            "The loss scale is a constant of the function that is being traced, because the state that holds it, of "
+            "the optimizer or a GradScaler, is not one of its arguments. A compiled function keeps the first scale "
+            "forever, and skips every step if that overflows. Pass the state to the jitted step, and make "
+            "jamp.value_and_grad(loss_fn, opt_state) or jamp.scale_loss(loss, opt_state) inside it.",
             stacklevel=users_stacklevel(),
         )
 

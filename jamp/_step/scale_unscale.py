@@ -23,6 +23,8 @@ from jamp._step.misuse import (
     note_unscaled,
     scales_once,
     warn_if_frozen,
+    warn_if_scaled_twice,
+    warn_if_unscaled_twice,
 )
 from jamp._step.placement import warn_of_order
 
@@ -73,7 +75,9 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
             "overflows at the default scale of 2**16. Compute the loss in float32: `loss.astype(jnp.float32)`.",
             stacklevel=users_stacklevel(),
         )
-    return _multiply_leaves(loss, scale)
+    scaled = _multiply_leaves(loss, scale)
+    warn_if_scaled_twice(loss, scaled)
+    return scaled
 
 
 def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bool) -> Callable[..., Any]:
@@ -142,6 +146,8 @@ def true_gradients(
         return merge([cast_leaf(x, dtype) for x in leaves]), None
     labels_to_check, axis_name = labels if check else None, hashable(axis_name)
     true, grads_finite = _true_gradients(leaves, scale, jnp.dtype(dtype), labels_to_check, axis_name)
+    if scale is not None:
+        warn_if_unscaled_twice(leaves, true)
     return merge(true), grads_finite
 
 

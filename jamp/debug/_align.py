@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jamp._primitives import MOVING
-from jamp.debug._numbers import NEAR, Numbers, same_elements
+from jamp.debug._numbers import FILL, NEAR, Numbers, same_elements
 from jamp.debug._observe import ARGUMENT, CONSTANT, Operation
 
 LAYOUT = (MOVING | {"item", "stack"}) - {"concatenate", "dynamic_slice", "gather", "pad", "select_n", "slice"}
@@ -43,7 +43,6 @@ class Entry:
         return self.operation.primitive in LAYOUT
 
 
-FILL = -1e4  # Less is the fill of a mask, if it is selected.
 Program = dict[int, Entry]  # by the index of the operation; entries of several operations are repeated
 
 
@@ -104,7 +103,8 @@ def _program(operations: Mapping[int, Operation], merged: set[int]) -> Program:
         if any(not np.array_equal(x.value, numbers.value, equal_nan=x.is_inexact) for x in parts):  # else invariant
             join = lambda arrays: np.concatenate(list(map(np.ravel, arrays)))
             value, traced = join(x.value for x in parts), join(x.traced for x in parts)
-            numbers = Numbers(value, traced, max(x.unit for x in parts), max(x.constant for x in parts))
+            unit, constant, scale = (max(getattr(x, name) for x in parts) for name in ("unit", "constant", "scale"))
+            numbers = Numbers(value, traced, unit, constant, scale)
         if operations[group[0]].primitive == "select_n":  # Any fill of a mask does the same.
             numbers = dataclasses.replace(numbers, value=np.where(numbers.value < FILL, -np.inf, numbers.value))
         program |= dict.fromkeys(group, Entry(operations[group[0]], numbers, [], []))

@@ -10,6 +10,8 @@ import numpy as np
 
 JUMP = 4.0  # Rounding explains a difference of at most four roundings.
 FLOAT32 = 2.0**-23  # its unit roundoff
+FILL = -1e4  # Less is the fill of a mask, if it is selected.
+DIGITS = 2.0**-44  # of float64, whose errors are estimated from float32
 NEAR = 1e-4  # The norms of arrays that agree differ by less, relative to the larger one.
 
 
@@ -21,12 +23,14 @@ class Numbers:
       value, traced: Its elements without rounding, and as the function computes them: float64, complex128 or integers.
       unit: The unit roundoff of the coarsest dtype on the way to it.
       constant: The same of what float64 does not remove: of constants, and of calls that run as traced.
+      scale: The largest finite magnitude on the way to it, without the fills of masks.
     """
 
     value: np.ndarray[Any, Any]
     traced: np.ndarray[Any, Any]
     unit: float
     constant: float
+    scale: float
 
     @functools.cached_property
     def is_inexact(self) -> bool:
@@ -53,8 +57,8 @@ class Numbers:
 
 
 def roundoff(dtype: Any) -> float:
-    """The unit roundoff of a dtype. For float64 it is larger, because its errors are estimated from float32."""
-    return max(float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0, 2.0**-44)
+    """The unit roundoff of a dtype, for float64 `DIGITS`."""
+    return max(float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0, DIGITS)
 
 
 def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
@@ -79,7 +83,10 @@ def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
         errors = [np.ravel(z.traced - z.value)[differ] for z in (x, y)]
         norms = [_norm(e[np.isfinite(e)]) for e in errors]
         # If rounding leaves hardly a digit, the value may be 0 but for the rounding of float64.
-        noise = max(e if e >= size / 8 else e * constant / z.unit for e, z in zip(norms, (x, y), strict=True))
+        is_zero = size <= DIGITS * max(x.scale, y.scale)
+        noise = max(
+            e if is_zero and e >= size / 8 else e * constant / z.unit for e, z in zip(norms, (x, y), strict=True)
+        )
         return _norm((a - b)[differ]) / size, max(float(noise / size), constant)
 
 

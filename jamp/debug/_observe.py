@@ -13,7 +13,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._source_line import Location
-from jamp.debug._numbers import Numbers, roundoff
+from jamp.debug._numbers import FILL, Numbers, roundoff
 from jamp.debug._walk import Walker
 from jamp.debug._wider import bind_wider
 
@@ -95,7 +95,9 @@ class Observer(Walker[Value]):
         before = [self.operations[x.index].numbers for x in xs]
         unit = max([roundoff(array.dtype), *(x.unit for x in before)])
         least = min(roundoff(found.dtype), roundoff(_F32))
-        numbers = Numbers(_to_host(wide), _to_host(array), unit, max([constant, least, *(x.constant for x in before)]))
+        constant = max([constant, least, *(x.constant for x in before)])
+        value = _to_host(wide)
+        numbers = Numbers(value, _to_host(array), unit, constant, max([_largest(value), *(x.scale for x in before)]))
         found = found._replace(equation=found.equation or index, loops=tuple(self.loops))
         self.operations.append(found._replace(numbers=numbers, reads=tuple(x.index for x in xs)))
         return Value(array, wide, index)
@@ -113,6 +115,13 @@ def _to_host(x: Any) -> np.ndarray[Any, Any]:
     x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     wide = np.complex128 if np.iscomplexobj(x) else _F64 if is_floating(x) else x.dtype
     return x.astype(wide)
+
+
+def _largest(x: np.ndarray[Any, Any]) -> float:
+    """The largest finite magnitude of an array, without the fills of masks."""
+    if not np.issubdtype(x.dtype, np.inexact):
+        return 0.0
+    return float(np.max(np.abs(x), where=np.isfinite(x) & (x.real >= FILL), initial=0.0))
 
 
 def _widen(x: Any) -> Any:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jamp._primitives import MOVING
-from jamp.debug._align import FILL, Entry, Program, entries, source
+from jamp.debug._align import Entry, Program, entries, source
 from jamp.debug._comparison import ComparedRow
-from jamp.debug._numbers import JUMP, agree, relative, same_elements
+from jamp.debug._numbers import FILL, JUMP, agree, relative, same_elements
 from jamp.debug._observe import ARGUMENT
 
 _COMMUTE = ("add", "add_any", "mul", "dot_general", "max", "min", "and", "or", "xor", "eq", "ne")

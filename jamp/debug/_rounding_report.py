@@ -172,7 +172,7 @@ _LEGEND = "Relative errors that a row causes in value and gradients: predicted, 
 
 def _cells(row: RoundingRow) -> list[str]:
     measured = row.measured[not math.isnan(row.gradient_error)] if row.measured else math.nan
-    where = row.scope or row.parameter
+    where = row.scope or _short(row.parameter)
     where += f", most in {row.worst}" * bool(row.worst)
     return [
         row.operation,
@@ -183,6 +183,12 @@ def _cells(row: RoundingRow) -> list[str]:
         _error(measured),
         _table.short_line(row.source),
     ]
+
+
+def _short(parameter: str) -> str:
+    """The end of a long path, because tables cut the middle of their cells: "...['kernel']"."""
+    keys = re.findall(r"\[[^]]*\]|\.\w+", parameter)
+    return f"...{keys[-1]}" if len(parameter) > 20 and len(keys) > 1 else parameter
 
 
 def _step(row: RoundingRow) -> str:

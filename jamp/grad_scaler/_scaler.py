@@ -233,7 +233,10 @@ class GradScaler(Pytree):
         return new if self.is_enabled() else new.disable()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a restored run needs, as Python numbers, with torch's keys. Empty while disabled."""
+        """The state, growth and backoff as Python numbers, with torch's keys. Empty while disabled.
+
+        Bounds and hysteresis are not in it: load it into a scaler that was made with the same ones.
+        """
         return to_state_dict(self.loss_scale, self._state) if self.is_enabled() else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:

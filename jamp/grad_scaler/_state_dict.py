@@ -52,6 +52,12 @@ def from_state_dict(
             f"The state dict lacks {', '.join(missing)}; it has {', '.join(map(str, saved))}. Load one that a scaler "
             f"with a {type(loss_scale).__name__} wrote; for one that torch wrote, use jamp.interop.from_torch."
         )
+    foreign = [name for name in _TORCH_CONFIG if name in saved and not hasattr(loss_scale, name)]
+    if foreign:
+        raise ValueError(
+            f"The state dict has {', '.join(foreign)}, of an adapting scale, and this scaler has {loss_scale!r}. Load "
+            "it into a scaler with the loss scale that wrote it."
+        )
     if isinstance(loss_scale, DynamicLossScale):
         loss_scale = dataclasses.replace(loss_scale, **{name: saved[name] for name in _TORCH_CONFIG})
     return loss_scale, with_leaves(state, [_array(name, saved[name], x) for name, x in _fields(state).items()])

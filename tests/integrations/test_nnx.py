@@ -230,6 +230,8 @@ def test_what_the_loss_function_creates_stays_and_mistakes_are_clear_errors():
         grad_fn(promotes, optimizer, model, X)
     with pytest.raises(ValueError, match=r"no loss-scale state in this State\. If the state was split.*, merge"):
         jamp.nnx.value_and_grad(loss_fn, nnx.state(optimizer))(model, X)
+    with pytest.raises(TypeError, match=r"takes a jamp\.nnx\.Optimizer.* got a GradScaler"):
+        jamp.nnx.value_and_grad(loss_fn, jamp.GradScaler())(model, X)
     with pytest.raises(ValueError, match="Two scalers"):
         jamp.nnx.Optimizer(model, jamp.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
 
