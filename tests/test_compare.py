@@ -304,11 +304,11 @@ def test_a_loss_that_cancels_in_16_bit_hides_no_difference():
         h = (x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + eps)).astype(dtype)
         return jax.nn.log_softmax((h @ w.astype(dtype)).astype(jnp.float32))[:, 0]
 
-    def loss(w, x, old, eps, dtype):
-        return jnp.mean(jnp.exp(log_probs(w, x, eps, dtype) - old) * jnp.linspace(-1, 1, 256))
+    def loss(w, x, old, advantages, eps, dtype):
+        return jnp.mean(jnp.exp(log_probs(w, x, eps, dtype) - old) * advantages)
 
     w, x = normal(64, 64) / 8, 0.02 * normal(256, 64, seed=1)
-    old = log_probs(w, x, 1e-6, jnp.float32)
+    old, advantages = log_probs(w, x, 1e-6, jnp.float32), jnp.linspace(-1, 1, 256)
     ways = {
         (eps, dtype): lambda *a, how=(eps, dtype): loss(*a, *how)
         for eps in (1e-6, 1e-5)
@@ -316,7 +316,10 @@ def test_a_loss_that_cancels_in_16_bit_hides_no_difference():
     }
     for (eps, here), fun in ways.items():
         for (other_eps, there), other in ways.items():
-            assert bool(jamp.debug.compare(fun, other)(w, x, old)) == (eps != other_eps), (eps, here, other_eps, there)
+            found = jamp.debug.compare(fun, other)(w, x, old, advantages)
+            assert bool(found) == (eps != other_eps), (eps, here, other_eps, there)
+            if found and here == there:  # Neither `old` nor the advantages are taken for what equals them.
+                assert found.differences[0].operation == f"add(_, {eps:g}) here, add(_, {other_eps:g}) there"
 
 
 def test_float64_is_compared_with_the_rounding_of_float64(x64):

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -123,15 +123,42 @@ def _match(here: Program, there: Program) -> int:
     for y in sides[1]:
         groups.setdefault(y.numbers.value.size, []).append(y)
     norms = {size: np.array([y.numbers.norm for y in group]) for size, group in groups.items()}
+    shared = set.intersection(*({x.operation.name for x in side if _is_argument(x)} for side in sides))
     for kind, x in enumerate(sides[0]):
         size, norm = x.numbers.value.size, x.numbers.norm
         for i in np.flatnonzero(np.abs(norms.get(size, np.zeros(0)) - norm) <= NEAR * abs(norm)):
             y = groups[size][i]
-            if None in (x.kind, y.kind) and same_elements(x.numbers, y.numbers):
+            is_open = None in (x.kind, y.kind) and not _is_chance(x, y, shared)
+            if is_open and same_elements(x.numbers, y.numbers):
                 x.kind = next(k for k in (x.kind, y.kind, kind) if k is not None)
                 y.kind = x.kind if y.kind is None else y.kind
     counts = lambda x: x.kind is not None and not x.is_layout and x.numbers.value.size > 1
     return min(sum(map(counts, side)) for side in sides)
+
+
+def _is_argument(x: Entry) -> bool:
+    return x.operation.primitive == ARGUMENT
+
+
+def _is_chance(x: Entry, y: Entry, shared: Set[str]) -> bool:
+    """Whether one is an argument that both programs read, and the other one is computed from other arguments too.
+
+    In the first step of a policy gradient, the log-probabilities equal those of the sampler, and a ratio of 1 times the
+    advantages equals the advantages.
+    """
+    given, other = (x, y) if _is_argument(source(x)) else (y, x)
+    name = source(given).operation.name
+    if not _is_argument(source(given)) or _is_argument(source(other)) or name not in shared:
+        return False
+    todo, seen = [other], set[int]()
+    while todo:
+        z = todo.pop()
+        if id(z) not in seen:
+            seen.add(id(z))
+            todo += [*z.reads, *z.carried]
+            if _is_argument(z) and z.operation.name != name:
+                return True
+    return False
 
 
 def pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> list[tuple[int, int]]:
