@@ -73,8 +73,8 @@ CUBIC = {
 
 # Of a product that autocast has lowered. They return their first operand.
 IDENTITIES = _names("attach detached")
-# Cheap and deterministic. They terminate on any input, also on NaN.
-CHEAP = MOVES | COPIES | ARITHMETIC | IDENTITIES
+# Cheap and deterministic. They terminate on any input, also on NaN. A gather reads a table of any size.
+CHEAP = (MOVES | COPIES | ARITHMETIC | IDENTITIES) - {"gather"}
 # They compute nothing.
 MOVING = MOVES | TRANSFERS | COPIES | GATHERS | IDENTITIES
 # Their results do not depend on how XLA optimizes them. Those of functions that are approximated, such as tanh, do.

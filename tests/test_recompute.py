@@ -551,6 +551,12 @@ def test_a_function_without_a_derivative_is_unchanged():
     assert jamp.recompute(loop, 0.5)(jnp.eye(64)) == 64
 
 
+def test_what_is_looked_up_in_a_table_is_kept():
+    ids, ones = jnp.arange(256) % 64, jnp.ones((64, 64))
+    embed = lambda table, w: jnp.sum(jnp.tanh(table[ids] @ w) @ w)
+    assert ("gather", True) in [(x.operation, x.kept) for x in jamp.memory_report(embed)(ones, ones).rows]
+
+
 def test_the_report_fits_100_columns_and_says_what_to_do_next():
     for budget in (1.0, 0.4):
         text = str(jamp.memory_report(MODELS["unrolled"], budget)(PARAMS, X))
