@@ -41,15 +41,20 @@ def aligned(rows: Sequence[Sequence[str]], elastic: Collection[int] = ()) -> lis
     The cells of the `elastic` columns are cut so that a line has at most 100 characters: first the functions after
     source lines, then the widest column.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if (excess := sum(w + 2 for w in widths if w) - 2 - WIDTH) > 0:
+    widths, excess = _widths(rows)
+    if excess > 0:
         rows = [[_FUNCTION.sub(r"\1", x) if i in elastic else x for i, x in enumerate(row)] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        excess = sum(w + 2 for w in widths if w) - 2 - WIDTH
+        widths, excess = _widths(rows)
     while excess > 0 and (most := max(elastic, key=lambda i: widths[i], default=None)) is not None and widths[most] > 8:
         widths[most] -= 1
         excess -= 1
     return ["  ".join(fit(x, w).ljust(w) for x, w in zip(row, widths, strict=True) if w).rstrip() for row in rows]
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> tuple[list[int], int]:
+    """The widths of the columns, and by how much a line would exceed 100 characters."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return widths, sum(w + 2 for w in widths if w) - 2 - WIDTH
 
 
 def with_header(header: Sequence[str], rows: Sequence[Sequence[str]], elastic: Collection[str] = ()) -> list[str]:

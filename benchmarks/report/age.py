@@ -23,10 +23,15 @@ def paths(folder: str, names: str) -> tuple[str, ...]:
     return tuple(f"jamp/{folder}/{name}.py" for name in names.split())
 
 
-CASTS = paths("_autocast", "arithmetic cast decisions rules passes lower product matrix_product transform")
-KEPT = paths("_autocast", "budget flops segments recompute kept residuals")
+CLASSES = ("jamp/_primitives.py", "jamp/_dataflow.py")
+CASTS = (
+    *paths("_autocast", "arithmetic cast constructs decisions facts rules passes lower product"),
+    *paths("_autocast", "matrix_product target transform"),
+    *CLASSES,
+)
+KEPT = (*paths("_autocast", "budget flops segments recompute kept residuals"), *CLASSES)
 LOW = (*CASTS, *paths("_autocast", "formats quantized quantize"))
-SKIP = paths("_step", "loss_scaled skip finite find scale_unscale state")
+SKIP = (*paths("_step", "loss_scaled skip finite find scale_unscale state"), *CLASSES)
 SCALED = paths("_step", "scaled scaled_primitives retry")
 PARAMETERS = paths("_step", "stochastic_rounding rounding split_masters block_codes quantized_state moments")
 COMPARE = paths("debug", "_align _compare _comparison _numbers _observe _parting _walk _wider")
