@@ -4,7 +4,8 @@
     python -m benchmarks.report.age --check    fails if one is not named there
 
 A result is as old as the commit that it holds, or else the commit that wrote its file. It is older if one of the paths
-in `MEASURED` holds another program now: other comments and docstrings do not count.
+in `MEASURED` holds another program now: other comments and docstrings do not count. `benchmarks.report.same` shows of
+which results the compiled programs are the same, and gives them the commit of which that is known.
 """
 
 import argparse
@@ -77,15 +78,25 @@ def git(*arguments: str) -> str:
 
 def older() -> list[str]:
     """The files of results that are older than what they measure."""
-    found, commits = [], git("log", "--format=%h", "--abbrev=12").split()
+    found = []
     for file in sorted(RESULTS.glob("*.json")):
-        made = str(json.loads(file.read_text()).get("commit")).removesuffix("-dirty")
-        if made not in commits:
-            made = git("log", "-1", "--format=%h", "--abbrev=12", "--", str(file)) or "HEAD"
-        changed = git("diff", "--name-only", made, "--", *measured(file.stem)).split()
-        if any(program(then(made, name)) != program(now(name)) for name in changed):
+        holds = known(json.loads(file.read_text()).get("same_programs")) or made(file)
+        changed = git("diff", "--name-only", holds, "--", *measured(file.stem)).split()
+        if any(program(then(holds, name)) != program(now(name)) for name in changed):
             found.append(file.name)
     return found
+
+
+def made(file: Path) -> str:
+    """The commit that measured a result."""
+    wrote = lambda: git("log", "-1", "--format=%h", "--abbrev=12", "--", str(file))
+    return known(json.loads(file.read_text()).get("commit")) or wrote() or "HEAD"
+
+
+def known(commit: str | None) -> str | None:
+    """A commit that a file holds, if this clone has it."""
+    clean = str(commit).removesuffix("-dirty")
+    return clean if clean in git("log", "--format=%h", "--abbrev=12").split() else None
 
 
 def then(commit: str, name: str) -> str:

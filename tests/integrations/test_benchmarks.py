@@ -17,7 +17,7 @@ from trees import assert_close, bits
 
 from benchmarks import ahead_of_time, timing
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.report import __main__ as report, accuracy, age, step as report_step
+from benchmarks.report import __main__ as report, accuracy, age, same, step as report_step
 from benchmarks.step import peers, train
 
 TX = optax.sgd(1e-3, momentum=0.9)  # not Adam, which does not see a forgotten division by the loss scale
@@ -98,10 +98,13 @@ def test_every_result_has_paths_that_it_measures_and_they_exist():
         assert all((ROOT / path).exists() for path in age.measured(file.stem)), file
 
 
-def test_a_result_is_older_once_a_path_that_it_measures_is_another_one(monkeypatch, tmp_path):
+@pytest.fixture
+def commit(monkeypatch, tmp_path):
+    """Commits files, with their texts, to a new clone. Results lie in it too."""
     monkeypatch.setattr(age, "ROOT", tmp_path)
-    monkeypatch.setattr(age, "RESULTS", tmp_path)
-    monkeypatch.setattr(age, "MEASURED", {"dot": ("dot.py",), "dot_bytes": ("bytes.py",)})
+    for module in (age, same):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    age.git("init", "-q")
 
     def commit(**files):
         for name, text in files.items():
@@ -110,7 +113,11 @@ def test_a_result_is_older_once_a_path_that_it_measures_is_another_one(monkeypat
         age.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "-m", "message")
         return age.git("log", "-1", "--format=%h", "--abbrev=12")
 
-    age.git("init", "-q")
+    return commit
+
+
+def test_a_result_is_older_once_a_path_that_it_measures_is_another_one(monkeypatch, tmp_path, commit):
+    monkeypatch.setattr(age, "MEASURED", {"dot": ("dot.py",), "dot_bytes": ("bytes.py",)})
     first = commit(dot__py="1", bytes__py="1")
     of_first = json.dumps({"commit": first})
     commit(dot_said__json=of_first, dot_bytes__json=of_first, dot_unsaid__json="{}")
@@ -127,6 +134,29 @@ def test_a_result_is_older_once_a_path_that_it_measures_is_another_one(monkeypat
     assert age.older() == ["dot_bytes.json", "dot_unsaid.json"]
     (tmp_path / "bytes.py").unlink()
     assert age.older() == ["dot_bytes.json", "dot_unsaid.json"]
+
+
+@pytest.mark.slow
+def test_a_result_is_as_new_as_the_last_commit_that_compiles_the_same_programs(monkeypatch, tmp_path, commit):
+    monkeypatch.setattr(age, "MEASURED", {"dot": ("dot.py",)})
+    starts_another = "import jax, subprocess, sys; jax.jit(lambda x: x + 1)(sys.argv.count('--quick')); "
+    starts_another += "subprocess.run([sys.executable, 'child.py'], check=True)"
+
+    def older_after(**files):
+        last = commit(**files)
+        monkeypatch.setattr(sys, "argv", ["same", "dot"])
+        same.main()
+        return age.older(), json.loads((tmp_path / "dot.json").read_text()).get("same_programs") == last
+
+    child = "import jax; jax.jit(lambda x: x * {}.0)(1.0)"
+    first = commit(dot__py=starts_another, child__py=child.format(2))
+    made = {"commit": first, "command": "python -m dot --json docs/dot.json"}
+    assert older_after(dot__py=f"UNUSED = 1; {starts_another}", dot__json=json.dumps(made)) == ([], True)
+    assert older_after(dot__py=starts_another.replace("x + 1", "x + 2")) == (["dot.json"], False)
+    other_child = {"child__py": child.format(3)}  # in another process
+    assert older_after(dot__py=f"UNUSED = 2; {starts_another}", **other_child) == (["dot.json"], False)
+    with pytest.raises(SystemExit, match=r"cannot be run again: f\(x\) of tests"):
+        same.command({"command": "f(x) of tests/f.py"}, [])
 
 
 @pytest.mark.parametrize(
