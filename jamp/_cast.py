@@ -31,6 +31,11 @@ def is_floating(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def is_complex(x: Any) -> bool:
+    """Whether an array, or its type, is complex."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
 def cast_leaf(x: Any, dtype: DTypeLike) -> Any:
     """Cast a floating array of at most 32 bits to `dtype`. Any other leaf is returned unchanged."""
     return jnp.asarray(x, dtype) if is_floating(x) and jnp.finfo(x.dtype).bits <= 32 else x

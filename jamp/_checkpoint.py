@@ -30,7 +30,8 @@ def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
       {'loss_scale': {'type': 'static', 'scale': 8.0}, 'arrays': {"['w']": 'float32[3,4]'}}
     """
     is_array = lambda x: hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
-    describe = lambda x: f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
+    # Without x64, `result_type` takes NumPy's float64 for float32.
+    describe = lambda x: f"{getattr(x, 'dtype', None) or jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
     arrays = {keystr(path): describe(x) for path, x in tree_leaves_with_path(tree) if is_array(x)}
     return {"loss_scale": _config(loss_scale), "arrays": arrays}
 

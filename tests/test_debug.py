@@ -126,6 +126,12 @@ def test_nothing_found_is_false_and_says_so_and_inputs_with_inf_or_nan_are_named
     assert (bool(search), "those in the results are constants" in str(search)) == (False, True)
     search = find_nonfinite(lambda x: jnp.where(x > 0, x, jnp.nan).sum())(F32([1, -1]))
     assert (bool(search), search.finding.title) == (True, "select_n gave nan: nan is a constant in the code")
+    pair = np.float32([np.nan, 1])
+    for fun in (lambda x: x + jnp.nan, lambda x: x * pair, lambda x: x @ pair):  # in the range of float32
+        cause = find_nonfinite(fun)(F32([2, -1])).finding.cause
+        assert cause == "nan is a constant in the code"
+    cause = find_nonfinite(lambda x: x @ F32([1, 1, -1]))(F32([3e38] * 3)).finding.cause
+    assert "overflow in float32 on the way" in cause
     search = find_nonfinite(lambda x: (x - x.mean()) / jnp.std(x, ddof=1))(F32([1]))  # JAX gives its own NaN there too
     assert (bool(search), search.finding.title) == (True, "div gave nan: nan from 0/0")
     found = find_nonfinite(lambda x, y: x / y)(F32([-3, 5]), F32([0, 2])).finding

@@ -53,6 +53,18 @@ def test_the_next_step_corrects_a_step_far_larger_than_its_result(wrap):
 
 
 @promotes
+@wrappers
+def test_an_infinite_parameter_without_a_gradient_stays_and_so_does_minus_zero(wrap):
+    w = jnp.array([0.0, -0.0, -jnp.inf, jnp.inf, jnp.nan, 1.0])
+    for dtype in ("bfloat16", "float16", "float32"):
+        tx, mask = wrap(optax.sgd(0.1)), w.astype(dtype)
+        carry = (mask, tx.init(mask))
+        for _ in range(3):
+            carry = stepper(tx)(*carry, jnp.zeros_like(w))
+        assert_equal(carry[0], mask)
+
+
+@promotes
 def test_a_skip_does_not_bring_a_parameter_back_to_its_master_either():
     w = jnp.array([1.0, -0.0, 0.0, 3e-5])
     params = {"b": jnp.array([-2.0]), "bf16": w.astype(jnp.bfloat16), "f16": w.astype(jnp.float16)}

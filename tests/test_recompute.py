@@ -593,3 +593,74 @@ def test_choosing_does_not_trace_each_layer_again(monkeypatch):
     assert isinstance(memory, Memory)
     assert len(memory.occurrences) > 20
     assert len(made) < 6
+
+
+def spectral(w, x):
+    return jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(x @ w)) * jnp.fft.rfft(w[0]), n=WIDTH)
+
+
+def rotated(w, x):
+    return jnp.abs(jnp.tanh(lax.complex(x @ w, x)) @ lax.complex(w, w))
+
+
+COMPLEX = {
+    "spectral convolution": spectral,
+    "complex product": rotated,
+    "jit": jax.jit(rotated),
+    "cumprod": lambda w, x: jnp.real(jnp.cumprod(jnp.exp(1j * (x @ w)), axis=0)),
+    "QR": lambda w, x: jnp.real(jnp.linalg.qr(lax.complex((w @ w) + jnp.eye(WIDTH), w))[1]),
+    "scan": lambda w, x: jnp.abs(lax.scan(lambda z, _: (jnp.tanh(z @ w), None), lax.complex(x, x), None, 3)[0]),
+    "cond": lambda w, x: lax.cond(x.sum() > 0, rotated, spectral, w, x),
+    "custom_vjp": lambda w, x: jnp.abs(conjugated(lax.complex(x @ w, x)) * rotated(w, x)),
+}
+
+
+@jax.custom_vjp
+def conjugated(z):
+    return jnp.conj(z) * z.real
+
+
+conjugated.defvjp(lambda z: (conjugated(z), z), lambda z, g: (jax.vjp(lambda z: jnp.conj(z) * z.real, z)[1](g)[0],))
+
+
+@pytest.mark.promotes("the programs, which multiply complex by real numbers")
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_values_are_kept_which_jax_s_checkpoint_cannot_round(name):
+    w, x = normal(WIDTH, WIDTH, scale=0.1), normal(2 * WIDTH, WIDTH, seed=1)
+    loss = lambda w, x: mean(jnp.tanh(COMPLEX[name](w, x) @ w))
+    truth = jax.grad(loss)(w, x)
+    for budget in (1.0, 0.5, 0):
+        found = quietly(jax.jit(jax.grad(jamp.recompute(loss, budget))), w, x)
+        np.testing.assert_allclose(found, truth, rtol=1e-3, atol=1e-6)
+        assert quietly(jamp.memory_report(loss, budget), w, x).kept > 0
+    found = jax.jit(jax.grad(jamp.autocast(loss, BF16)))(w, x)
+    assert jnp.linalg.norm(found - truth) < 0.05 * jnp.linalg.norm(truth)
+
+
+def undifferentiated(w, x):
+    """Uses what JAX does not differentiate on values that the weights do not change, or whose gradient is stopped."""
+    jax.experimental.io_callback(lambda x: None, None, x[0, 0])
+    x = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    x = x.at[0].multiply(x[1])
+    x = lax.reduce_window(x, jnp.float32(0), lambda x, y: x + y, (1, 2), (1, 1), "SAME")
+    x = x + jnp.real(jnp.linalg.eig(x[:WIDTH])[0])
+    h = x @ w
+    halved = lax.while_loop(lambda h: jnp.max(h) > 1e-3, lambda h: h / 2, h)
+    return mean(jnp.tanh(jnp.tanh(h + lax.stop_gradient(halved)) @ w))
+
+
+@pytest.mark.parametrize("place", ["straight", "jit", "scan", "cond"])
+def test_a_budget_takes_what_jax_does_not_differentiate_where_no_gradient_goes(place):
+    places = {
+        "straight": lambda: undifferentiated,
+        "jit": lambda: jax.jit(undifferentiated),
+        "scan": lambda: lambda w, x: lax.scan(lambda _, x: (None, undifferentiated(w, x)), None, x[None])[1].sum(),
+        "cond": lambda: lambda w, x: lax.cond(x[0, 0] > 9, lambda w, x: mean(x @ w), undifferentiated, w, x),
+    }
+    loss, w, x = places[place](), normal(WIDTH, WIDTH, scale=0.1), normal(2 * WIDTH, WIDTH, seed=1)
+    truth = jax.grad(loss)(w, x)
+    for budget in (1.0, 0.5, 0):
+        assert quietly(jamp.memory_report(loss, budget), w, x).kept > 0
+        np.testing.assert_allclose(quietly(jamp.recompute(loss, budget), w, x), loss(w, x), rtol=1e-5)
+        found = quietly(jax.jit(jax.grad(jamp.recompute(loss, budget))), w, x)
+        np.testing.assert_allclose(found, truth, rtol=1e-3, atol=1e-6)

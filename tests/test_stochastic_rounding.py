@@ -394,3 +394,19 @@ def test_it_warns_if_it_rounds_nothing_and_not_in_a_branch_or_with_a_state_dtype
         (jamp.stochastic_rounding(optax.adam(0.1), state_dtype=BF16), full), (tx, {"n": jnp.arange(3)}), (tx, {}),
     ):  # fmt: skip
         quiet.update(jax.tree.map(jnp.ones_like, p), quiet.init(p), p)
+
+
+@pytest.mark.promotes("optax, whose mu is bfloat16")
+@pytest.mark.filterwarnings("ignore:stochastic_rounding does nothing")
+def test_on_wide_parameters_it_does_nothing_also_to_a_state_in_16_bit():
+    grads, params = normal(64, 64, seed=1), normal(64, 64)
+    plain = optax.adam(1e-2, mu_dtype=BF16)
+    ours, carries = jamp.stochastic_rounding(plain), []
+    for tx in (plain, ours):
+        carry = params, tx.init(params)
+        for _ in range(4):
+            updates, state = tx.update(grads * carry[0], carry[1], carry[0])
+            carry = optax.apply_updates(carry[0], updates), state
+        carries.append(carry)
+    assert_equal(carries[1][0], carries[0][0])
+    assert_equal(carries[1][1].inner_state, carries[0][1])

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.budget import Chosen, MemoryBudget, Place, choose
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.lower import lower
-from jamp._autocast.segments import Body, Construct, Segment, Split, code, named
+from jamp._autocast.segments import Body, Code, Construct, Segment, Split, code, named
 from jamp._barrier import cotangents_behind_barrier, unless_tpu
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
@@ -68,33 +68,51 @@ class _Pass:
             return list(segment.eqns)
         key = segment.key(sources=True), chosen
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
-            scoped = jax.named_scope(SEGMENT)  # of the call, and of the checkpoint in it
-            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(_checkpointed(segment, chosen))))
-            if chosen is not None and not segment.around.loop:
-                call = _with_barrier(call, segment)
+            scoped, found = jax.named_scope(SEGMENT), code(segment)
+            # The scope is of the call, and of the checkpoint in it.
+            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(_checkpointed(segment, found, chosen))))
+            call = _around(call, segment, found, has_barrier=chosen is not None and not segment.around.loop)
             self._segments[key] = trace(segment.around.inside, call, _jaxpr.avals(segment.inputs))
         return _evaluate.inline(self._segments[key], segment.inputs, segment.outputs)
 
 
-def _with_barrier(call: Callable[..., list[Array]], segment: Segment) -> Callable[..., list[Array]]:
-    """A segment whose cotangents are behind a barrier.
+def _around(
+    call: Callable[..., list[Array]], segment: Segment, found: Code, has_barrier: bool
+) -> Callable[..., list[Array]]:
+    """A segment without tangents that reach no result, and perhaps with its cotangents behind a barrier.
 
-    Else XLA:GPU computes them where they are added to others, later, and what was computed again stays in memory.
+    `jax.checkpoint` and the barrier would give such inputs cotangents, even where JAX cannot go on with them. Without
+    a barrier, XLA:GPU computes cotangents where they are added to others, later, and what was computed again stays in
+    memory.
     """
-    places = [i for i, is_perturbed in enumerate(segment.perturbed) if is_perturbed]
+    reaching = _reaching(found)
+    perturbed = [i for i, is_perturbed in enumerate(segment.perturbed) if is_perturbed]
+    stopped = [i for i in perturbed if segment.inputs[i] not in reaching]
+    behind = [i for i in perturbed if segment.inputs[i] in reaching] if has_barrier else []
 
-    def with_barrier(*args: Array) -> list[Array]:
-        return call(*_evaluate.replaced(args, places, cotangents_behind_barrier([args[i] for i in places])))
+    def around(*args: Array) -> list[Array]:
+        given = _evaluate.replaced(args, stopped, [lax.stop_gradient(args[i]) for i in stopped])
+        if behind:
+            given = _evaluate.replaced(given, behind, cotangents_behind_barrier([args[i] for i in behind]))
+        return call(*given)
 
-    return with_barrier if places else call
+    return around if stopped or behind else call
 
 
-def _checkpointed(piece: Segment, chosen: frozenset[int] | None) -> Callable[..., list[Array]]:
+def _reaching(found: Code) -> set[Any]:
+    """The values of a segment whose tangents reach a result."""
+    reaching: set[Any] = {v for v in found.outputs if not _jaxpr.is_literal(v) and is_inexact(v.aval)}
+    for eqn in reversed(found.eqns):
+        if not reaching.isdisjoint(eqn.outvars) and _jaxpr.name(eqn) != "stop_gradient":
+            reaching.update(v for v in eqn.invars if not _jaxpr.is_literal(v) and is_inexact(v.aval))
+    return reaching
+
+
+def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) -> Callable[..., list[Array]]:
     """A segment as a function that keeps some of its values for the backward pass.
 
     `chosen` are their numbers, in the order in which they are computed.
     """
-    found = code(piece)
     values = [v for eqn in found.eqns for v in eqn.outvars]
     body = named(found, dict.fromkeys(found.kept if chosen is None else [values[i] for i in chosen], KEPT))
 

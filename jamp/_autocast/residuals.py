@@ -8,6 +8,7 @@ For any choice of kept values it counts the bytes, as JAX would keep them, and t
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jamp._autocast.kept import nbytes
 from jamp._autocast.lower import lower
 from jamp._autocast.product import name_of
 from jamp._autocast.segments import Code, Segment, code, named
+from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import ARITHMETIC, COLLECTIVES, CUBIC, EXPENSIVE, MOVING, OTHERS, PRODUCTS
 from jamp._shard_map import partitions, trace
@@ -174,7 +176,37 @@ def _of_arguments(closed: ClosedJaxpr, segment: Segment) -> set[Any]:
 
 
 def with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: JaxprEqn | None) -> ClosedJaxpr:
-    """A function that also returns what its backward pass reads. It may be inside a shard_map."""
+    """A function that also returns what its backward pass reads. It may be inside a shard_map.
+
+    `perturbed` are the inputs that may have tangents. No gradient goes through what JAX does not differentiate.
+    """
+    try:
+        return _with_residuals(closed, perturbed, inside)
+    except Exception:  # each primitive raises an error of its own
+        return _with_residuals(_stopped(closed, inside), perturbed, inside)
+
+
+def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
+    """A function in which the operands of what JAX does not differentiate have no tangents."""
+    eqns, outputs = _evaluate.flattened(closed)
+    found: list[JaxprEqn] = []
+    for eqn in eqns:
+        inputs: list[Any] = list(dict.fromkeys(v for v in eqn.invars if not _jaxpr.is_literal(v)))
+        single = _evaluate.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
+        try:
+            _with_residuals(single, [is_inexact(v.aval) for v in inputs], inside)
+            found.append(eqn)
+        except Exception:
+            stopped = trace(inside, partial(_with_stopped_gradients, single), single.in_avals)
+            found.extend(_evaluate.inline(stopped, inputs, eqn.outvars))
+    return _evaluate.closed_jaxpr({}, closed.jaxpr.invars, outputs, found)
+
+
+def _with_stopped_gradients(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    return _evaluate.call(closed, [jax.lax.stop_gradient(x) for x in args])
+
+
+def _with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: JaxprEqn | None) -> ClosedJaxpr:
     places = [i for i, x in enumerate(perturbed) if x]
     n = len(closed.in_avals)
 

@@ -18,7 +18,7 @@ from jamp import _dataflow, _evaluate, _fingerprint, _jaxpr
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
 from jamp._autocast.product import name_of
-from jamp._cast import is_inexact
+from jamp._cast import is_complex, is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
 from jamp._shard_map import is_partial
@@ -251,6 +251,8 @@ def _is_plain(eqn: JaxprEqn) -> bool:
         return False
     if any(is_partial(v.aval) for v in (*eqn.invars, *eqn.outvars)):
         return False  # JAX keeps no such value between the passes unless the axes are explicit.
+    if any(is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return False  # JAX's checkpoint rounds the values that it keeps, and cannot round complex ones.
     if _jaxpr.name(eqn) == "sort" or (_jaxpr.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
         return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
     if _jaxpr.name(eqn) in ("jit", "custom_jvp_call"):

@@ -30,7 +30,8 @@ def master_params(
 
     A step of 1e-4 on a bfloat16 parameter of 1.0 is always lost in rounding. Here `inner` steps the masters, and
     `optax.apply_updates(params, updates)` gives `masters.astype(params.dtype)`. If an update is more than twice as
-    large as the new parameter, the addition may round differently, and the next step corrects it.
+    large as the new parameter, the addition may round differently, and the next step corrects it. No update leads back
+    from a parameter that has become inf.
 
     With a loss scale it is the optimizer inside: `jamp.loss_scaled(jamp.master_params(inner))`.
 
@@ -105,7 +106,10 @@ def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> opta
         masters = optax.apply_updates(state.master_params, steps)
 
         def to_master(step: Any, master: Any, p: Any) -> Any:
-            return master - p.astype(master.dtype) if is_floating(p) else step
+            if not is_floating(p):
+                return step
+            old = p.astype(master.dtype)
+            return jnp.where(master == old, -0.0, master - old)  # inf - inf is NaN
 
         return jax.tree.map(to_master, steps, masters, params), MasterParamsState(masters, inner_state)
 

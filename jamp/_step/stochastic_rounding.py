@@ -145,7 +145,8 @@ def stochastic_rounding(
         if state_dtype is None:
             _warn_if_nothing_is_rounded(params)
         in_float32, count = to_float32(params), next_count(state.rounding_count)
-        updates, inner_state = inner.update(to_float32(grads), to_float32(state.inner_state), in_float32, **extra_args)
+        inner_state = state.inner_state if state_dtype is None else to_float32(state.inner_state)
+        updates, inner_state = inner.update(to_float32(grads), inner_state, in_float32, **extra_args)
         words = random_words(seed, count)
 
         def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp import _jaxpr
+from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxpr import JaxprEqn
 from jamp.debug._nonfinite_search import number, to_host
@@ -23,7 +23,7 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
     index = tuple(np.argwhere(~np.isfinite(values) if clean else np.isnan(values))[0])
     is_nan = bool(np.isnan(values[index]))
     if name in _CHOOSE and clean:
-        return "nan is a constant in the code"
+        return _CONSTANT
     operands = _operands_at(index, np.shape(output), inputs)
     cause = _domain(eqn, operands) if operands else None
     if cause is None and clean and is_floating(output):
@@ -82,7 +82,9 @@ _DOMAINS: list[tuple[set[str], Callable[[float, float], bool], str]] = [
     ({"acosh"}, lambda x, y: x < 1, "acosh of a number below 1: {x}"),
     ({"lgamma", "digamma"}, lambda x, y: x <= 0, "{name} has a pole at {x}"),
 ]
-# They return elements of their operands. What `explain` gets has no NaN where a constant has one.
+# What `explain` gets has no NaN where a constant has one.
+_CONSTANT = "nan is a constant in the code"
+# They return elements of their operands.
 _CHOOSE = ("concatenate", "dynamic_update_slice", "pad", "select_n")
 _WHOLE = {
     "gather": "an index is out of bounds, for which gather gives nan",
@@ -112,6 +114,10 @@ def _overflow(
         return f"{exponential}overflow in {dtype}, and in {wide_dtype}"
     if not np.isfinite(value):
         return None
+    if abs(value) <= end and np.isfinite(
+        to_host(_evaluate.bind(eqn, inputs, _jaxpr.avals(eqn.outvars))[position])[index]
+    ):
+        return _CONSTANT
     ends = f"{dtype} ends at {number(end) if end > 1e6 else f'{end:g}'}"
     on_the_way = " on the way" if abs(value) <= end else ""
     return f"{exponential}overflow in {dtype}{on_the_way}: value would be {number(value, 1)}, {ends}"

@@ -119,7 +119,10 @@ _CURES = (
         "^division by zero",
         "add an epsilon (in float16, 1e-8 is 0); under a gradient, also jnp.where inside the operation",
     ),
-    ("^nan is a constant", "the code returns NaN here on purpose: look at the condition that chooses it"),
+    (
+        "^nan is a constant",
+        "the code has this NaN on purpose: look at the condition that chooses it, or at what reads it",
+    ),
     ("^nan from inf - inf", "a softmax row that is masked out completely: mask with a large finite number"),
     ("^nan from", "find the inf among its inputs, and mask with a large finite number in its place"),
     ("outside|not between|below 1|pole|fractional", "clip the operand, with a margin that the dtype can hold"),

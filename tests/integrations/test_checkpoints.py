@@ -263,6 +263,8 @@ def test_another_loss_scale_or_what_does_not_fit_is_an_error_that_names_both():
         with pytest.raises(ValueError, match=message):
             interop.check_checkpoint_config(wrong, like, static)
     # A loss scale without `to_config` is named by its class.
+    wide = interop.checkpoint_config({"w": np.zeros(2), "n": np.int64(3)}, static)["arrays"]
+    assert wide == {"['n']": "int64[]", "['w']": "float64[2]"}  # also without x64
     assert interop.checkpoint_config({}, Halving())["loss_scale"] == {"type": "Halving"}
 
 
