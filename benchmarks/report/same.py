@@ -6,7 +6,8 @@
 The command of each result is run small (`--quick`) at the commit that measured it and at the last commit, with the
 same packages. `JAX_DUMP_IR_TO` writes what JAX gives to the compiler. If both runs compile the same set of programs,
 text for text without the lines of the source, the file says so, and `benchmarks.report.age` takes it for as new as the
-last commit. The programs have the sizes of `--quick`: what is decided by size could differ in those that were measured.
+last commit. The programs have the sizes of `--quick`. Where sizes decide, as with a budget or the `min_size` of 8 bit,
+compare the traced programs at full size too.
 """
 
 import argparse
