@@ -4,8 +4,8 @@
     python -m benchmarks.report.age --check    fails if one is not named there
 
 A result is as old as the commit that it holds, or else the commit that wrote its file. It is older if one of the paths
-in `MEASURED` holds another program now: other comments and docstrings do not count. `benchmarks.report.same` shows of
-which results the compiled programs are the same, and gives them the commit of which that is known.
+in `MEASURED` holds another program now: other comments and docstrings do not count. `benchmarks.report.same` finds
+results whose compiled programs did not change, and records the commit up to which that holds.
 """
 
 import argparse
@@ -34,7 +34,8 @@ KEPT = (*paths("_autocast", "budget flops segments recompute kept residuals"), *
 LOW = (*CASTS, *paths("_autocast", "formats quantized quantize"))
 SKIP = (*paths("_step", "loss_scaled skip finite find scale_unscale state"), *CLASSES)
 SCALED = paths("_step", "scaled scaled_primitives retry")
-PARAMETERS = paths("_step", "stochastic_rounding rounding split_masters block_codes quantized_state moments")
+MASTERS = paths("_step", "master_params split_masters params")
+PARAMETERS = (*MASTERS, *paths("_step", "stochastic_rounding rounding block_codes quantized_state moments"))
 COMPARE = paths("debug", "_align _compare _comparison _numbers _observe _parting _walk _wider")
 # By the beginning of the names of files. The longest that fits counts.
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -48,7 +49,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "fit": (*KEPT, *PARAMETERS),
     "float64": (*CASTS, *paths("_autocast", "wide_dot")),
     "float8": LOW,
-    "gpu": (*CASTS, *KEPT, *SKIP),
+    "gpu": (*CASTS, *KEPT, *SKIP, *MASTERS),
     "gpu_h100": (*CASTS, *KEPT),
     "gradients": LOW,
     "h200": SKIP,

@@ -58,12 +58,13 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report.same", description=__doc__, formatter_class=form)
     parser.add_argument("names", nargs="+", help="of files of results, without .json")
-    before_dashes, _, more = " ".join(sys.argv[1:]).partition(" -- ")
-    options, last = parser.parse_args(before_dashes.split()), git("log", "-1", "--format=%h", "--abbrev=12")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, more = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    last = git("log", "-1", "--format=%h", "--abbrev=12")
     for name in options.names:
         file = RESULTS / f"{name}.json"
         found = json.loads(file.read_text())
-        arguments = command(found, more.split())
+        arguments = command(found, more)
         then, now = programs(made(file), arguments), programs(last, arguments)
         differ = f"{len(then)} programs at {made(file)}, {len(now)} at {last}, {len(then ^ now)} in one of them only"
         print(f"{name}: {differ}", flush=True)

@@ -79,11 +79,11 @@ class _Pass:
 def _around(
     call: Callable[..., list[Array]], segment: Segment, found: Code, has_barrier: bool
 ) -> Callable[..., list[Array]]:
-    """A segment without tangents that reach no result, and perhaps with its cotangents behind a barrier.
+    """A segment. Inputs whose tangents reach no result have none, and cotangents may be behind a barrier.
 
-    `jax.checkpoint` and the barrier would give such inputs cotangents, even where JAX cannot go on with them. Without
-    a barrier, XLA:GPU computes cotangents where they are added to others, later, and what was computed again stays in
-    memory.
+    `jax.checkpoint` and the barrier would give such inputs cotangents of zeros, which JAX then sends through what it
+    cannot transpose. Without a barrier, XLA:GPU computes cotangents where they are added to others, later, and what was
+    computed again stays in memory.
     """
     reaching = _reaching(found)
     perturbed = [i for i, is_perturbed in enumerate(segment.perturbed) if is_perturbed]

@@ -9,6 +9,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_floating
+from jamp._step.params import update_between
 from jamp._step.split_masters import (
     MasterParamsState as MasterParamsState,
     check_given,
@@ -106,10 +107,7 @@ def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> opta
         masters = optax.apply_updates(state.master_params, steps)
 
         def to_master(step: Any, master: Any, p: Any) -> Any:
-            if not is_floating(p):
-                return step
-            old = p.astype(master.dtype)
-            return jnp.where(master == old, -0.0, master - old)  # inf - inf is NaN
+            return update_between(p.astype(master.dtype), master) if is_floating(p) else step
 
         return jax.tree.map(to_master, steps, masters, params), MasterParamsState(masters, inner_state)
 

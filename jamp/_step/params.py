@@ -56,12 +56,13 @@ def warn_if_rounded(opt_state: Any, params: Any) -> None:
 
 
 def update_between(old: Array, new: Array) -> Array:
-    """The update, f32, that `optax.apply_updates` adds to turn one float32 array into another.
+    """The update that `optax.apply_updates` adds to turn an array into another of its floating dtype.
 
     Where they are the same it is -0.0, which leaves every number unchanged, also inf and NaN.
     """
-    is_same = lax.bitcast_convert_type(new, jnp.uint32) == lax.bitcast_convert_type(old, jnp.uint32)
-    return jnp.where(is_same, jnp.float32(-0.0), new - old)
+    bits = f"uint{jnp.finfo(new.dtype).bits}"
+    is_same = lax.bitcast_convert_type(new, bits) == lax.bitcast_convert_type(old, bits)
+    return jnp.where(is_same, jnp.asarray(-0.0, new.dtype), new - old)
 
 
 def params_for(opt_state: Any, params: Any) -> Any:

@@ -114,12 +114,12 @@ def _overflow(
         return f"{exponential}overflow in {dtype}, and in {wide_dtype}"
     if not np.isfinite(value):
         return None
-    if abs(value) <= end and np.isfinite(
-        to_host(_evaluate.bind(eqn, inputs, _jaxpr.avals(eqn.outvars))[position])[index]
-    ):
-        return _CONSTANT
+    on_the_way = ""
+    if abs(value) <= end:
+        on_the_way, again = " on the way", _evaluate.bind(eqn, inputs, _jaxpr.avals(eqn.outvars))[position]
+        if np.isfinite(to_host(again)[index]):
+            return _CONSTANT
     ends = f"{dtype} ends at {number(end) if end > 1e6 else f'{end:g}'}"
-    on_the_way = " on the way" if abs(value) <= end else ""
     return f"{exponential}overflow in {dtype}{on_the_way}: value would be {number(value, 1)}, {ends}"
 
 
