@@ -60,7 +60,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "retries": SCALED,
     "rounding": PARAMETERS,
     "scaled": SCALED,
-    "step": SKIP,
+    "step": (*SKIP, *MASTERS),
     "text_model": LOW,
     "tpu_v5e": SKIP,
     "train": SKIP,
