@@ -151,12 +151,12 @@ def optimizers(quick: bool) -> Rows:
     return rows
 
 
-def accuracy(quick: bool) -> Rows:
+def accuracy(only: list[str], quick: bool) -> Rows:
     seeds, (tuned, start), rows = 1 if quick else SEEDS, fine_tuning(quick), []
     model = long(language_model(quick), quick)
     ways = [(task, task.optimizer(), None) for task in (model, digits(quick), long(rare_tokens(quick), quick))]
     for task, tx, first in [*ways, (*spike(model), None), (long(tuned, quick), optax.adamw(LOW), start)]:
-        for way in WAYS:
+        for way in WAYS if task.name in (only or [task.name]) else ():
             rows += measure(task, way, tx, seeds, first)
     return rows
 
@@ -164,6 +164,7 @@ def accuracy(quick: bool) -> Rows:
 if __name__ == "__main__":
     arguments = parser("benchmarks.accuracy.rounding", __doc__)
     arguments.add_argument("--optimizers", action="store_true", help="the language model with six optimizers")
+    arguments.add_argument("--only", nargs="+", default=[], help="names of tasks")
     options = arguments.parse_args()
-    found = record("benchmarks.accuracy.rounding", options.quick, "cpu")
-    write(options.json, found | {"rows": (optimizers if options.optimizers else accuracy)(options.quick)})
+    found, quick = record("benchmarks.accuracy.rounding", options.quick, "cpu"), options.quick
+    write(options.json, found | {"rows": optimizers(quick) if options.optimizers else accuracy(options.only, quick)})
