@@ -4,6 +4,7 @@ The TPU needs `pip install libtpu`; the GPU, `pip install "jax[cuda13]"` (5 GB).
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,9 +84,19 @@ def compile_for(target: str, cases: Iterable[Case]) -> Rows:
 
 def compiled(target: str, fun: Any, *args: Any, donate: bool = False, options: Any = None) -> Any:
     """The program of a function of arrays or shapes, compiled for one device of a target."""
+    return lowered(target, fun, *args, donate=donate).compile(compiler_options=options)
+
+
+def lowered(target: str, fun: Any, *args: Any, donate: bool = False) -> Any:
+    """What the compiler is given."""
     sharding = SingleDeviceSharding(topologies.get_topology_desc(**TARGETS[target]).devices[0])
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    return jax.jit(fun, donate_argnums=0 if donate else ()).lower(*args).compile(compiler_options=options)
+    return jax.jit(fun, donate_argnums=0 if donate else ()).lower(*args)
+
+
+def digest(program: Any) -> str:
+    """A hash of the text of a lowered program, which holds no lines of the source."""
+    return hashlib.sha256(program.as_text().encode()).hexdigest()[:16]
 
 
 def facts(program: Any) -> dict[str, float | None]:

@@ -8,8 +8,12 @@ block. Its policies keep nothing, `dots_saveable`, or `dots_with_no_batch_dims_s
 `jax.checkpoint` around attention alone (Korthikanti et al. 2022). Temporary memory is what the compiler says. FLOPs are
 those of the products of the gradient, counted in its jaxpr, because XLA:GPU counts none and XLA counts a loop once.
 `beside_best` is the temporary memory to the least of those by hand that need no more FLOPs.
+
+All rows for a TPU take hours to compile. So a row that FILE holds is kept if the same versions are given the same
+program, text for text.
 """
 
+import json
 import os
 import re
 import time
@@ -24,7 +28,7 @@ import jax.numpy as jnp
 
 import jamp
 from benchmarks import mixture, models
-from benchmarks.ahead_of_time import TARGETS, compiled
+from benchmarks.ahead_of_time import TARGETS, digest, lowered
 from benchmarks.memory import convolutions, llama
 from benchmarks.memory.large_models import fused_attention
 from benchmarks.models import SHAPES, Shape, attend_written_out, problem
@@ -91,10 +95,10 @@ def variants(model: str, loss: Any, attend: Any, target: str) -> dict[str, Any]:
     return hand | found
 
 
-def temporary(target: str, fun: Any, *args: Any) -> float:
+def temporary(program: Any) -> float:
     """The bytes of temporary memory. If they are more than a TPU has, those that its compiler names."""
     try:
-        return float(compiled(target, fun, *args).memory_analysis().temp_size_in_bytes)
+        return float(program.compile().memory_analysis().temp_size_in_bytes)
     except jax.errors.JaxRuntimeError as error:
         found = re.search(r"HLO temporaries \((\d+\.\d+)G\)", str(error))
         if not found:
@@ -102,7 +106,8 @@ def temporary(target: str, fun: Any, *args: Any) -> float:
         return float(found[1]) * 2**30
 
 
-def measure(target: str, only: list[str], quick: bool) -> Rows:
+def measure(target: str, only: list[str], quick: bool, before: Rows) -> Rows:
+    known = {(row["model"], row["variant"], row.get("program")): row for row in before}
     rows: Rows = []
     chosen = problems(target)
     if quick:
@@ -115,12 +120,14 @@ def measure(target: str, only: list[str], quick: bool) -> Rows:
         for name, fun in variants(model, loss, attend, target).items():
             start = time.time()
             grad = jax.value_and_grad(fun)
-            row = {
+            program = lowered(target, grad, params, batch)
+            row = known.get((model, name, digest(program))) or {
                 "model": model,
                 "variant": name,
-                "temporary_megabytes": temporary(target, grad, params, batch) / 1e6,
+                "temporary_megabytes": temporary(program) / 1e6,
                 "gigaflops": of_products(jax.make_jaxpr(grad)(params, batch).jaxpr) / 1e9,
                 "seconds": time.time() - start,
+                "program": digest(program),
             }
             found.append(row)
             show(row)
@@ -139,4 +146,7 @@ if __name__ == "__main__":
     options = arguments.parse_args()
     jax.config.update("jax_platforms", "cpu")
     about = record("benchmarks.memory.budget", options.quick, options.target)
-    write(options.json, about | {"rows": measure(options.target, options.only, options.quick)})
+    last = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    versions = lambda found: {name: version for name, version in found.get("versions", {}).items() if name != "jamp"}
+    before = last["rows"] if versions(last) == versions(about) else []
+    write(options.json, about | {"rows": measure(options.target, options.only, options.quick, before)})

@@ -17,6 +17,7 @@ from trees import assert_close, bits
 
 from benchmarks import ahead_of_time, timing
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.memory import budget
 from benchmarks.report import __main__ as report, accuracy, age, same, step as report_step
 from benchmarks.step import peers, train
 
@@ -215,3 +216,20 @@ def test_what_is_kept_is_counted_without_the_arguments():
     assert kept(lambda w, x: jnp.sum(x @ w)) == 0  # x
     assert kept(lambda w, x: jnp.sum(jnp.sin(x @ w))) == 512 * 128  # x, and the cosine
     assert kept(lambda w, x: jnp.sum((x @ w.astype(jnp.bfloat16).astype(jnp.float32)) ** 2)) == 512 * 128  # 2 x @ w
+
+
+def test_a_budget_is_compiled_again_only_where_its_program_is_another(monkeypatch):
+    on_cpu = lambda target, fun, *args: jax.jit(fun).lower(*args)
+    compilations = []
+    monkeypatch.setattr(budget, "lowered", on_cpu)
+    monkeypatch.setattr(budget, "BUDGETS", (0.5,))
+    monkeypatch.setattr(budget, "FEW", (1.0,))
+    monkeypatch.setattr(budget, "temporary", lambda program: compilations.append(program) or 1e6)
+    first = budget.measure("tpu", [], True, [])
+    assert len(compilations) == len(first)
+    compilations.clear()
+    before = [row | {"temporary_megabytes": 2.0} for row in first[:-1]]
+    del before[0]["program"]
+    again = budget.measure("tpu", [], True, before)
+    assert len(compilations) == 2  # of the row without a program, and of the last, which is missing
+    assert [row["temporary_megabytes"] for row in again] == [1.0, *[2.0] * (len(first) - 2), 1.0]
