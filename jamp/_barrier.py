@@ -1,4 +1,4 @@
-"""`optimization_barrier`, for values of any types, one that is none on TPUs, and one for cotangents alone.
+"""`optimization_barrier`, for values of any types, one that does nothing on TPUs, and one for cotangents alone.
 
 JAX's own gives all its results the mesh axes along which any of its operands varies. Here each value keeps its type.
 Where the platform matters, that of the lowered program decides, not the one that traces it.

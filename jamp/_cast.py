@@ -93,8 +93,10 @@ def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
     target = check_floating("dtype", dtype)
 
     def overflows(x: Any) -> bool:
-        x = jnp.asarray(x)
-        return bool(jnp.any(jnp.isfinite(x) & ~jnp.isfinite(x.astype(target))))
+        # Of NumPy's float64 before JAX rounds it to float32.
+        is_finite = jnp.isfinite(x) if isinstance(x, jax.Array) else np.isfinite(x)
+        with np.errstate(over="ignore"):  # the overflow that is looked for
+            return bool(jnp.any(is_finite & ~jnp.isfinite(jnp.asarray(x, target))))
 
     return [keystr(path) for path, x in jax.tree.leaves_with_path(params) if is_floating(x) and overflows(x)]
 

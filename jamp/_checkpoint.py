@@ -21,8 +21,9 @@ def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
       loss_scale: The configuration of its loss scale.
 
     Returns:
-      A mapping of strings and numbers, for JSON. `loss_scale` is the result of `to_config()`. Without that method it
-      only has the class name as `type`. `arrays` has an entry such as "float32[3,4]" for each path.
+      A mapping of strings, numbers, lists and None, for Python's `json`. `loss_scale` is the result of `to_config()`.
+      Without that method it only has the class name as `type`. `arrays` has an entry such as "float32[3,4]" for each
+      path.
 
     Examples:
       >>> import jax.numpy as jnp, jamp

@@ -1,7 +1,7 @@
 """Read jaxprs.
 
-This module uses only public modules of JAX. The parameters of primitives are not a stable API, though, so this and
-`_evaluate.py` are the only modules that know those of constructs, and how JAX versions differ.
+This module uses only public modules of JAX. The parameters of primitives are not a stable API, though, so only this,
+`_evaluate.py` and `_shard_map.py` know those of constructs, and how JAX versions differ.
 """
 
 import contextlib

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.tree_util import keystr
@@ -77,7 +78,8 @@ def _find(tree: Any) -> Any:
 
 
 def check_not_negative(**numbers: Any) -> None:
-    """Raise ValueError if a Python number is negative or NaN."""
+    """Raise ValueError if a number or an array is negative or NaN. Schedules and traced arrays are not known."""
     for name, value in numbers.items():
-        if isinstance(value, (int, float)) and not value >= 0:
+        is_known = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
+        if is_known and not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) >= 0):
             raise ValueError(f"{name} must not be negative, got {name}={value!r}.")

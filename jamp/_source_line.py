@@ -68,12 +68,12 @@ class _File(NamedTuple):
 def _file(file_name: str) -> _File:
     if file_name.startswith("<") and not file_name.startswith(_TYPED):
         return _File(file_name, "")
-    root = next((root for root in _PACKAGES if file_name.startswith(root)), None)
-    if file_name.startswith((_JAX, _JAMP)) or (root is None and file_name.startswith(_LIBRARIES)):
+    root = _PACKAGES.match(file_name)
+    if file_name.startswith((_JAX, _JAMP)) or (root is None and file_name.startswith(_STANDARD_LIBRARY)):
         return _File(file_name, "")
     if root is None:
         return _File(Path(file_name).name, None)
-    path = Path(file_name).relative_to(root)
+    path = Path(file_name[root.end() :])
     return _File(path.as_posix(), path.parts[0])
 
 
@@ -154,9 +154,10 @@ def _frames(eqn: JaxprEqn) -> Iterable[Any]:
     return frames
 
 
-_JAMP = str(Path(__file__).parent)
-_PACKAGES = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
-_LIBRARIES = (*_PACKAGES, sysconfig.get_path("stdlib"))
+_JAMP = str(Path(__file__).parent) + os.sep
+# Of this environment, of the user (`pip install --user`) and of the system, such as Debian's.
+_PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 # Code that a user types: in IPython, Python, `python -c` and doctests. Other names like this are generated code's.
 _TYPED = ("<ipython-input", "<python-input", "<stdin>", "<string>", "<console>", "<doctest")
 _GENERATED = ("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__")

@@ -24,7 +24,7 @@ def is_recorded() -> bool:
 
 
 def is_kept() -> bool:
-    """Whether operations are recorded for more than one call, as far as it can be known: not by jamp outside `jit`."""
+    """Whether operations are recorded for more than one call. jamp's own traces outside `jit` are for one."""
     return is_recorded() and not _ANEW.get()
 
 

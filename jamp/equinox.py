@@ -57,7 +57,7 @@ def apply_gradients(
 
     Args:
       tx: A `jamp.loss_scaled` optimizer.
-      grads: The true gradients, from `filter_value_and_grad`.
+      grads: The true gradients, from `filter_value_and_grad`. Without a loss scale in `tx` they are not checked.
       opt_state: Its state, made by `tx.init(eqx.filter(model, eqx.is_inexact_array))`.
       model: The model. Its floating arrays are stepped and keep their dtypes. Its other leaves stay unchanged.
       **extra_args: Extra arguments for `tx.update`, such as `value=loss`.

@@ -18,7 +18,7 @@ from jamp._checkpoint import check_checkpoint_config as check_checkpoint_config,
 from jamp._scale.adaptive import AdaptiveLossScale, AdaptiveLossScaleState
 from jamp._scale.checks import INT32_MAX, TINY
 from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale
+from jamp._scale.static import LossScale, check_loss_scale
 from jamp._step.find import find_loss_scale_state
 from jamp._step.quantized_state import dequantize_state as dequantize_state, quantize_state as quantize_state
 from jamp._step.split_masters import join_masters as join_masters, split_masters as split_masters
@@ -31,9 +31,9 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
     """Make the scaler that continues from a `torch.amp.GradScaler`.
 
-    torch has no bounds, so `min_scale` is the smallest normal float32 and `max_scale` is inf. The scale equals torch's
-    at every step, with one exception. If the growth interval was lowered below the tracker, torch never grows again,
-    and jamp grows at the next finite step.
+    torch has no bounds, so `min_scale` is the smallest normal float32 and `max_scale` is inf. With factors that float32
+    holds, such as 2 and 0.5, the scale equals torch's at every step, with one exception. If the growth interval was
+    lowered below the tracker, torch never grows again, and jamp grows at the next finite step.
 
     Args:
       state_dict: The result of `scaler.state_dict()` in torch.
@@ -85,7 +85,14 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
 def from_flax(dynamic_scale: Any) -> GradScaler:
     """Make the scaler that continues from a `flax.training.dynamic_scale.DynamicScale`.
 
-    Flax grows one finite step after its `growth_interval`, so the interval of the returned scaler is one longer.
+    Flax grows one finite step after its `growth_interval`, so the interval of the returned scaler is one longer. If
+    `fin_steps` is above that already, Flax grows again only after an overflow, and jamp at the next finite step.
+
+    Args:
+      dynamic_scale: The object. Reading it waits for the device.
+
+    Returns:
+      A scaler with the same scale, counts and rule.
 
     Examples:
       >>> import types, jamp  # in place of flax's DynamicScale(), its attributes
@@ -108,7 +115,14 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
 def from_jmp(loss_scale: Any) -> GradScaler:
     """Make the scaler that continues from a `jmp.DynamicLossScale`.
 
-    jmp loses `min_loss_scale` in every pytree round trip. The value that the object has now is used.
+    jmp loses `min_loss_scale` in every pytree round trip. The value that the object has now is used. With a factor that
+    is a power of two, as jmp's default is, the scale equals jmp's at every step.
+
+    Args:
+      loss_scale: The object. Reading it waits for the device.
+
+    Returns:
+      A scaler with the same scale, counts and rule.
 
     Examples:
       >>> import types, jamp  # in place of jmp's DynamicLossScale, its attributes
@@ -131,7 +145,8 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
     """Make the state of MindFormers' adaptive loss scale.
 
     Args:
-      parameters: The six parameters of `AdaptiveLossScaleUpdateCell` by name, and `scale_sense` of the train-step cell.
+      parameters: The six parameters of `AdaptiveLossScaleUpdateCell` by name, and `scale_sense` of the train-step cell,
+        as a checkpoint holds them. Other entries are not read.
 
     Returns:
       The state for an `AdaptiveLossScale` with the same window list.
@@ -147,7 +162,7 @@ def from_mindformers(parameters: Mapping[str, Any]) -> AdaptiveLossScaleState:
     """
     names = to_mindformers(AdaptiveLossScale().init())
     _check_keys(parameters, names, "set of parameters of MindFormers' adaptive loss scale")
-    number = {name: np.asarray(x).item() for name, x in parameters.items()}
+    number = {name: np.asarray(parameters[name]).item() for name in names}  # A checkpoint holds the model too.
     counts = [number[name] for name in ("list_index", "scale_window_up_count", "scale_window_down_count")]
     counts.append(number["current_iterator_step"] - number["last_overflow_iterator_step"])
     return AdaptiveLossScaleState(jnp.float32(number["scale_sense"]), *(jnp.array(x, jnp.int32) for x in counts))
@@ -161,17 +176,28 @@ def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale(
       loss_scale: Its configuration, for the length of the window.
 
     Raises:
-      ValueError: If the tree holds no loss-scale state or several.
+      ValueError: If the tree holds no state of an `AdaptiveLossScale` or several, or `loss_scale` has fewer windows.
 
     Examples:
       >>> import jamp
       >>> jamp.interop.to_mindformers(jamp.AdaptiveLossScale().init())["scale_window"]
       20
     """
-    state = jax.tree.map(lambda x: x.item(), jax.device_get(find_loss_scale_state(tree)))
+    found, windows = find_loss_scale_state(tree), loss_scale.window_list
+    if not isinstance(found, AdaptiveLossScaleState):
+        raise ValueError(
+            f"MindFormers' cell is an AdaptiveLossScale, got a {type(found).__name__}. To go on with one: "
+            "jamp.convert_loss_scale(tree, jamp.AdaptiveLossScale())."
+        )
+    state = jax.tree.map(lambda x: x.item(), jax.device_get(found))
+    if state.window_index >= len(windows):
+        raise ValueError(
+            f"The state is at window {state.window_index}, and the loss scale has {len(windows)}: {windows}. Pass the "
+            "AdaptiveLossScale that made the state as loss_scale=."
+        )
     return {
         "scale_sense": state.loss_scale,
-        "scale_window": 1 if state.window_index < 0 else loss_scale.window_list[state.window_index],
+        "scale_window": 1 if state.window_index < 0 else windows[state.window_index],
         "list_index": state.window_index,
         "scale_window_up_count": state.up_count,
         "scale_window_down_count": state.down_count,
@@ -186,9 +212,17 @@ def wrap_state(
     """Wrap a state of the plain `tx`, so that `jamp.loss_scaled(tx, loss_scale)` continues from it.
 
     Args:
-      opt_state: A state of `tx`, such as one restored from a checkpoint.
+      opt_state: A state of `tx`, such as one restored from a checkpoint. `loss_scaled` holds the moments of 16-bit
+        parameters in float32: pass `jamp.cast_floating(opt_state, jnp.float32)`.
       loss_scale: The loss scale. It starts at its initial scale.
       unscale: As for `loss_scaled`.
+
+    Returns:
+      The state for `jamp.loss_scaled(tx, loss_scale, unscale=unscale)`.
+
+    Raises:
+      TypeError: If `loss_scale` is no loss scale.
+      ValueError: If the state is loss-scaled already.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -196,6 +230,7 @@ def wrap_state(
       >>> float(jamp.get_loss_scale(jamp.interop.wrap_state(opt_state)))
       65536.0
     """
+    check_loss_scale(loss_scale)
     return wrap_inner(opt_state, loss_scale, unscale=unscale)
 
 

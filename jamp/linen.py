@@ -12,6 +12,7 @@ import optax
 
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale
+from jamp._shard_map import hashable
 from jamp._step import gradients
 from jamp._step.accessors import metrics
 from jamp._step.find import step_applied
@@ -86,13 +87,13 @@ class TrainState(train_state.TrainState):
           loss_scale: A loss scale. `jamp.NoOpLossScale()` switches scaling, checks and skips off.
           unscale: If True, `apply_gradients` takes the gradients of `jamp.scale_loss(loss, state)`.
           axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
-          **collections: Pytrees of arrays that become fields of the state. They are copied, so that an EMA that starts
-            as the parameters can be donated with them.
+          **collections: Pytrees of arrays that become fields of the state, and values of fields of your subclass.
+            Arrays are copied, so that an EMA that starts as the parameters can be donated with them.
 
         Raises:
           ValueError: If `tx` is already loss-scaled, or a collection has the name of a method.
         """
-        scaled = loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
+        scaled = _loss_scaled(tx, loss_scale, unscale, hashable(axis_name))
         opt_state = scaled.init(_with_optimizer(params))
         added = tuple(sorted(collections.keys() - {field.name for field in dataclasses.fields(cls)}))
         if taken := [name for name in added if hasattr(cls, name)]:
@@ -104,7 +105,7 @@ class TrainState(train_state.TrainState):
             params=params,
             tx=scaled,
             opt_state=opt_state,
-            **{name: jax.tree.map(jnp.copy, x) if name in added else x for name, x in collections.items()},
+            **{name: jax.tree.map(jnp.copy if name in added else _copied, x) for name, x in collections.items()},
         )
 
     def value_and_grad(
@@ -148,6 +149,24 @@ class TrainState(train_state.TrainState):
     def metrics(self) -> dict[str, jax.Array]:
         """The same as `jamp.metrics(self)`: the values to log, as arrays on the device by name."""
         return metrics(self.opt_state)
+
+
+def _loss_scaled(tx: Any, loss_scale: Any, unscale: bool, axis_name: Any) -> optax.GradientTransformationExtraArgs:
+    """`loss_scaled`. From the same arguments the same object, as in Flax: two states of one `tx` have one structure."""
+    try:
+        hash((tx, loss_scale))
+    except TypeError:
+        return loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
+    return _loss_scaled_once(tx, loss_scale, unscale, axis_name)
+
+
+@functools.lru_cache
+def _loss_scaled_once(tx: Any, loss_scale: Any, unscale: bool, axis_name: Any) -> Any:
+    return loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
+
+
+def _copied(x: Any) -> Any:
+    return jnp.copy(x) if isinstance(x, jax.Array) else x
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def gradient_range(grads: Any, state: Any) -> "Figure":
 
 
 def layer_ranges(report: "UnderflowReport") -> "Figure":
-    """Plot the range of the scaled gradients of each leaf as a bar, and the range of float16.
+    """Plot the range of the scaled gradients of each leaf as a bar, and the range of the report's dtype.
 
     Args:
       report: The result of `jamp.debug.underflow_report`.
@@ -213,7 +213,8 @@ def memory_curve(curves: "Mapping[str, MemoryCurve]") -> "Figure":
     fewest = min(point.flops for curve in curves.values() for point in curve.points)
     for (name, curve), color in zip(curves.items(), itertools.cycle((_BLUE, _ORANGE, _GREY, _RED)), strict=False):
         points = sorted(curve.points, key=lambda point: (point.flops, -point.temporary))
-        x, y = [100 * (point.flops / fewest - 1) for point in points], [point.temporary / 1e9 for point in points]
+        x = [100 * (point.flops - fewest) / (fewest or 1.0) for point in points]
+        y = [point.temporary / 1e9 for point in points]
         axes.plot(x, y, "o-", color=color, label=name, linewidth=1)
         for i, point in enumerate(points):
             if i == 0 or math.dist((x[i], y[i]), (x[i - 1], y[i - 1])) > 0:  # several budgets may make one program

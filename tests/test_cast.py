@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from steps import NO_GRADIENTS
 
@@ -36,3 +37,8 @@ def test_check_castable_names_the_leaves_that_would_become_inf_and_no_others():
 def test_check_castable_to_a_dtype_that_is_not_floating_is_an_error():
     with pytest.raises(ValueError, match=r"dtype must be floating, such as jnp\.float16, got dtype='int8'"):
         jamp.check_castable(jnp.ones(2), jnp.int8)
+
+
+def test_check_castable_sees_numbers_of_numpy_that_jax_would_round_to_inf_first():
+    assert jamp.check_castable({"w": np.array([1e39])}, jnp.float32) == ["['w']"]
+    assert jamp.check_castable({"w": np.array([np.inf, 1e38])}, jnp.float32) == []

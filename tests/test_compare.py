@@ -188,7 +188,7 @@ def test_random_numbers_are_those_of_the_function():
 
 
 def test_results_of_other_structures_are_an_error():
-    with pytest.raises(ValueError, match="the same results"):
+    with pytest.raises(ValueError, match=r"needs results of one structure, got .* Return the same part of both"):
         jamp.debug.compare(lambda x: x, lambda x: (x, x))(X)
 
 
@@ -421,3 +421,8 @@ def test_a_kernel_agrees_with_its_reference_and_its_line_is_named_if_not():
 
     found = jamp.debug.compare(lambda x: kernel(x, wrong), jax.nn.softmax)(X)
     assert "pallas_call" in " ".join(x.operation for x in found.differences[:2])
+
+
+def test_inside_jit_it_says_to_call_it_outside():
+    with pytest.raises(TypeError, match=r"jamp\.debug\.compare runs the function on real values"):
+        jax.jit(lambda x: jamp.debug.compare(jnp.sin, jnp.cos)(x))(X)

@@ -1,5 +1,7 @@
 """find_nonfinite names the layer and the parameter of an overflow, and does not blame a deliberate inf."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 
 import jamp
+from jamp import _source_line
 from jamp.debug import find_nonfinite
 
 LAYERS = [f"h_{i}" for i in range(12)]
@@ -60,3 +63,18 @@ def test_a_run_of_cheap_operations_under_autocast_is_not_a_construct_of_the_user
     fun = jamp.autocast(lambda w, x: jnp.exp(jnp.square(x @ w)) @ w, jnp.float16)
     found = find_nonfinite(fun)(jnp.ones((64, 64)), jnp.ones((64, 64))).finding
     assert (found.primitive, found.path) == ("exp", ())
+
+
+@pytest.mark.parametrize(
+    ("file", "package"),
+    [
+        ("/repo/jamp_train.py", None),
+        (f"{Path(jamp.__file__).parent}_train.py", None),  # beside a checkout
+        (f"{Path(jamp.__file__).parent}/_cast.py", ""),
+        ("/home/me/.local/lib/python3.11/site-packages/flax/nnx/rnn.py", "flax"),
+        ("/usr/lib/python3/dist-packages/flax/nnx/rnn.py", "flax"),
+        ("/work/project/.venv/lib/python3.11/site-packages/flax/nnx/rnn.py", "flax"),
+    ],
+)
+def test_whose_code_a_file_is(file, package):
+    assert _source_line._file(file).package == package

@@ -226,3 +226,44 @@ def test_extra_args_reach_the_optimizer_and_replicas_skip_together():
     stepped = jax.vmap(lambda g: scaler.step(TX, TX.init(ONES), ONES, grads=g).stepped, axis_name="replica")(both)
     alone = jax.vmap(lambda g: jamp.GradScaler().step(TX, TX.init(ONES), ONES, grads=g).stepped)(both)
     assert (stepped.tolist(), alone.tolist()) == ([False, False], [True, False])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_converted_scaler_steps_with_the_new_loss_scale(enabled):
+    tx, params = optax.sgd(0.1), jnp.ones(2)
+    overflow = lambda scaler: scaler.step(tx, tx.init(params), params, grads=params * jnp.inf)
+    scaler = jamp.GradScaler(jamp.StaticLossScale(1024.0), enabled=enabled)
+    dynamic = jamp.convert_loss_scale({"scaler": scaler}, jamp.DynamicLossScale())["scaler"]
+    assert dynamic.is_enabled() == enabled
+    assert dynamic.loss_scale == jamp.DynamicLossScale()
+    stepped = overflow(dynamic.enable())
+    assert float(stepped.scaler.get_scale()) == 512
+    adaptive = jamp.convert_loss_scale(stepped.scaler, jamp.AdaptiveLossScale())
+    assert float(overflow(adaptive).scaler.get_scale()) == 256
+    off = jamp.convert_loss_scale(adaptive, jamp.NoOpLossScale())
+    assert not off.is_enabled()
+    assert not np.isfinite(overflow(off).params).any()
+    assert jamp.convert_loss_scale(off, jamp.DynamicLossScale()).is_enabled()
+
+
+def test_flags_of_another_shape_are_an_error_and_an_ensemble_is_reset_whole():
+    with pytest.raises(ValueError, match="update\\(\\) takes one bool"):
+        jamp.GradScaler().update(overflow=jnp.array([False, True]))
+    ensemble = jax.vmap(lambda _: jamp.GradScaler())(jnp.arange(3))
+    overflowed = ensemble.update(overflow=jnp.array([False, True, False]))
+    np.testing.assert_array_equal(overflowed.get_scale(), np.float32([65536, 32768, 65536]))
+    np.testing.assert_array_equal(overflowed.reset().get_scale(), np.full(3, 65536, np.float32))
+    assert not jamp.GradScaler(enabled=False).reset().is_enabled()
+
+
+def test_a_scale_that_scales_nothing_stays_1():
+    for tree in (jamp.NoOpLossScale().init(), jamp.GradScaler(enabled=False)):
+        assert float(jamp.get_loss_scale(jamp.set_loss_scale(tree, 1024.0))) == 1
+
+
+def test_16_bit_parameters_are_stepped_under_strict_promotion():
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    tx = optax.sgd(0.1)
+    with jax.numpy_dtype_promotion("strict"):
+        stepped = jamp.GradScaler().step(tx, tx.init(params), params, grads=params)
+    assert stepped.params["w"].dtype == jnp.bfloat16

@@ -124,3 +124,24 @@ def test_an_optimizer_state_is_wrapped_goes_on_and_is_unwrapped_also_inside_a_tr
     assert_close((updates, interop.unwrap_state(wrapped)), plain.update(params, opt_state), rtol=1e-6)
     with pytest.raises(ValueError, match=r"Expected the state of `jamp\.loss_scaled`, found none in this tuple"):
         interop.unwrap_state(opt_state)
+
+
+def test_a_checkpoint_of_mindformers_is_read_and_another_loss_scale_an_error():
+    state = jamp.AdaptiveLossScale().init()
+    checkpoint = interop.to_mindformers(state) | {"model.weight": np.ones((3, 4))}
+    assert_equal(interop.from_mindformers(checkpoint), state)
+    with pytest.raises(ValueError, match="is an AdaptiveLossScale, got a DynamicLossScaleState"):
+        interop.to_mindformers(jamp.DynamicLossScale().init())
+    with pytest.raises(ValueError, match="at window 7, and the loss scale has 2"):
+        interop.to_mindformers(state._replace(window_index=jnp.int32(7)), jamp.AdaptiveLossScale(windows=(1, 2)))
+
+
+@pytest.mark.promotes("optax.adam")
+def test_the_state_of_a_plain_optimizer_goes_on_for_16_bit_parameters_too():
+    params, plain = {"w": jnp.ones(4, jnp.bfloat16)}, optax.adam(0.1)
+    _, state = plain.update(params, plain.init(params), params)
+    tx = jamp.loss_scaled(plain)
+    with pytest.raises(ValueError, match=r"continue the state of a plain optimizer with jamp\.cast_floating"):
+        tx.update(params, interop.wrap_state(state), params)
+    wrapped = interop.wrap_state(jamp.cast_floating(state, jnp.float32))
+    assert int(tx.update(params, wrapped, params)[1].inner_state[0].count) == 2

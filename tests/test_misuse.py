@@ -98,6 +98,11 @@ MISUSE = {
         r"jamp\.scale_loss inside jamp\.value_and_grad",
         lambda: jamp.grad(lambda p: jamp.GradScaler().scale(loss_fn(p)) / 2, state(SCALED))(PARAMS),
     ),
+    "scale in place of the optimizer": (
+        TypeError,
+        r"inner must be an optimizer, got DynamicLossScale\(.*\)\. Pass the loss scale as loss_scale=",
+        lambda: jamp.loss_scaled(jamp.DynamicLossScale(), SGD),
+    ),
     # The state of another optimizer.
     "plain state": (
         TypeError,

@@ -537,3 +537,26 @@ def test_states_survive_export_vmap_and_donation():
     named = optax.tree.map_params(tx, lambda x: "param", state, transform_non_params=lambda x: "-")
     assert named.inner_state[0].nu.codes["w"] == named.inner_state[0].nu.scales["w"] == "param"
     assert named.inner_state[0].count == "-"
+
+
+@promotes
+def test_joined_masters_can_be_donated_with_the_parameters():
+    params = {"low": jnp.ones((4, 4), BF16), "wide": jnp.ones((4, 4))}
+    state = jamp.master_params(optax.sgd(0.1), split=True).init(params)
+    whole, tx = jamp.interop.join_masters(state, params), jamp.master_params(optax.sgd(0.1))
+
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    jax.jit(step, donate_argnums=(0, 1))(params, whole)
+
+
+def test_masters_are_split_for_bfloat16_only():
+    state = jamp.master_params(optax.sgd(0.1)).init(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"is float16\. Split masters are for bfloat16"):
+        jamp.interop.split_masters(state, jnp.ones(3, jnp.float16))
+    with pytest.raises(TypeError, match="like must hold arrays or their types"):
+        jamp.interop.split_masters(state, np.dtype("float32"))
+    types = jax.ShapeDtypeStruct((3,), BF16)
+    assert jamp.interop.split_masters(state, types)[0].dtype == BF16

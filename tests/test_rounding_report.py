@@ -365,3 +365,9 @@ def test_numbers_are_rounded_as_a_cast_does(dtype):
     with jax.enable_x64(wide is np.float64):
         found = np.asarray(rounded(jnp.asarray(x), To(np.dtype(dtype), np.dtype(wide))))
     np.testing.assert_array_equal(found, expected)
+
+
+def test_the_gradients_are_those_of_the_first_argument_that_holds_floating_arrays():
+    loss = lambda config, w, x: config["times"] * jnp.mean((x @ w) ** 2)
+    report = jamp.debug.rounding_report(loss, jnp.bfloat16)({"times": 2}, WEIGHTS[0], X)
+    assert report.gradient_error > 0

@@ -249,3 +249,29 @@ def test_fields_are_strongly_typed_scalars_in_buffers_of_their_own(x64):
             for stats in (first, wrap(LossScaleStats.update)(first, *args)):
                 types = [(x.shape, x.dtype, x.weak_type) for x in (*stats, stats.success_rate)]
                 assert types == [((), jnp.int32, False)] * 5 + [((), jnp.float32, False)] * 3
+
+
+def test_a_reset_state_goes_where_the_parameters_are():
+    """`jit` may move arrays that no one has placed, and not those of `device_put`."""
+    opt_state = jamp.reset(TX.init(PARAMS), CONFIG)
+    assert not any(x.committed for x in jax.tree.leaves(opt_state))
+    elsewhere = jax.device_put(PARAMS, jax.devices()[-1])
+    _, opt_state = jax.jit(TX.update)(elsewhere, opt_state, elsewhere)
+    assert {x.sharding for x in jax.tree.leaves(jamp.reset(opt_state, CONFIG))} == {elsewhere["w"].sharding}
+
+
+@pytest.mark.parametrize("wrong", [jamp.DynamicLossScale, "dynamic", 8.0, jamp.GradScaler()])
+@pytest.mark.parametrize(
+    "call", [jamp.reset, jamp.convert_loss_scale, lambda state, x: jamp.interop.wrap_state(state.inner_state, x)]
+)
+def test_what_is_no_loss_scale_is_an_error_that_says_what_is(call, wrong):
+    with pytest.raises(TypeError, match="loss_scale must be a loss scale, got"):
+        call(OPT_STATE, wrong)
+
+
+def test_a_loss_scale_of_one_field_adapts_unless_it_is_jamp_s_constant():
+    tx = optax.apply_if_finite(jamp.loss_scaled(optax.sgd(0.1), Halving()), 3)
+    with pytest.raises(ValueError, match="apply_if_finite"):
+        jamp.value_and_grad(lambda p: jnp.sum(p["w"]), tx.init(PARAMS))(PARAMS)
+    static = optax.apply_if_finite(jamp.loss_scaled(optax.sgd(0.1), jamp.StaticLossScale(8.0)), 3)
+    jamp.value_and_grad(lambda p: jnp.sum(p["w"]), static.init(PARAMS))(PARAMS)

@@ -222,6 +222,19 @@ def test_a_function_chooses_what_is_stored_in_16_bit():
     assert {x.dtype for x in jax.tree.leaves(state.nu)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.promotes("optax.adam")
+@pytest.mark.parametrize("state_dtype", [jnp.float32, lambda path, x: jnp.float32])
+def test_state_that_is_to_stay_float32_is_not_rounded(state_dtype):
+    p, ways = params(), ({}, {"state_dtype": state_dtype})
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 0.1), p)
+    moments = []
+    for way in ways:
+        tx = jamp.stochastic_rounding(optax.adam(1e-3), **way)
+        moments.append(jax.tree.leaves(tx.update(grads, tx.init(p), p)[1].inner_state[0].nu))
+    for plain, chosen in zip(*moments, strict=True):
+        np.testing.assert_array_equal(plain, chosen)
+
+
 @pytest.mark.promotes("optax.adamw")
 def test_a_run_is_the_same_in_two_halves_and_another_with_another_seed():
     make = functools.partial(jamp.stochastic_rounding, optax.adamw(1e-3), state_dtype=BF16)

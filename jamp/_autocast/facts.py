@@ -87,7 +87,7 @@ def consumes(eqn: JaxprEqn, results: Flags) -> bool:
 
 
 def fills(is_wide: IsWide, eqn: JaxprEqn, operands: list[Constant | None]) -> Constant | None:
-    """The constant that the results of an equation are. Forward; `join_constants` joins."""
+    """The constant that the results of an equation are, if any. `join_constants` is for values that meet."""
     if len(eqn.invars) != 1 or _jaxpr.name(eqn) not in MOVES | COPIES:
         return None
     (constant,), (before,), (after, *_) = operands, _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)

@@ -64,11 +64,10 @@ class Float8:
 class Int8:
     """Matrix products in int8, for `autocast(fun, jamp.Int8())`. Everything else runs in bfloat16.
 
-    For TPUs before the seventh generation, which have no float8, and int8 at twice the rate of bfloat16. Each row
-    or column of an operand is divided by a scale, its largest absolute value over 127, and rounded to nearest. The sums
-    are int32. The backward products are int8 too, and quantize their operands again, because they sum other axes.
-    Scales are computed just in time, so there is no state. [Some products](../8-bit.md#which-products) stay in
-    bfloat16.
+    For TPUs v5e and v6e, which have no float8, and int8 at twice the rate of bfloat16. Each row or column of an operand
+    is divided by a scale, its largest absolute value over 127, and rounded to nearest. The sums are int32. The backward
+    products are int8 too, and quantize their operands again, because they sum other axes. Scales are computed just in
+    time, so there is no state. [Some products](../8-bit.md#which-products) stay in bfloat16.
 
     Args:
       min_size: The smallest size of a product, in each of its three dimensions, that runs in int8.

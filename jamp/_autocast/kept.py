@@ -40,7 +40,7 @@ class Origin(NamedTuple):
 
 
 def origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
-    """The origin of the results of an equation. Forward; `join` joins."""
+    """The origin of the results of an equation, from those of its operands. `join` is that of values that meet."""
     # A bool that depends on floats has no derivative.
     inexact = [is_inexact(v.aval) for v in eqn.invars]
     return Origin(

@@ -76,7 +76,7 @@ class AutocastReport:
 
     @property
     def share_16_bit(self) -> float:
-        """The share of the FLOPs in 16 bit, from 0 to 1; nan where there are none."""
+        """The share of the FLOPs in 16 bit or fewer, from 0 to 1; nan where there are none."""
         return self._share(lambda row: self._is_low(row) and "float32" not in row.after.partition(" -> ")[0])
 
     @property

@@ -53,7 +53,7 @@ class AdaptiveLossScale:
     window but the first to a hidden window of one step. Three growths lead from there back to the first window.
 
     At every step the scale equals that of MindFormers' `AdaptiveLossScaleUpdateCell`, with two exceptions. A growth to
-    infinity is refused. The window list contains no 0, no value below `min_window` and no duplicates.
+    infinity is refused. A window list that is made here contains no 0, no value below `min_window` and no duplicates.
 
     Args:
       init_scale: The initial scale.

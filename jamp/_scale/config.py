@@ -44,8 +44,8 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     return NoOpLossScale() if checked.itemsize > 2 else AdaptiveLossScale()
 
 
-def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
-    """Make the loss scale that a mapping describes, such as a section of a YAML or JSON file.
+def loss_scale_from_config(config: Mapping[str, Any] | float | str) -> LossScale:
+    """Make the loss scale that a mapping or a number describes, such as a section of a YAML or JSON file.
 
     `type` is one of
 
@@ -58,12 +58,12 @@ def loss_scale_from_config(config: Mapping[str, Any]) -> LossScale:
     that is a number, it is a static scale. `use_clip_grad: True` warns, because clipping belongs in the optimizer
     chain. If you clip there, pass only the `scale_sense`.
 
-    Any number may be given as a string, because YAML 1.1 reads `1e9` as a string and JSON has no other way to say
-    "inf".
+    A number is a static scale. Any number may be given as a string, because YAML 1.1 reads `1e9` as a string and JSON
+    has no other way to say "inf".
 
     Raises:
       ValueError: If a type or key is unknown, or a key is missing. The message lists the valid names and the nearest.
-      TypeError: If `config` is not a mapping.
+      TypeError: If `config` is neither a mapping nor a number.
 
     Examples:
       >>> import jamp

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jamp._scale.checks import TINY
-from jamp._scale.static import LossScale
+from jamp._scale.static import LossScale, check_loss_scale, is_noop
 from jamp._scale.stats import LossScaleStats
 from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
 from jamp._step.leaves import replace_node, with_leaves
@@ -47,7 +47,8 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
     """Return the tree with another loss scale.
 
     The count of finite steps starts again and the hysteresis is refilled. A value outside the bounds of the
-    configuration is used for one step. The next update brings it back inside.
+    configuration is used for one step. The next update brings it back inside. `StaticLossScale` has no bounds and keeps
+    the value. Under `NoOpLossScale`, which scales nothing, the scale stays 1.
 
     Args:
       tree: As for `get_loss_scale`.
@@ -63,6 +64,8 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
       1024.0
     """
     state = find_loss_scale_state(tree)
+    if is_noop(state):
+        return tree
     # A copy, because the caller may still use the value, and a donated tree must not hold the same buffer twice.
     scale = jnp.array(jnp.broadcast_to(jnp.asarray(value, jnp.float32), jnp.shape(state.loss_scale)))
     new = state.with_loss_scale(scale) if hasattr(state, "with_loss_scale") else state._replace(loss_scale=scale)
@@ -80,6 +83,7 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
       A tree of the same structure, shapes, dtypes and shardings.
 
     Raises:
+      TypeError: If `loss_scale` is no loss scale.
       ValueError: If the tree holds no such state or several, or `loss_scale` is of another kind.
 
     Examples:
@@ -89,6 +93,7 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
       >>> float(jamp.get_loss_scale(jamp.reset(opt_state, jamp.DynamicLossScale())))
       65536.0
     """
+    check_loss_scale(loss_scale)
     state, new = find_scaler_state(tree), ScalerState.init(loss_scale)
     if type(state.loss_scale_state) is not type(new.loss_scale_state):
         raise ValueError(
@@ -103,7 +108,8 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
 def _like(x: Array, old: Any) -> Any:
     """An array with the shape, dtype and sharding of another."""
     x = jnp.broadcast_to(x, jnp.shape(old)).astype(jnp.result_type(old))
-    is_placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
+    # An array that no one has placed must stay one that `jit` may move to the devices of the parameters.
+    is_placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer) and old.committed
     return jax.device_put(x, old.sharding) if is_placed else x
 
 
@@ -111,11 +117,18 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
     """Convert a state of one loss scale for an optimizer that is wrapped with another.
 
     The new loss scale starts from the current scale, clipped to its bounds. `StaticLossScale` and `NoOpLossScale` keep
-    their own scale. Everything else in the tree stays as it is.
+    their own scale. Everything else in the tree stays as it is. A `GradScaler` steps with the new loss scale.
 
     Args:
       tree: As for `get_loss_scale`.
       loss_scale: The loss scale to continue with.
+
+    Returns:
+      The tree with a state of `loss_scale` in place of the old one.
+
+    Raises:
+      TypeError: If `loss_scale` is no loss scale.
+      ValueError: If the tree holds no loss-scale state or several.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -126,7 +139,13 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
       >>> type(opt_state.loss_scale_state).__name__, float(jamp.get_loss_scale(opt_state))
       ('AdaptiveLossScaleState', 65536.0)
     """
+    check_loss_scale(loss_scale)
     state = find_loss_scale_state(tree)
+    # A `GradScaler` holds the loss scale too, which the state of an optimizer does not.
+    is_scaler = lambda x: hasattr(x, "_converted")
+    scalers = [x for x in jax.tree.leaves(tree, is_leaf=is_scaler) if is_scaler(x)]
+    if scalers:
+        return replace_node(tree, scalers[0], scalers[0]._converted(loss_scale))
     old = jnp.asarray(state.loss_scale)
     new = jax.tree.map(lambda x: jnp.broadcast_to(x, old.shape + x.shape), loss_scale.init())
     if not getattr(loss_scale, "is_constant", False):

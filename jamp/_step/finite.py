@@ -23,8 +23,8 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
     The check is exact for values of any size, from any computation, on any backend. Outside `jit` it is one dispatch.
 
     Args:
-      tree: A pytree of arrays. Integers, bools, PRNG keys, float0 and leaves that are not arrays count as finite, and
-        so does an empty tree.
+      tree: A pytree of arrays and Python numbers. Integers, bools, PRNG keys, float0 and all other leaves count as
+        finite, and so do an empty tree and Flax's collection `_overwrite_with_gradient`, which holds no gradients.
       axis_name: Name(s) of `shard_map`, `pmap` or `vmap` axes. The result is True only if all replicas are finite.
 
     Returns:

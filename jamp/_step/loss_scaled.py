@@ -49,7 +49,8 @@ def loss_scaled(
 
     Returns:
       An Optax transformation. Its `update` also takes `grads_finite` (bool[]), which replaces the check, and passes any
-      other extra argument to `inner`. Its state is a `LossScaledState`.
+      other extra argument to `inner`. Its state is a `LossScaledState`, or with `unscale=True` one of another type with
+      the same fields.
 
     Raises:
       TypeError: If `inner` or `loss_scale` is of the wrong kind. From `update`, if the state is not from `init`.
@@ -138,6 +139,8 @@ def _without_weak_type(x: Any) -> Any:
 
 
 def _check_inner(inner: Any) -> None:
+    if hasattr(inner, "to_config"):  # It has the methods `init` and `update` too.
+        raise TypeError(f"inner must be an optimizer, got {inner!r}. Pass the loss scale as loss_scale=.")
     if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         raise TypeError(
             f"inner must be an optax gradient transformation, got inner={inner!r}. "

@@ -51,7 +51,7 @@ def master_params(
     Args:
       inner: The optimizer. It sees gradients and parameters in `dtype`.
       dtype: The dtype of the masters. Wider leaves, and leaves that are not floating, keep their own.
-      split: Whether parameters and state share the digits of the masters. It takes bfloat16 parameters and float32
+      split: Whether parameters and state share the bits of the masters. It takes bfloat16 parameters and float32
         masters. Wider parameters are their own masters.
 
     Returns:

@@ -38,7 +38,8 @@ def update_or_skip(
     closed, (updates, new_state) = _jaxpr.trace(update, grads, state, params)
     _check_types(
         state, new_state, "The inner optimizer's state",
-        "Make `update` return the structure, shapes and dtypes that `init` made.",
+        "Make `update` return the structure, shapes and dtypes that `init` made. The moments of 16-bit parameters are "
+        "float32 here: continue the state of a plain optimizer with jamp.cast_floating(state, jnp.float32).",
     )  # fmt: skip
     check_not_scaled(closed, len(jax.tree.leaves(updates)))
     skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
@@ -71,7 +72,9 @@ def apply_or_keep(grads_finite: Array | None, params: Any, updates: Any) -> Any:
     inside `jit`, and it may change the payload of a NaN. The selection keeps every bit, and `jit` fuses it with the
     addition.
     """
-    return _choose(grads_finite, optax.apply_updates(params, updates), params)
+    with jax.numpy_dtype_promotion("standard"):  # Optax adds float32 updates to 16-bit parameters.
+        new = optax.apply_updates(params, updates)
+    return _choose(grads_finite, new, params)
 
 
 def _choose(grads_finite: Array | None, new: Any, old: Any) -> Any:

@@ -87,13 +87,15 @@ def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
 
     Args:
       state: A `MasterParamsState` with float32 masters.
-      like: A pytree of the dtypes that the parameters are to have, such as the parameters themselves.
+      like: A pytree of arrays or their types, with the dtypes that the parameters are to have: the parameters, or
+        `jax.eval_shape` of what makes them.
 
     Returns:
       The parameters: the masters, where `like` is bfloat16 rounded to nearest with ties away from zero. And the state.
 
     Raises:
-      TypeError: If the state is not a `MasterParamsState`.
+      TypeError: If the state is not a `MasterParamsState`, or `like` holds other than arrays and types.
+      ValueError: If a parameter is to be float16 or float8.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -104,6 +106,9 @@ def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
       True
     """
     check_kind(state, MasterParamsState, "It is for the states of jamp.master_params(tx) without split=True alone.")
+    if wrong := [x for x in jax.tree.leaves(like) if not (hasattr(x, "dtype") and hasattr(x, "shape"))]:
+        raise TypeError(f"like must hold arrays or their types, such as the parameters, got {wrong[0]!r}.")
+    check_bfloat16(like, _ADVICE)
     params, low_bits = _split(state.master_params, like)
     params = jax.tree.map(lambda x, p: x.astype(p.dtype), params, like)
     return params, SplitMasterParamsState(low_bits, state.inner_state)
@@ -128,7 +133,10 @@ def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsStat
       dtype('float32')
     """
     check_kind(state, SplitMasterParamsState, "It is for the states of jamp.master_params(tx, split=True) alone.")
-    return MasterParamsState(_join(params, state.low_bits), state.inner_state)
+    masters = _join(params, state.low_bits)
+    # A wide parameter is its own master, and a step that donates both must not be given one buffer twice.
+    masters = jax.tree.map(lambda master, p: jnp.copy(master) if master is p else master, masters, params)
+    return MasterParamsState(masters, state.inner_state)
 
 
 def _join(params: Any, low_bits: Any) -> Any:

@@ -14,7 +14,7 @@ import optax
 from jax import Array
 
 from jamp._cast import is_floating, is_inexact
-from jamp._scale.static import LossScale, is_noop
+from jamp._scale.static import LossScale, NoOpLossScaleState, StaticLossScaleState, is_noop
 from jamp._scale.stats import LossScaleStats
 
 
@@ -86,8 +86,8 @@ def skips(x: Any) -> bool:
 
 
 def is_adaptive(loss_scale_state: Any) -> bool:
-    """Whether a loss scale can change. The state of one that never does holds nothing else."""
-    return len(jax.tree.leaves(loss_scale_state)) > 1
+    """Whether a loss scale may change. One of a user's own may."""
+    return not isinstance(loss_scale_state, (NoOpLossScaleState, StaticLossScaleState))
 
 
 def adapts(x: Any) -> bool:

@@ -78,7 +78,8 @@ def stochastic_rounding(
       seed: An int, or i32[] for each member of a `vmap`. Members with the same seed share their random bits.
       state_dtype: With bfloat16, the moments (arrays of the inner state at a parameter's path) are kept in bfloat16
         between steps, with the same rounding. Sums of gradients and copies of parameters, such as MultiSteps'
-        `acc_grads` and schedule-free's `z`, stay float32. A function of path and array returns a dtype or None.
+        `acc_grads` and schedule-free's `z`, stay float32. A function of path and array returns bfloat16 for one to
+        round, and None or float32 for one that stays.
       index_specs: Inside `shard_map`, a pytree of `PartitionSpec`s like the parameters, or a prefix of it. Without it,
         and in arrays of the state that do not have their parameter's shape, all shards get the same bits.
 
@@ -120,11 +121,11 @@ def stochastic_rounding(
         def stored(path: Any, x: Any) -> Any:
             start = next((i for i in range(len(path) + 1) if path[i:] in of_params), None)
             dtype = choose(path, x, start) if jnp.result_type(x) == jnp.float32 else None
-            if dtype is None:
+            if dtype is None or _check_state_dtype(dtype) == jnp.float32:
                 return x
             shape, spec = (None, None) if start is None else of_params[path[start:]]
             spec = spec if shape == jnp.shape(x) else PartitionSpec()
-            return round_stochastically(x, f"state{keystr(path)}", words, spec).astype(_check_state_dtype(dtype))
+            return round_stochastically(x, f"state{keystr(path)}", words, spec).astype(jnp.bfloat16)
 
         return tree_map_with_path(stored, inner_state)
 
@@ -178,7 +179,10 @@ def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], A
 def _check_state_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     checked = check_floating("state_dtype", dtype)
     if checked not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"state_dtype must be bfloat16, got {checked.name}: only it has the range of float32.")
+        raise ValueError(
+            f"state_dtype must be bfloat16, or float32 for state that stays, got {checked.name}: of the 16-bit types, "
+            "only bfloat16 has the range of float32."
+        )
     return checked
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jamp._arguments import Call, named, paths
+from jamp._arguments import Call, check_concrete, named, paths
 from jamp._cast import is_floating
 from jamp.debug._align import Entry, Program, align, entries, pairs
 from jamp.debug._comparison import ComparedRow, Comparison
@@ -39,6 +39,7 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
       A function of the arguments that returns a `Comparison`. It is false if rounding explains all differences.
 
     Raises:
+      TypeError: If it is called inside `jit` or another transformation.
       ValueError: If the results have different structures.
 
     Examples:
@@ -55,7 +56,10 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
     def comparison(*args: Any, **kwargs: Any) -> Comparison:
         here, there = (_run(f, args, kwargs) for f in (fun, other))
         if here.tree != there.tree:
-            raise ValueError(f"compare needs functions with the same results, got {here.tree} and {there.tree}.")
+            raise ValueError(
+                f"compare needs results of one structure, got {here.tree} and {there.tree}. Return the same part of "
+                "both, as in compare(lambda x: fun(x)[0], other)."
+            )
         results = list(zip(here.numbers, there.numbers, strict=True))
         traced = [relative(x.traced, y.traced) for x, y in results]
         differing = [i for i, (x, y) in enumerate(results) if x.value.shape != y.value.shape or not agree(x, y)]
@@ -94,6 +98,7 @@ class _Run(NamedTuple):
 
 def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     call = Call(args, kwargs)
+    check_concrete("compare", call.leaves)
     closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
     tree = call.result_structure  # without the new values of an NNX module
     parameters = list(named(fun, args, kwargs))

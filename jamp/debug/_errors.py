@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jamp import _evaluate
-from jamp._arguments import Call, paths
+from jamp._arguments import Call, differentiable, paths
 from jamp._autocast.rules import wide_dtype
 from jamp._autocast.transform import autocast
 from jamp._cast import check_floating, is_floating
@@ -44,8 +44,7 @@ class Errors:
         dtype = check_floating("compute_dtype", compute_dtype)
         self.dtype, self.wide, self.has_gradients = str(dtype), wide_dtype(dtype), False
         flat = call.traceable(autocast(fun, compute_dtype, rules=rules, recompute=False))
-        first = {id(x) for x in Call((args or tuple(kwargs.values()))[:1], {}).leaves}
-        inputs = [i for i, x in enumerate(call.leaves) if id(x) in first and is_floating(x)]
+        inputs = [i for i in differentiable(args, kwargs, call.leaves) if is_floating(call.leaves[i])]
 
         def value_and_gradients(scale: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
             def loss(*xs: Any) -> tuple[Any, list[Any]]:

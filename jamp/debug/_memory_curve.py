@@ -44,9 +44,12 @@ class MemoryCurve:
         """The first budget with which the program fits in `limit`, such as "15.5GiB".
 
         Raises:
-          ValueError: If none does.
+          ValueError: If none does, or `limit` is not a number of bytes.
         """
-        bound = in_bytes(limit)
+        try:
+            bound = in_bytes(limit)
+        except (TypeError, ValueError):
+            raise ValueError(f'limit must be bytes such as "15.5GiB", got {limit!r}.') from None
         fitting = [point.budget for point in self.points if point.total <= bound]
         if not fitting:
             least = min(self.points, key=lambda point: point.total)
@@ -58,8 +61,9 @@ class MemoryCurve:
         return fitting[0]
 
     def __str__(self) -> str:
+        first = self.points[0].flops or 1.0  # A function without products computes none again.
         rows = [
-            (str(x.budget), f"{x.temporary / 1e9:.3f}", f"{x.total / 1e9:.3f}", f"{x.flops / self.points[0].flops:.3f}")
+            (str(x.budget), f"{x.temporary / 1e9:.3f}", f"{x.total / 1e9:.3f}", f"{x.flops / first:.3f}")
             for x in self.points
         ]
         return "\n".join(_table.with_header(("budget", "temporary, GB", "total, GB", "FLOPs to the first"), rows))

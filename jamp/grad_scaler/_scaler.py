@@ -14,7 +14,7 @@ from jamp._scale.config import loss_scale_for, loss_scale_from_config
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
 from jamp._scale.stats import LossScaleStats
-from jamp._step.accessors import get_loss_scale, get_stats
+from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats, reset
 from jamp._step.find import scale_of
 from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
@@ -139,7 +139,7 @@ class GradScaler(Pytree):
         return value_and_grad(fun, self, argnums, has_aux)
 
     def unscale(self, scaled_grads: Any) -> Any:
-        """Divide the gradients of a scaled loss by the scale. They come out float32."""
+        """Divide the gradients of a scaled loss by the scale. They come out float32, and as they are if disabled."""
         return unscale(scaled_grads, self.get_scale()) if self.is_enabled() else scaled_grads
 
     def check_overflow(self, grads: Any) -> Array:
@@ -155,6 +155,8 @@ class GradScaler(Pytree):
                 "`scaler = result.scaler.update(grads_finite=result.stepped)`."
             )
         finite = ~jnp.asarray(overflow, bool) if grads_finite is None else jnp.asarray(grads_finite, bool)
+        if finite.shape != jnp.shape(self._state.grads_finite):
+            raise ValueError(f"update() takes one bool, got {finite.shape}. Say whether all gradients are finite.")
         return self._with(_state=self._state.advance(self.loss_scale, finite)) if self.is_enabled() else self
 
     def step(
@@ -227,10 +229,16 @@ class GradScaler(Pytree):
         off = self._state._replace(loss_scale_state=NoOpLossScale().init())
         return self._with(_state=off, _paused=tuple(jax.tree.leaves(self.state)))
 
+    def _converted(self, loss_scale: LossScale) -> Self:
+        """The scaler with another loss scale, for `jamp.convert_loss_scale`."""
+        state = convert_loss_scale(self.enable()._state, loss_scale)
+        converted = self._with(loss_scale=loss_scale, _state=state, _paused=())
+        return converted.disable() if self._paused else converted
+
     def reset(self) -> Self:
         """Return the scaler with the initial state and zero statistics."""
-        new = self._with(_state=ScalerState.init(self.loss_scale), _paused=())
-        return new if self.is_enabled() else new.disable()
+        new = reset(self.enable(), self.loss_scale)
+        return new.disable() if self._paused else new
 
     def state_dict(self) -> dict[str, Any]:
         """The state, growth and backoff as Python numbers, with torch's keys. Empty while disabled.

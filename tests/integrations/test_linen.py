@@ -249,3 +249,23 @@ def test_a_state_that_is_a_constant_of_the_jitted_step_warns():
     assert [w.filename for w in caught] == [__file__]
     jax.jit(lambda state: state.value_and_grad(loss)(state.params)).lower(state)
     state.value_and_grad(loss)(state.params)
+
+
+def test_two_states_of_one_optimizer_have_one_structure_as_in_flax():
+    tx, loss_scale = optax.adam(1e-3), jamp.DynamicLossScale()
+    create = lambda: TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx, loss_scale=loss_scale)
+    shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), jax.eval_shape(create))
+    step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(3)}))
+    jax.tree.map(np.testing.assert_array_equal, step(create()), step(create()))
+    assert step._cache_size() == 1
+    jax.tree.map(np.testing.assert_array_equal, create(), jax.jit(create, out_shardings=shardings)())
+
+
+def test_a_declared_field_that_starts_as_the_parameters_can_be_donated_with_them():
+    class WithAverage(TrainState):
+        average: Any = None
+
+    params = {"w": jnp.ones(3)}
+    state = WithAverage.create(apply_fn=None, params=params, tx=optax.sgd(0.1), average=params)
+    step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(3)}), donate_argnums=0)
+    np.testing.assert_array_equal(step(state).average["w"], np.ones(3))

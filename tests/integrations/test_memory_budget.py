@@ -18,6 +18,7 @@ import jamp.debug
 import jamp.equinox
 import jamp.linen
 import jamp.nnx
+import jamp.plot
 
 WIDTH, LAYERS = 32, 3
 X = normal(64, WIDTH)
@@ -218,3 +219,12 @@ def test_memory_curve_takes_the_steps_of_flax_and_equinox_and_runs_none(jit):
     jax.tree.map(np.testing.assert_array_equal, before, arrays())
     if "no jit" in jit:
         assert find(*eqx.filter_eval_shape(lambda: args)).points == (low, high)
+
+
+def test_the_curve_of_a_function_without_products_and_of_a_wrong_limit():
+    curve = jamp.debug.memory_curve(lambda budget: jax.grad(lambda x: jnp.sum(jnp.sin(x))), (1.0, 0))(jnp.ones(8))
+    assert "0.000" in str(curve)
+    jamp.plot.memory_curve({"sine": curve})
+    for wrong in ("15.5gb", 3):
+        with pytest.raises(ValueError, match=r'limit must be bytes such as "15\.5GiB", got'):
+            curve.largest(wrong)

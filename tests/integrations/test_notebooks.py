@@ -85,26 +85,20 @@ def test_code_of_a_command_line_has_lines():
 
 def test_a_line_in_packages_only_names_the_innermost_of_two_packages(tmp_path):
     """A model and its scan may both be installed, and run by `python -m`."""
+    program, installed = tmp_path / "__start__.py", tmp_path / "site-packages"
     for name in ("stacked", "modelled"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("")
-    (tmp_path / "stacked/scan.py").write_text("def each(h):\n    return h - h.max() - h\n")
+        (installed / name).mkdir(parents=True)
+        (installed / name / "__init__.py").write_text("")
+    (installed / "stacked/scan.py").write_text("def each(h):\n    return h - h.max() - h\n")
     model = (
         "import jax.numpy as jnp\nfrom stacked.scan import each\n\ndef loss(w):\n    return each(jnp.exp(w)).sum()\n"
     )
-    (tmp_path / "modelled/net.py").write_text(model)
-    (tmp_path / "modelled/__main__.py").write_text(
+    (installed / "modelled/net.py").write_text(model)
+    (installed / "modelled/__main__.py").write_text(
         "import jax.numpy as jnp, jamp.debug\nfrom modelled.net import loss\n"
         "found = jamp.debug.find_nonfinite(loss)(jnp.float32([1, 2]) + jnp.inf).finding\nprint(found.source)\n"
     )
-    # The packages lie where pip puts them.
-    patch = (
-        "import sysconfig; get = sysconfig.get_path; sysconfig.get_path = lambda k: PATH if k == 'purelib' else get(k)"
-    )
-    start = "import runpy; runpy.run_module('modelled', run_name='__main__')"
-    code = f"{patch.replace('PATH', repr(str(tmp_path)))}; {start}"
-    program = tmp_path / "__start__.py"
-    program.write_text(code)
-    assert run_python(program, PYTHONPATH=f"{environment()['PYTHONPATH']}:{tmp_path}").strip() == (
+    program.write_text("import runpy; runpy.run_module('modelled', run_name='__main__')")
+    assert run_python(program, PYTHONPATH=f"{environment()['PYTHONPATH']}:{installed}").strip() == (
         "modelled/net.py:5 > stacked/scan.py:2"
     )
