@@ -16,6 +16,7 @@ from jamp._step.leaves import split_gradients
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import new_or_old
+from jamp._step.state import contains
 
 try:
     from flax import nnx
@@ -110,7 +111,8 @@ def value_and_grad(
       A function of the arguments of `fun` that returns `(value, grads)`, the true loss and the true float32 gradients.
 
     Raises:
-      ValueError: If `optimizer` holds no loss-scale state, for example because it was split. Merge it first.
+      ValueError: If `optimizer` is a plain `nnx.Optimizer`, or holds no loss-scale state, for example because it was
+        split. Merge it first.
 
     Examples:
       >>> from flax import nnx
@@ -126,6 +128,11 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
         holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
+        if isinstance(optimizer, nnx.Optimizer) and not contains(nnx.as_pure(holder)):
+            raise ValueError(
+                "The nnx.Optimizer has no loss scale. Make it with jamp.nnx.Optimizer(model, tx, wrt=nnx.Param), which "
+                "scales and skips, or take the gradients with nnx.value_and_grad."
+            )
         loss_scale_state = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
         if argnums is None and not hasattr(optimizer, "wrt"):
             raise TypeError(

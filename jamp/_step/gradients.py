@@ -110,6 +110,6 @@ def _check_differentiable(arg: Any, i: int) -> None:
         if not (hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))):
             raise TypeError(
                 f"Argument {i} has no gradient: it holds {x!r} at {keystr(path)}. For an Equinox model: "
-                "jamp.equinox.filter_value_and_grad(loss_fn, opt_state). Else differentiate with respect to a pytree "
-                "of arrays, and pass the rest as another argument."
+                "jamp.equinox.filter_value_and_grad(loss_fn, opt_state), or with a GradScaler in place of opt_state. "
+                "Else differentiate with respect to a pytree of arrays, and pass the rest as another argument."
             )

@@ -84,6 +84,10 @@ def memory_curve(
       A function of the arguments of the function. They may be of type `jax.ShapeDtypeStruct`: nothing is allocated. To
       compile for devices that are not there, give those the shardings of `jax.experimental.topologies`.
 
+    Raises:
+      TypeError: If `make` is the compiled step.
+      ValueError: If a budget is not one.
+
     Examples:
       >>> import jax, jax.numpy as jnp, jamp, jamp.debug
       >>> def loss(w, x):
@@ -97,6 +101,11 @@ def memory_curve(
       >>> found.largest("16GiB")
       1.0
     """
+    if hasattr(make, "lower"):  # what `jax.jit` returns
+        raise TypeError(
+            "memory_curve takes a function from a budget to the step, got a compiled step. Write "
+            "memory_curve(lambda budget: jax.jit(make_step(budget)))."
+        )
     for budget in budgets:
         check_budget(budget)
 
