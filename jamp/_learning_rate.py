@@ -36,7 +36,7 @@ def set_learning_rate(tree: Any, value: ArrayLike) -> Any:
 
     Args:
       tree: As for `get_learning_rate`.
-      value: The new learning rate, a number or f32[].
+      value: The new learning rate, a number or f32[]. Whether an array of JAX is negative is not checked.
 
     Returns:
       A tree of the same structure, shapes and dtypes.
@@ -78,8 +78,7 @@ def _find(tree: Any) -> Any:
 
 
 def check_not_negative(**numbers: Any) -> None:
-    """Raise ValueError if a number or an array is negative or NaN. Schedules and traced arrays are not known."""
+    """Raise ValueError if a number of Python or NumPy is negative or NaN. JAX's arrays would wait for the device."""
     for name, value in numbers.items():
-        is_known = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
-        if is_known and not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) >= 0):
+        if isinstance(value, (int, float, np.generic, np.ndarray)) and not np.all(np.asarray(value) >= 0):
             raise ValueError(f"{name} must not be negative, got {name}={value!r}.")

@@ -86,7 +86,7 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
     """Make the scaler that continues from a `flax.training.dynamic_scale.DynamicScale`.
 
     Flax grows one finite step after its `growth_interval`, so the interval of the returned scaler is one longer. If
-    `fin_steps` is above that already, Flax grows again only after an overflow, and jamp at the next finite step.
+    `fin_steps` is above Flax's already, Flax grows again only after an overflow, and jamp at the next finite step.
 
     Args:
       dynamic_scale: The object. Reading it waits for the device.
@@ -213,7 +213,7 @@ def wrap_state(
 
     Args:
       opt_state: A state of `tx`, such as one restored from a checkpoint. `loss_scaled` holds the moments of 16-bit
-        parameters in float32: pass `jamp.cast_floating(opt_state, jnp.float32)`.
+        parameters in float32: `optax.tree.cast_like(opt_state, jamp.loss_scaled(tx).init(params).inner_state)`.
       loss_scale: The loss scale. It starts at its initial scale.
       unscale: As for `loss_scaled`.
 

@@ -87,8 +87,8 @@ class TrainState(train_state.TrainState):
           loss_scale: A loss scale. `jamp.NoOpLossScale()` switches scaling, checks and skips off.
           unscale: If True, `apply_gradients` takes the gradients of `jamp.scale_loss(loss, state)`.
           axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
-          **collections: Pytrees of arrays that become fields of the state, and values of fields of your subclass.
-            Arrays are copied, so that an EMA that starts as the parameters can be donated with them.
+          **collections: Pytrees of arrays that become fields of the state, which are copied, and values of fields of
+            your subclass, of which parameters are copied: an EMA that starts as them can be donated with them.
 
         Raises:
           ValueError: If `tx` is already loss-scaled, or a collection has the name of a method.
@@ -98,6 +98,9 @@ class TrainState(train_state.TrainState):
         added = tuple(sorted(collections.keys() - {field.name for field in dataclasses.fields(cls)}))
         if taken := [name for name in added if hasattr(cls, name)]:
             raise ValueError(f"{cls.__name__} has an attribute {taken[0]!r} of its own. Rename the collection.")
+        static = {field.name for field in dataclasses.fields(cls) if not field.metadata.get("pytree_node", True)}
+        shared = set(map(id, jax.tree.leaves(params)))
+        copied = lambda x: jnp.copy(x) if id(x) in shared else x
         complete: Any = cls
         return _with_fields(complete, added)(
             step=jnp.array(0, jnp.int32),
@@ -105,7 +108,10 @@ class TrainState(train_state.TrainState):
             params=params,
             tx=scaled,
             opt_state=opt_state,
-            **{name: jax.tree.map(jnp.copy if name in added else _copied, x) for name, x in collections.items()},
+            **{
+                name: x if name in static else jax.tree.map(jnp.copy if name in added else copied, x)
+                for name, x in collections.items()
+            },
         )
 
     def value_and_grad(
@@ -151,22 +157,28 @@ class TrainState(train_state.TrainState):
         return metrics(self.opt_state)
 
 
-def _loss_scaled(tx: Any, loss_scale: Any, unscale: bool, axis_name: Any) -> optax.GradientTransformationExtraArgs:
-    """`loss_scaled`. From the same arguments the same object, as in Flax: two states of one `tx` have one structure."""
+@dataclasses.dataclass(frozen=True)
+class _Same:
+    """A function that equals another one made of the same arguments."""
+
+    function: Callable[..., Any] = dataclasses.field(compare=False)
+    made_of: tuple[Any, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _loss_scaled(tx: Any, *args: Any) -> optax.GradientTransformationExtraArgs:
+    """`loss_scaled`, which equals that of the same arguments: two states of one `tx` have one structure, as in Flax."""
+    loss_scale, unscale, axis_name = args
+    scaled = loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
     try:
-        hash((tx, loss_scale))
-    except TypeError:
-        return loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
-    return _loss_scaled_once(tx, loss_scale, unscale, axis_name)
-
-
-@functools.lru_cache
-def _loss_scaled_once(tx: Any, loss_scale: Any, unscale: bool, axis_name: Any) -> Any:
-    return loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
-
-
-def _copied(x: Any) -> Any:
-    return jnp.copy(x) if isinstance(x, jax.Array) else x
+        hash((tx, *args))
+    except TypeError:  # Structures are hashed.
+        return scaled
+    return optax.GradientTransformationExtraArgs(
+        _Same(scaled.init, ("init", tx, *args)), _Same(scaled.update, (tx, *args))
+    )
 
 
 @functools.cache

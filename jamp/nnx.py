@@ -16,7 +16,6 @@ from jamp._step.leaves import split_gradients
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import new_or_old
-from jamp._step.state import contains
 
 try:
     from flax import nnx
@@ -128,12 +127,13 @@ def value_and_grad(
     @functools.wraps(fun)
     def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
         holder = optimizer.opt_state if isinstance(optimizer, nnx.Optimizer) else optimizer
-        if isinstance(optimizer, nnx.Optimizer) and not contains(nnx.as_pure(holder)):
-            raise ValueError(
-                "The nnx.Optimizer has no loss scale. Make it with jamp.nnx.Optimizer(model, tx, wrt=nnx.Param), which "
-                "scales and skips, or take the gradients with nnx.value_and_grad."
-            )
-        loss_scale_state = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
+        try:
+            loss_scale_state = find_state_to_unscale(nnx.as_pure(holder), "jamp.nnx.value_and_grad")
+        except ValueError as error:
+            if not isinstance(optimizer, nnx.Optimizer) or isinstance(optimizer, Optimizer):
+                raise
+            cure = "An nnx.Optimizer that scales and skips is a jamp.nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            raise ValueError(f"{error} {cure}") from error
         if argnums is None and not hasattr(optimizer, "wrt"):
             raise TypeError(
                 "value_and_grad takes a jamp.nnx.Optimizer, whose wrt says what is differentiated, got a "

@@ -253,6 +253,7 @@ def test_flags_of_another_shape_are_an_error_and_an_ensemble_is_reset_whole():
     overflowed = ensemble.update(overflow=jnp.array([False, True, False]))
     np.testing.assert_array_equal(overflowed.get_scale(), np.float32([65536, 32768, 65536]))
     np.testing.assert_array_equal(overflowed.reset().get_scale(), np.full(3, 65536, np.float32))
+    np.testing.assert_array_equal(ensemble.update(overflow=True).update(overflow=[True] * 3).get_scale(), [16384] * 3)
     assert not jamp.GradScaler(enabled=False).reset().is_enabled()
 
 

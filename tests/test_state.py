@@ -275,3 +275,19 @@ def test_a_loss_scale_of_one_field_adapts_unless_it_is_jamp_s_constant():
         jamp.value_and_grad(lambda p: jnp.sum(p["w"]), tx.init(PARAMS))(PARAMS)
     static = optax.apply_if_finite(jamp.loss_scaled(optax.sgd(0.1), jamp.StaticLossScale(8.0)), 3)
     jamp.value_and_grad(lambda p: jnp.sum(p["w"]), static.init(PARAMS))(PARAMS)
+
+
+def test_a_user_s_own_loss_scale_that_is_off_may_stand_anywhere():
+    class OffState(NamedTuple):
+        loss_scale: Any
+        is_noop = True
+
+    class Off:
+        def init(self):
+            return OffState(jnp.float32(1))
+
+        def update(self, state, grads_finite):
+            return state
+
+    tx = optax.apply_if_finite(jamp.loss_scaled(optax.sgd(0.1), Off()), 3)
+    jamp.value_and_grad(lambda p: jnp.sum(p["w"]), tx.init(PARAMS))(PARAMS)

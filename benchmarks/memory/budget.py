@@ -10,7 +10,7 @@ those of the products of the gradient, counted in its jaxpr, because XLA:GPU cou
 `beside_best` is the temporary memory to the least of those by hand that need no more FLOPs.
 
 All rows for a TPU take hours to compile. So a row that FILE holds is kept if the same versions are given the same
-program, text for text.
+program for the same target, text for text. With --only, FILE then holds those models alone.
 """
 
 import json
@@ -125,10 +125,11 @@ def measure(target: str, only: list[str], quick: bool, before: Rows) -> Rows:
                 "model": model,
                 "variant": name,
                 "temporary_megabytes": temporary(program) / 1e6,
-                "gigaflops": of_products(jax.make_jaxpr(grad)(params, batch).jaxpr) / 1e9,
+                "gigaflops": 0.0,
                 "seconds": time.time() - start,
                 "program": digest(program),
             }
+            row |= {"gigaflops": of_products(jax.make_jaxpr(grad)(params, batch).jaxpr) / 1e9}
             found.append(row)
             show(row)
         hand = [row for row in found if row["variant"].startswith("by hand")]
@@ -148,5 +149,6 @@ if __name__ == "__main__":
     about = record("benchmarks.memory.budget", options.quick, options.target)
     last = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     versions = lambda found: {name: version for name, version in found.get("versions", {}).items() if name != "jamp"}
-    before = last["rows"] if versions(last) == versions(about) else []
+    same = last and last["machine"]["device"] == options.target and versions(last) == versions(about)
+    before = last["rows"] if same else []
     write(options.json, about | {"rows": measure(options.target, options.only, options.quick, before)})

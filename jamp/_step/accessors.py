@@ -80,7 +80,7 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
       loss_scale: The loss scale that it was made with.
 
     Returns:
-      A tree of the same structure, shapes, dtypes and shardings.
+      A tree of the same structure, shapes and dtypes. What was placed on devices is on the same ones.
 
     Raises:
       TypeError: If `loss_scale` is no loss scale.

@@ -41,7 +41,7 @@ _AFTER = (
 def error_about(x: Any) -> str | None:
     """The error message if a node of a pytree is the state of a wrapper that makes loss scaling wrong, else None."""
     is_filter = isinstance(x, optax.ApplyIfFiniteState) or (isinstance(x, optax.MultiStepsState) and x.skip_state != ())
-    if is_filter and contains(x, adapts):
+    if is_filter and contains(x, lambda y: adapts(y) and skips(y)):
         return _HIDES_OVERFLOWS
     # The attributes of an `nnx.Optimizer`. With `unscale=True`, its user takes the gradients without jamp.
     is_plain_nnx = hasattr(x, "wrt") and hasattr(x, "opt_state") and not hasattr(x, "undoes_skips")

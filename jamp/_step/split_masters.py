@@ -87,8 +87,8 @@ def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
 
     Args:
       state: A `MasterParamsState` with float32 masters.
-      like: A pytree of arrays or their types, with the dtypes that the parameters are to have: the parameters, or
-        `jax.eval_shape` of what makes them.
+      like: A pytree of arrays or types, such as `jnp.bfloat16`, with the dtypes that the parameters are to have: the
+        parameters, or `jax.eval_shape` of what makes them.
 
     Returns:
       The parameters: the masters, where `like` is bfloat16 rounded to nearest with ties away from zero. And the state.
@@ -106,7 +106,7 @@ def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
       True
     """
     check_kind(state, MasterParamsState, "It is for the states of jamp.master_params(tx) without split=True alone.")
-    if wrong := [x for x in jax.tree.leaves(like) if not (hasattr(x, "dtype") and hasattr(x, "shape"))]:
+    if wrong := [x for x in jax.tree.leaves(like) if not hasattr(x, "dtype")]:
         raise TypeError(f"like must hold arrays or their types, such as the parameters, got {wrong[0]!r}.")
     check_bfloat16(like, _ADVICE)
     params, low_bits = _split(state.master_params, like)
@@ -135,7 +135,8 @@ def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsStat
     check_kind(state, SplitMasterParamsState, "It is for the states of jamp.master_params(tx, split=True) alone.")
     masters = _join(params, state.low_bits)
     # A wide parameter is its own master, and a step that donates both must not be given one buffer twice.
-    masters = jax.tree.map(lambda master, p: jnp.copy(master) if master is p else master, masters, params)
+    is_shared = lambda master, p: master is p and isinstance(p, jax.Array)
+    masters = jax.tree.map(lambda master, p: jnp.copy(master) if is_shared(master, p) else master, masters, params)
     return MasterParamsState(masters, state.inner_state)
 
 

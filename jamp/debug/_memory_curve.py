@@ -44,12 +44,12 @@ class MemoryCurve:
         """The first budget with which the program fits in `limit`, such as "15.5GiB".
 
         Raises:
-          ValueError: If none does, or `limit` is not a number of bytes.
+          ValueError: If none does, or `limit` is not a text such as "15.5GiB".
         """
         try:
             bound = in_bytes(limit)
         except (TypeError, ValueError):
-            raise ValueError(f'limit must be bytes such as "15.5GiB", got {limit!r}.') from None
+            raise ValueError(f'limit must be bytes such as "15.5GiB" or "900MB", got {limit!r}.') from None
         fitting = [point.budget for point in self.points if point.total <= bound]
         if not fitting:
             least = min(self.points, key=lambda point: point.total)

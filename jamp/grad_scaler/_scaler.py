@@ -14,7 +14,7 @@ from jamp._scale.config import loss_scale_for, loss_scale_from_config
 from jamp._scale.dynamic import DynamicLossScale
 from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
 from jamp._scale.stats import LossScaleStats
-from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats, reset
+from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats
 from jamp._step.find import scale_of
 from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
@@ -155,9 +155,12 @@ class GradScaler(Pytree):
                 "`scaler = result.scaler.update(grads_finite=result.stepped)`."
             )
         finite = ~jnp.asarray(overflow, bool) if grads_finite is None else jnp.asarray(grads_finite, bool)
-        if finite.shape != jnp.shape(self._state.grads_finite):
+        if not self.is_enabled():
+            return self
+        members = jnp.shape(self._state.grads_finite)  # of an ensemble
+        if finite.shape not in ((), members):
             raise ValueError(f"update() takes one bool, got {finite.shape}. Say whether all gradients are finite.")
-        return self._with(_state=self._state.advance(self.loss_scale, finite)) if self.is_enabled() else self
+        return self._with(_state=self._state.advance(self.loss_scale, jnp.broadcast_to(finite, members)))
 
     def step(
         self, tx: optax.GradientTransformation, opt_state: Any, params: Any, *, grads: Any = None,
@@ -237,8 +240,10 @@ class GradScaler(Pytree):
 
     def reset(self) -> Self:
         """Return the scaler with the initial state and zero statistics."""
-        new = reset(self.enable(), self.loss_scale)
-        return new.disable() if self._paused else new
+        old = self.enable()._state  # with an axis for the members of an ensemble
+        new = jax.tree.map(lambda x, y: jnp.broadcast_to(x, jnp.shape(y)), ScalerState.init(self.loss_scale), old)
+        scaler = self._with(_state=new, _paused=())
+        return scaler.disable() if self._paused else scaler
 
     def state_dict(self) -> dict[str, Any]:
         """The state, growth and backoff as Python numbers, with torch's keys. Empty while disabled.

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax.core import freeze
+from flax.struct import field
 from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
 from jaxprs import normal, products
@@ -259,6 +260,23 @@ def test_two_states_of_one_optimizer_have_one_structure_as_in_flax():
     jax.tree.map(np.testing.assert_array_equal, step(create()), step(create()))
     assert step._cache_size() == 1
     jax.tree.map(np.testing.assert_array_equal, create(), jax.jit(create, out_shardings=shardings)())
+
+
+def test_a_state_may_be_made_inside_jit_with_a_traced_learning_rate():
+    def loss(rate):
+        state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.sgd(rate))
+        return jnp.sum(state.apply_gradients(grads={"w": jnp.ones(3)}).params["w"])
+
+    with jax.checking_leaks():
+        assert float(jax.jit(loss)(0.5)) == 1.5
+
+
+def test_a_static_field_of_a_subclass_stays_as_it_is():
+    class WithConfig(TrainState):
+        config: Any = field(pytree_node=False, default=None)
+
+    config = {1: "a", "b": 2}  # no pytree: its keys have no order
+    assert WithConfig.create(apply_fn=None, params={}, tx=SGD, config=config).config is config
 
 
 def test_a_declared_field_that_starts_as_the_parameters_can_be_donated_with_them():

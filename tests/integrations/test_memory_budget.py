@@ -228,5 +228,5 @@ def test_the_curve_of_a_function_without_products_and_of_a_wrong_limit():
     with pytest.raises(TypeError, match=r"takes a function from a budget to the step, got a compiled step"):
         jamp.debug.memory_curve(jax.jit(jax.grad(jnp.sum)))
     for wrong in ("15.5gb", 3):
-        with pytest.raises(ValueError, match=r'limit must be bytes such as "15\.5GiB", got'):
+        with pytest.raises(ValueError, match=r'limit must be bytes such as "15\.5GiB" or "900MB", got'):
             curve.largest(wrong)

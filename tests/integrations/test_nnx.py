@@ -297,5 +297,7 @@ def test_an_optimizer_that_is_a_constant_of_the_jitted_step_warns():
 def test_a_plain_optimizer_of_flax_is_an_error_that_names_jamp_s():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with pytest.raises(ValueError, match=r"Make it with jamp\.nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)"):
+    with pytest.raises(
+        ValueError, match=r"that scales and skips is a jamp\.nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)"
+    ):
         jamp.nnx.value_and_grad(lambda model: jnp.mean(model(jnp.ones((3, 2)))), optimizer)(model)
