@@ -86,7 +86,8 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
     """Make the scaler that continues from a `flax.training.dynamic_scale.DynamicScale`.
 
     Flax grows one finite step after its `growth_interval`, so the interval of the returned scaler is one longer. If
-    `fin_steps` is above Flax's already, Flax grows again only after an overflow, and jamp at the next finite step.
+    `fin_steps` is above that `growth_interval` already, Flax grows again only after an overflow, and jamp at the next
+    finite step.
 
     Args:
       dynamic_scale: The object. Reading it waits for the device.
@@ -221,7 +222,7 @@ def wrap_state(
       The state for `jamp.loss_scaled(tx, loss_scale, unscale=unscale)`.
 
     Raises:
-      TypeError: If `loss_scale` is no loss scale.
+      TypeError: If `loss_scale` is not a loss scale.
       ValueError: If the state is loss-scaled already.
 
     Examples:

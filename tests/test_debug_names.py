@@ -70,7 +70,7 @@ def test_a_run_of_cheap_operations_under_autocast_is_not_a_construct_of_the_user
         ("/repo/jamp/_cast.py", ""),
         ("/home/me/.local/lib/python3.11/site-packages/flax/nnx/rnn.py", "flax"),
         ("/usr/lib/python3/dist-packages/flax/nnx/rnn.py", "flax"),
-        ("/work/project/.venv/lib/python3.11/site-packages/flax/nnx/rnn.py", "flax"),
+        ("/home/me/project/.venv/lib/python3.11/site-packages/flax/nnx/rnn.py", "flax"),
     ],
 )
 def test_whose_code_a_file_is(file, package, monkeypatch):

@@ -549,7 +549,8 @@ def test_joined_masters_can_be_donated_with_the_parameters():
         updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
         return optax.apply_updates(params, updates), state
 
-    jax.jit(step, donate_argnums=(0, 1))(params, whole)
+    params, whole = jax.jit(step, donate_argnums=(0, 1))(params, whole)
+    assert_equal(whole.master_params, jax.tree.map(lambda p: jnp.full(p.shape, 0.9), params))
 
 
 def test_masters_are_split_for_bfloat16_only():

@@ -156,7 +156,9 @@ def accuracy(only: list[str], quick: bool) -> Rows:
     model = long(language_model(quick), quick)
     ways = [(task, task.optimizer(), None) for task in (model, digits(quick), long(rare_tokens(quick), quick))]
     for task, tx, first in [*ways, (*spike(model), None), (long(tuned, quick), optax.adamw(LOW), start)]:
-        for way in WAYS if task.name in (only or [task.name]) else ():
+        if only and task.name not in only:
+            continue
+        for way in WAYS:
             rows += measure(task, way, tx, seeds, first)
     return rows
 

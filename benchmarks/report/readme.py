@@ -53,7 +53,8 @@ def of_training(found: dict[str, Any]) -> str:
         told.append(f"{name} {low:+.3f} to {high:+.3f}")
         if max(-low, high) >= MARGIN[name]:
             outside.append(name)
-    judged = f"; {' and '.join(outside)} leave their margin of {MARGIN[outside[0]]}" if outside else ""
+    margins = dict.fromkeys(str(MARGIN[name]) for name in outside)
+    judged = f"; {' and '.join(outside)} leave their margin of {' and '.join(margins)}" if outside else ""
     return (
         "**Loss** of a language model of 1.4 M parameters, on a CPU, minus float32's, in nats a byte: "
         f"{', '.join(told)} (90 % intervals of {len(base)} seeds{judged}; "

@@ -83,7 +83,7 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
       A tree of the same structure, shapes and dtypes. What was placed on devices is on the same ones.
 
     Raises:
-      TypeError: If `loss_scale` is no loss scale.
+      TypeError: If `loss_scale` is not a loss scale.
       ValueError: If the tree holds no such state or several, or `loss_scale` is of another kind.
 
     Examples:
@@ -127,7 +127,7 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
       The tree with a state of `loss_scale` in place of the old one.
 
     Raises:
-      TypeError: If `loss_scale` is no loss scale.
+      TypeError: If `loss_scale` is not a loss scale.
       ValueError: If the tree holds no loss-scale state or several.
 
     Examples:

@@ -41,13 +41,18 @@ _AFTER = (
 def error_about(x: Any) -> str | None:
     """The error message if a node of a pytree is the state of a wrapper that makes loss scaling wrong, else None."""
     is_filter = isinstance(x, optax.ApplyIfFiniteState) or (isinstance(x, optax.MultiStepsState) and x.skip_state != ())
-    if is_filter and contains(x, lambda y: adapts(y) and skips(y)):
+    if is_filter and contains(x, _may_change):
         return _HIDES_OVERFLOWS
     # The attributes of an `nnx.Optimizer`. With `unscale=True`, its user takes the gradients without jamp.
     is_plain_nnx = hasattr(x, "wrt") and hasattr(x, "opt_state") and not hasattr(x, "undoes_skips")
-    if is_plain_nnx and contains(x.opt_state, lambda y: adapts(y) and not isinstance(y, ScaledGradsState)):
+    if is_plain_nnx and contains(x.opt_state, lambda y: _may_change(y) and not isinstance(y, ScaledGradsState)):
         return _KEEPS_CHANGES
     return None
+
+
+def _may_change(x: Any) -> bool:
+    """Whether a node of a pytree is a scaler state whose loss scale can change. One that is off cannot."""
+    return adapts(x) and skips(x)
 
 
 def check_not_nnx(loss_scale_state: Any) -> None:
