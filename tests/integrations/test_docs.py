@@ -1,90 +1,23 @@
 """The documentation: its programs run and print what it says, it names every public name, and what it says holds."""
 
 import ast
-import importlib.util
 import pkgutil
 import re
-from pathlib import Path
-from textwrap import dedent
 
-import matplotlib as mpl
 import numpy as np
-import pytest
 import yaml
 from long_description import relative, rendered
+from pages import DOCS, PAGES, ROOT, run_programs
 
 from jamp._autocast.rules import CATEGORIES
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
-PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 README = (ROOT / "README.md").read_text()
-SLOW = {
-    "frameworks/flax-nnx-equinox.md",
-    "from-pytorch.md",
-    "from-flax.md",
-    "recipes.md",
-    "walk-through.md",
-}  # ten seconds each
-ROUGHLY = {"walk-through.md"}  # What it prints are the results of training, which differ between processors.
-# Their programs are run, and more is asserted of them, by tests of their own.
-ELSEWHERE = {"from-mindspore.md": "test_mindspore.py", "distributed.md": "distributed/test_mapped.py"}
 
 
-def programs(page):
-    """Its `python` blocks, also those in tabs, each with the `text` that follows it, which is what it prints.
-
-    Those that include a file are run as examples and tests. Those for Haiku need it to be installed.
-    """
-    pattern = r"^( *)```python.*?\n(.*?)^\1```(?:\n\n\1```text\n(.*?)^\1```)?"
-    blocks = re.findall(pattern, PAGES[page], re.MULTILINE | re.DOTALL)
-    missing = [] if importlib.util.find_spec("haiku") else ["import haiku"]
-    skipped = ["--8<--", *missing]
-    return [(dedent(block), dedent(printed)) for _, block, printed in blocks if not any(x in block for x in skipped)]
-
-
-def agree(printed, expected, *, roughly):
-    """Equal but for errors of rounding (1.2e-03), which are within a quarter of each other.
-
-    Or equal but for all numbers, which are within a quarter, or 1, of each other.
-    """
-    if not roughly:
-        error = r"\b\d\.\de[+-]\d\d\b"
-        found, wanted = (list(map(float, re.findall(error, text))) for text in (printed, expected))
-        same = re.sub(error, "#", printed) == re.sub(error, "#", expected)
-        return same and found == pytest.approx(wanted, rel=0.25)
-    number = r"(?<![\w*])[\d.]+(?:e[+-]?\d+)?"
-    found, wanted = (list(map(float, re.findall(number, text))) for text in (printed, expected))
-    return re.sub(number, "#", printed) == re.sub(number, "#", expected) and found == pytest.approx(
-        wanted, rel=0.25, abs=1
-    )
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW))
-        for page in PAGES
-        if page not in ELSEWHERE and programs(page)
-    ],
-)
-def test_the_programs_of_a_page_run_in_their_order_and_print_what_it_says(page, tmp_path, monkeypatch, capsys):
+def test_the_programs_of_the_quick_start_run_in_their_order_and_print_what_it_says(tmp_path, monkeypatch, capsys):
+    """Those of the other pages are run beside the site: tests/site/check_pages.py."""
     monkeypatch.chdir(tmp_path)
-    mpl.use("Agg")
-    namespace = {"__name__": page}
-    for block, expected in programs(page):
-        exec(compile(block, "model.py", "exec"), namespace)
-        printed = capsys.readouterr().out
-        assert not expected or agree(printed, expected, roughly=page in ROUGHLY)
-        # A comment beside a `print` is how the line that it prints begins.
-        for comment in re.findall(r"^ *print\(.*\)  # (.*?)(?: \.\.\.)?$", block, re.MULTILINE):
-            assert comment in printed
-
-
-def test_every_page_with_programs_is_run_and_some_say_what_they_print():
-    for page, test in ELSEWHERE.items():
-        assert page in (ROOT / "tests" / test).read_text()
-    assert sum(bool(printed) for page in PAGES for _, printed in programs(page)) >= 5
+    run_programs("quick-start.md", capsys)
 
 
 def public_names(module):
@@ -123,27 +56,6 @@ def test_every_page_is_in_the_navigation():
 
     pages = re.findall(r"[\w/-]+\.md", str(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]))
     assert sorted(pages) == sorted(PAGES)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("changelog.md", "index.md")])
-def test_every_page_ends_by_naming_what_it_does_not_cover(page):
-    text = re.sub(r'--8<-- "(\w+\.md)"', lambda m: (ROOT / m[1]).read_text(), PAGES[page])
-    assert "not cover" in re.findall(r"^## (.*)", text, re.MULTILINE)[-1].lower()
-
-
-def test_every_yes_of_the_comparison_names_a_test_that_exists():
-    named = re.findall(r"\[yes\]\(#tests \"(tests/[\w/]+\.py)::(test_\w+)\"\)", PAGES["comparison.md"])
-    assert len(named) == PAGES["comparison.md"].count("[yes]") > 30
-    for path, name in named:
-        assert f"\ndef {name}(" in (ROOT / path).read_text()
-
-
-def test_the_readme_has_450_words_beside_code_and_all_pages_22000():
-    words = lambda text: sum(bool(re.search(r"\w", word)) for word in text.split())
-    included = [(ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-    assert words(re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)) <= 450
-    assert len(PAGES) <= 40
-    assert sum(map(words, [*included, *PAGES.values()])) <= 22_000
 
 
 def test_the_page_of_examples_has_each_with_its_command():

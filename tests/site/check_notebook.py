@@ -1,4 +1,4 @@
-"""The walk-through as a notebook, run by a real kernel: `pytest tests/browser/check_notebook.py`.
+"""The walk-through as a notebook, run by a real kernel: `pytest tests/site/check_notebook.py`.
 
 Needs `pip install '.[docs]'`.
 """

@@ -1,4 +1,4 @@
-"""The built site in Chromium: `mkdocs build --strict`, then `pytest tests/browser/check_site.py`.
+"""The built site in Chromium: `mkdocs build --strict`, then `pytest tests/site/check_site.py`.
 
 Not collected by itself (its name does not begin with `test_`): it needs ./site, Playwright, and Chromium or Chrome.
 """
