@@ -12,7 +12,6 @@ from ._autocast import (
 )
 from ._cast import cast_floating as cast_floating, check_castable as check_castable
 from ._health import LossScaleError as LossScaleError, check_health as check_health
-from ._precompute import precompute as precompute
 from ._scale.adaptive import AdaptiveLossScale as AdaptiveLossScale, AdaptiveLossScaleState as AdaptiveLossScaleState
 from ._scale.config import loss_scale_for as loss_scale_for, loss_scale_from_config as loss_scale_from_config
 from ._scale.dynamic import DynamicLossScale as DynamicLossScale, DynamicLossScaleState as DynamicLossScaleState

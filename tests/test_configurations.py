@@ -79,10 +79,6 @@ def history():
     return log["loss_scale"]
 
 
-def precomputed():
-    return jamp.precompute(jamp.autocast(loss_fn, "bfloat16"), PARAMS, X)(X)
-
-
 def gradients(transform, *args):
     both = lambda fun: (fun(PARAMS), jax.grad(fun)(PARAMS))
     return both(jax.jit(transform(loss_fn, *args))), both(transform(loss_fn, *args))
@@ -129,7 +125,6 @@ USES = {
     "autocast_report": lambda: len(jamp.autocast_report(loss_fn, jnp.float16)(PARAMS).rows),
     "recompute": lambda: gradients(jamp.recompute, 0),
     "memory_report": lambda: jamp.memory_report(loss_fn, 0)(PARAMS).kept,
-    "precompute": precomputed,
     "interop": lambda: jamp.interop.unwrap_state(jamp.interop.wrap_state(SGD.init(PARAMS), jamp.StaticLossScale())),
     "interop for torch": lambda: jax.tree.leaves(jamp.interop.from_torch(jamp.interop.to_torch(jamp.GradScaler()))),
     "interop of moments": lambda: jamp.interop.dequantize_state(MOMENTS.init(WIDE)),
@@ -155,7 +150,6 @@ def result(name):
 SLOW = {
     "autocast to float8",
     "autocast to int8",
-    "precompute",
     "optimizers",
     "debug.rounding_report",
     "debug.compare",

@@ -18,7 +18,7 @@ import jamp
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "from-mindspore.md").read_text()
-EXAMPLE = ROOT / "examples" / "requirements" / "002_adaptive_loss_scaling.py"
+EXAMPLE = ROOT / "tests" / "requirements" / "002_adaptive_loss_scaling.py"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 THEIRS = [text for text in PROGRAMS if re.search("^(import|from) mind", text, re.MULTILINE)]

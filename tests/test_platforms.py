@@ -49,7 +49,6 @@ PROGRAMS = {
     ),
     "Float8": (jax.grad(jamp.autocast(dense, jamp.Float8(min_size=8))), W, X),
     "full_precision": (jamp.autocast(jamp.full_precision(dense), jnp.float16), W, X),
-    "precompute": (lambda w, x: jamp.precompute(jamp.autocast(dense, jnp.float16), w, x)(x), W, X),
     "loss_scaled": (stepped(jamp.loss_scaled(optax.adam(0.1))), W, X),
     "master_params": (stepped(jamp.loss_scaled(jamp.master_params(optax.adam(0.1)))), W, X),
     "stochastic_rounding": (

@@ -1,13 +1,16 @@
-"""docs/members.json has every member and examples/requirements every usage example of the requirement documents."""
+"""docs/members.json has every member and tests/requirements every usage example of the requirement documents."""
 
 import json
 import pathlib
 import pkgutil
 import re
+import runpy
 
+import pytest
 from loss_scales import recorded
 
 ROOT = pathlib.Path(__file__).parent.parent
+PROGRAMS = sorted((ROOT / "tests" / "requirements").glob("*.py"))
 TABLES = json.loads((ROOT / "docs" / "members.json").read_text())
 
 
@@ -23,6 +26,12 @@ def test_the_table_has_every_member_and_each_that_works_is_there_under_its_name(
 
 
 def test_every_document_has_its_translated_examples():
-    """test_examples.py runs them."""
-    examples = sorted((ROOT / "examples" / "requirements").glob("*.py"))
-    assert [path.name[:3] for path in examples] == ["000", "001", "002", "003", "004"]
+    assert [path.name[:3] for path in PROGRAMS] == ["000", "001", "002", "003", "004"]
+
+
+@pytest.mark.promotes("the update of bfloat16 parameters in a program")
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_a_translated_example_asserts_what_it_claims_and_prints_it(program, capsys):
+    runpy.run_path(str(program), run_name="__main__")
+    output, errors = capsys.readouterr()
+    assert (len(output.splitlines()) >= 2, errors) == (True, "")

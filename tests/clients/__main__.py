@@ -1,25 +1,24 @@
 """Run jamp inside other people's trainers, each in an environment of its own.
 
-    python -m tests.clients haiku keras                      two clients
+    python -m tests.clients                                  all, before a release
+    python -m tests.clients tunix tunix_grpo                 two recipes
     python -m tests.clients --in-turn                        one of the quick ones, by the date
-    python -m tests.clients --all --record                   all, and write docs/frameworks/clients.json and the table
 
 A client is a row of `clients.toml`: what to install, and on which Python. Its recipe, `recipes/NAME.py`, trains with
 the client's own trainer. `judge.py` says what holds for every recipe. It runs in the client's environment.
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
-from tests.clients.table import CLIENTS, INDEX, RECORDED, ROWS, table
-
 ROOT = Path(__file__).parents[2]
+CLIENTS = tomllib.loads((Path(__file__).parent / "clients.toml").read_text())
 
 
 def python_of(client):
@@ -52,29 +51,21 @@ def run(name, wheel):
     command = [python, "-m", "tests.clients.judge", name, result]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | client.get("variables", {}))
     print(f"{name}: {installed - started:.0f} s to install, {time.monotonic() - installed:.0f} s to run")
-    return json.loads(result.read_text())
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CLIENTS))
-    parser.add_argument("--all", action="store_true")
     parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("--wheel", default=str(ROOT), help="what to install as jamp: by default, this checkout")
-    parser.add_argument("--record", action="store_true", help="write the results into docs/frameworks")
     options = parser.parse_args()
     if unknown := set(options.names) - set(CLIENTS):
         parser.error(f"no client {', '.join(sorted(unknown))}: choose from {', '.join(CLIENTS)}")
-    quick = [name for name, client in CLIENTS.items() if client["quick"] and python_of(client)]
-    turn = [quick[int(time.time() // 86400) % len(quick)]] if options.in_turn else []
-    for name in options.names or turn or (list(CLIENTS) if options.all else parser.error("name a client, or --all")):
-        row = run(name, options.wheel)
-        if options.record:
-            rows = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-            rows = {known: (rows | {name: row})[known] for known in CLIENTS if known in rows | {name: row}}
-            RECORDED.write_text(json.dumps(rows, indent=1) + "\n")
-            INDEX.write_text(ROWS.sub(lambda _: table(), INDEX.read_text()))
+    quick = [name for name, client in CLIENTS.items() if client["quick"]]
+    turn = [quick[int(time.time() // 86400) % len(quick)]] if options.in_turn else list(CLIENTS)
+    for name in options.names or turn:
+        run(name, options.wheel)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,3 @@ def text_batches(steps, batch=16, length=64, seed=0):
     text = np.frombuffer(b"\n".join(file.read_bytes() for file in files)[:2_000_000], np.uint8).astype(np.int32)
     starts = np.random.default_rng(seed).integers(0, len(text) - length - 1, (steps, batch))
     return [np.stack([text[i : i + length + 1] for i in row]) for row in starts]
-
-
-def line_batches(steps, batch=256, width=128, seed=0):
-    """A regression: x f32[batch, width], and y f32[batch], a fixed nonlinear function of x with noise."""
-    rng = np.random.default_rng(seed)
-    first, second = np.random.default_rng(99).normal(size=(2, width)).astype(np.float32) / np.sqrt(width)
-    for _ in range(steps):
-        x = rng.normal(size=(batch, width)).astype(np.float32)
-        noise = 0.1 * rng.normal(size=batch).astype(np.float32)
-        yield x, np.tanh(2 * x @ first) + np.sin(x @ second) + noise

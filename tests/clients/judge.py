@@ -8,7 +8,6 @@ A recipe defines
                     checkpoints, restored into new objects and continued.
     metrics()       What the client's own hook logged, by name, after at least one skipped step.
     IMPOSSIBLE      For each of these that the client does not allow: why, in a few words.
-    NOTE            For a way that is not as in the other rows: what it is, such as "no product is large enough".
     MARGIN          How far a way may end from float32, relative: the mean loss of the last 20 steps.
 
 and, where the client has a model of its own,
@@ -32,7 +31,7 @@ import numpy as np
 
 WAYS = {
     "float32": "as the client is",
-    "float16": "jamp.scaled around an autocast loss, or loss_scaled(..., unscale=True)",
+    "float16": "jamp.scaled around an autocast loss, or a loss scale",
     "bfloat16": "jamp.autocast",
     "8 bit": "jamp.autocast with Float8()",
     "bfloat16 parameters": "jamp.stochastic_rounding, and no float32 masters",
@@ -76,7 +75,7 @@ def memory(recipe):
 
 
 def judge(recipe, impossible):
-    """The lines to show and the facts for the table."""
+    """The lines to show and the facts behind them."""
     apart, lines = {}, ["                     loss of the first 5 and the last 20 steps, from float32"]
     for way, ratio, line in trainings(recipe, impossible):
         apart[way] = ratio
@@ -113,8 +112,7 @@ def main(name, result):
     lines, facts = judge(recipe, getattr(recipe, "IMPOSSIBLE", {}))
     output = "\n".join([title, *lines]) + "\n"
     print(output, end="")
-    row = {"version": version(client["package"]), "jax": jax.__version__, "python": platform.python_version()}
-    row |= {"seconds": round(time.monotonic() - started), "output": output, "notes": getattr(recipe, "NOTE", {})}
+    row = {"output": output, "seconds": round(time.monotonic() - started)}
     Path(result).write_text(json.dumps(row | facts) + "\n")
 
 

@@ -22,8 +22,6 @@ from processes import environment
 from trees import bits
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUIREMENTS = ROOT / "examples" / "requirements"
-TRANSLATED = sorted(path.name for path in REQUIREMENTS.glob("*.py"))
 RUNS = ["float32", "float16, unscaled", "float16 with jamp"]
 
 
@@ -69,14 +67,6 @@ def run(monkeypatch, capsys):
 def test_an_example_has_at_most_150_lines():
     lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
     assert 0 < max(lengths.values()) <= 150, lengths
-    assert all(len((REQUIREMENTS / name).read_text().splitlines()) <= 80 for name in TRANSLATED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSLATED)
-def test_the_translated_examples_of_a_requirement_assert_what_they_claim(name, run):
-    output, errors = run(f"requirements/{name}")
-    assert (len(output.splitlines()) >= 2, errors) == (True, "")
 
 
 def test_every_option_of_an_example_is_explained_and_out_is_a_folder():

@@ -25,7 +25,6 @@ import jamp
 from tests.clients.data import text_batches
 
 MARGIN = 0.01
-NOTE = {"8 bit": "Float8 on Levanter's own bfloat16, `mp: c=bf16`"}
 MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated")
 BATCH, LENGTH = 16, 64
 CONFIG = LlamaConfig(

@@ -20,7 +20,6 @@ import jamp
 from tests.clients.data import text_batches
 
 MARGIN = 0.01
-NOTE = {"8 bit": "Float8 on MaxText's own bfloat16, `dtype: bfloat16`"}
 MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated")
 BATCH, LENGTH = 16, 64
 BASE = Path(pyconfig.__file__).parent / "base.yml"

@@ -17,8 +17,7 @@ from tunix.sft import hooks
 
 import jamp
 
-MARGIN = 0.1  # of the reward
-NOTE = dict.fromkeys(("float16", "bfloat16", "8 bit"), "negative reward, which differs as much between seeds")
+MARGIN = 0.1  # of the reward, which differs as much between seeds
 LETTERS = "0123456789="
 PROMPTS, GENERATIONS, LENGTH = 16, 8, 4
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))

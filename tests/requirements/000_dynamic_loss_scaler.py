@@ -1,6 +1,6 @@
 """A dynamic loss scale: scale the loss, check and unscale the gradients, step or skip, adapt, and count.
 
-    python examples/requirements/000_dynamic_loss_scaler.py
+    python tests/requirements/000_dynamic_loss_scaler.py
 
 The usage example of `DynamicLossScaler`, translated twice: with each operation written out, and with
 `jamp.loss_scaled`, which does the same inside the optimizer. The products run in float16. One batch overflows there.

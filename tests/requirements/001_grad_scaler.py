@@ -1,6 +1,6 @@
 """GradScaler: the basic loop, a scope in place of the context manager, manual control, and the constructors.
 
-    python examples/requirements/001_grad_scaler.py
+    python tests/requirements/001_grad_scaler.py
 
 The usage examples of `GradScaler`, `GradScalerContext` and `GradScalerFactory`, translated.
 """

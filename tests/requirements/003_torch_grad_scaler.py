@@ -1,6 +1,6 @@
 """`torch.cuda.amp.GradScaler`: why the loss is scaled, the loop in torch's order, and the rule of the scale.
 
-    python examples/requirements/003_torch_grad_scaler.py
+    python tests/requirements/003_torch_grad_scaler.py
 
 examples/from_pytorch.py is the same training loop, translated line by line and shorter.
 """

@@ -1,6 +1,6 @@
 """Optimizers with mixed precision: wrapped ones, steps that tell whether they were applied, bfloat16 parameters.
 
-    python examples/requirements/004_optimizer_integration.py
+    python tests/requirements/004_optimizer_integration.py
 
 The usage examples of `AmpOptimizerHelper`, `AmpOptimizerWrapper` and `AmpOptimizerExtensions`, translated.
 """

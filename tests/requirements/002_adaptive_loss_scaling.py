@@ -1,6 +1,6 @@
 """Adaptive loss scaling: the MindSpore program, the YAML of a MindFormers run, the windows, and a resumed run.
 
-    python examples/requirements/002_adaptive_loss_scaling.py
+    python tests/requirements/002_adaptive_loss_scaling.py
 
 The usage examples of `AdaptiveLossScaleUpdateCell`, translated. docs/from-mindspore.md explains the windows.
 """
