@@ -349,7 +349,7 @@ def _flat(tree: Any) -> np.ndarray:
     return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)])
 
 
-def main(only: list[str], quick: bool, errors_only: bool) -> Rows:
+def main(only: list[str], quick: bool) -> Rows:
     rows: Rows = []
     for name in (x for x in PROBLEMS if not only or x in only):
         library = LIBRARIES.get(name)
@@ -358,8 +358,7 @@ def main(only: list[str], quick: bool, errors_only: bool) -> Rows:
             continue
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(errors, (name, quick))
-        named = [{"problem": name, "name": how} for how in CASTS]
-        timed = named if errors_only else across({"problem": name}, times, name, quick, quick=quick)
+        timed = across({"problem": name}, times, name, quick, quick=quick)
         rows += [row | {"error": found.get(row["name"])} for row in timed]
         print(f"{name}, errors:", ", ".join(f"{how} {error:.1e}" for how, error in found.items()), flush=True)
     return rows
@@ -368,7 +367,6 @@ def main(only: list[str], quick: bool, errors_only: bool) -> Rows:
 if __name__ == "__main__":
     arguments = parser("benchmarks.float64", __doc__)
     arguments.add_argument("--only", nargs="*", default=[], choices=PROBLEMS, help="problems, by name")
-    arguments.add_argument("--errors", action="store_true", help="the errors without the times")
     arguments.add_argument("--target", choices=TARGETS, help="compile for it, and count bytes")
     options = arguments.parse_args()
     if options.target:
@@ -376,7 +374,7 @@ if __name__ == "__main__":
     device = options.target or jax.devices()[0].device_kind
     about = record("benchmarks.float64", options.quick, device, ("diffrax", "numpyro"))
     if options.target is None:
-        write(options.json, about | {"float64": main(options.only, options.quick, options.errors)})
+        write(options.json, about | {"float64": main(options.only, options.quick)})
     elif is_installed(options.target):
         found = [bytes_on(options.target, name, options.quick) for name in options.only or PROBLEMS]
         write(options.json, about | {"rows": [row for rows in found for row in rows]})

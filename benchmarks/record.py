@@ -16,7 +16,7 @@ from typing import Any
 import jamp
 
 Rows = list[dict[str, Any]]
-PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "flax", "jmp", "mixed-precision-for-jax", "keras", "torch")
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "flax", "jmp", "mixed-precision-for-jax")
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:

@@ -18,7 +18,6 @@ import optax
 from jax import Array
 
 from benchmarks.accuracy import tasks
-from benchmarks.accuracy.study import FLOAT32
 from benchmarks.accuracy.tasks import Task
 from benchmarks.record import Rows, parser, record, show, write
 
@@ -86,7 +85,7 @@ def rounded(x: Array, levels: Levels, is_random: bool, key: Array) -> Array:
 
 def run(task: Task, b2: float, steps: int, chosen: dict[str, Way], key: Array) -> dict[str, Array]:
     """The error of each step's update, f32[steps] for each way."""
-    loss, clip = FLOAT32.make_loss(task), optax.clip_by_global_norm(1.0)
+    loss, clip = task.loss, optax.clip_by_global_norm(1.0)
     schedule = optax.warmup_cosine_decay_schedule(0, task.learning_rate, steps // 20, steps)
     ways = {"float32": (None, None, False)} | chosen
     norm = lambda tree: jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(tree)))

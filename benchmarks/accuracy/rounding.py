@@ -3,11 +3,11 @@
     python -m benchmarks.accuracy.rounding --json docs/benchmarks/rounding.json   three hours on one core
     python -m benchmarks.accuracy.rounding --optimizers --json docs/benchmarks/rounding_optimizers.json   15 minutes
 
-Five tasks, five seeds, at least 2000 steps: the language model and the digits of `benchmarks.accuracy`; that model
-fine-tuned on other text with a learning rate so low that most updates are below half the spacing of bfloat16; with
-gradients a thousand times as large in one step in the middle, and no clip; and a model whose embedding has 65536 rows,
-most of which get a gradient in few steps. The loss is that of data that are never trained on. All ways with bfloat16
-parameters compute in bfloat16 under autocast, and have bfloat16 gradients.
+Five tasks, five seeds, at least 2000 steps: the language model and the digits of `benchmarks.accuracy.tasks`; that
+model fine-tuned on other text with a learning rate so low that most updates are below half the spacing of bfloat16;
+with gradients a thousand times as large in one step in the middle, and no clip; and a model whose embedding has 65536
+rows, most of which get a gradient in few steps. The loss is that of data that are never trained on. All ways with
+bfloat16 parameters compute in bfloat16 under autocast, and have bfloat16 gradients.
 
 Written down before the runs: a way passes a task if the 90 % interval of its paired differences to float32 lies within
 1 % of float32's loss, and for the digits, whose losses differ by half between seeds, within one point of accuracy.
@@ -29,8 +29,8 @@ import optax
 
 import jamp
 from benchmarks.accuracy import tasks
-from benchmarks.accuracy.study import FLOAT32
-from benchmarks.accuracy.tasks import Loss, Task, digits, halves, language_model, spread
+from benchmarks.accuracy.intervals import show_intervals
+from benchmarks.accuracy.tasks import Task, cross_entropy, digits, halves, language_model, spread
 from benchmarks.record import Rows, parser, record, show, write
 
 SEEDS = 5
@@ -101,23 +101,19 @@ def rare_tokens(quick: bool) -> Task:
             "out": he(keys[2], (128, 256)),
         }
 
-    def make_loss(body: Any, head: Any, cross_entropy: Loss) -> Loss:
-        def loss_fn(params: Any, text: jax.Array) -> tuple[jax.Array, jax.Array]:
-            pairs = 256 * text[:, :-1] + text[:, 1:]
-            x = jnp.concatenate([params["embed"][pairs[:, :-3]], params["embed"][pairs[:, 2:-1]]], -1)
-            x = jax.nn.relu(x @ params["hidden"]["w"] + params["hidden"]["b"])
-            return cross_entropy(x @ params["out"], text[:, 4:])
+    def loss(params: Any, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pairs = 256 * text[:, :-1] + text[:, 1:]
+        x = jnp.concatenate([params["embed"][pairs[:, :-3]], params["embed"][pairs[:, 2:-1]]], -1)
+        x = jax.nn.relu(x @ params["hidden"]["w"] + params["hidden"]["b"])
+        return cross_entropy(x @ params["out"], text[:, 4:])
 
-        return loss_fn
-
-    return dataclasses.replace(task, name="rare tokens", init=init, make_loss=make_loss)
+    return dataclasses.replace(task, name="rare tokens", init=init, loss=loss)
 
 
 def trained(task: Task, way: str, params: Any, key: jax.Array, tx: optax.GradientTransformation) -> Any:
     """The parameters at the end of a run, in float32."""
     dtype, wrap = WAYS[way]
-    plain = FLOAT32.make_loss(task)
-    loss = plain if dtype == jnp.float32 else jamp.autocast(lambda p, batch: plain(wide(p), batch), dtype)
+    loss = task.loss if dtype == jnp.float32 else jamp.autocast(lambda p, batch: task.loss(wide(p), batch), dtype)
     return wide(tasks.trained(task, loss, wrap(tx), jamp.cast_floating(params, dtype), key))
 
 
@@ -126,7 +122,7 @@ def measure(task: Task, way: str, tx: optax.GradientTransformation, seeds: int, 
 
     def run(key: jax.Array) -> Any:
         params = task.init(key) if start is None else start
-        return FLOAT32.make_loss(task)(trained(task, way, params, key, tx), task.held_out)
+        return task.loss(trained(task, way, params, key, tx), task.held_out)
 
     return tasks.held_out(task, way, run, seeds)
 
@@ -160,6 +156,7 @@ def accuracy(only: list[str], quick: bool) -> Rows:
             continue
         for way in WAYS:
             rows += measure(task, way, tx, seeds, first)
+    show_intervals(rows, "float32")
     return rows
 
 

@@ -7,6 +7,9 @@ A small Qwen3 learns with GRPO (`tests/clients/recipes/tunix_grpo.py`): six ways
 25, 50 and 100 updates.
 """
 
+import numpy as np
+
+from benchmarks.accuracy.intervals import T, interval
 from benchmarks.record import parser, record, show, write
 from tests.clients.recipes.tunix_grpo import mismatch
 
@@ -22,3 +25,7 @@ if __name__ == "__main__":
                 rows.append({"way": way, "seed": seed} | row)
                 show(rows[-1])
                 write(options.json, found | {"rows": rows})
+    for way in WAYS:
+        apart = np.array([row["mean_abs"] for row in rows if row["way"] == way and row["updates"] == 0])
+        if len(apart) in T:
+            print("{}, before training: {:.1e} ({:.1e} to {:.1e})".format(way, apart.mean(), *interval(apart)))

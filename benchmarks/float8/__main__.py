@@ -3,12 +3,10 @@
     python -m benchmarks.float8 accuracy --json docs/benchmarks/float8_accuracy.json     about an hour on one core
     python -m benchmarks.float8 h200 --json docs/benchmarks/float8_h200.json   with equinox, flax, dm-haiku and qwix
     python -m benchmarks.float8 tpu --json docs/benchmarks/int8_tpu.json
-    python -m benchmarks.float8 micro-batches
 
-accuracy: the tasks of `benchmarks.accuracy`, five seeds, and the loss on data that are never trained on.
+accuracy: two of `benchmarks.accuracy.tasks`, five seeds, and the loss on data that are never trained on.
 h200: the gradients of `benchmarks.float8.models`, and those of other float8 libraries, compiled ahead of time.
 tpu: the same gradients in int8, compiled for a TPU v5e.
-micro-batches: bytes and kernels of gradient accumulation with and without `jamp.precompute`, in the loop and before it.
 They need `pip install "jax[cuda13]"`, for the TPU `pip install libtpu`.
 """
 
@@ -24,7 +22,7 @@ from benchmarks.ahead_of_time import is_installed
 from benchmarks.float8 import compiled, training
 from benchmarks.record import parser, record, write
 
-COMPILED = {"h200": compiled.h200, "tpu": compiled.tpu, "micro-batches": compiled.micro_batches}
+COMPILED = {"h200": compiled.h200, "tpu": compiled.tpu}
 
 
 def main() -> None:
@@ -36,10 +34,9 @@ def main() -> None:
         about = record("benchmarks.float8", options.quick, "cpu")
         return write(options.json, about | training.accuracy(options.quick))
     jax.config.update("jax_platforms", "cpu")
-    target = "tpu" if options.what == "tpu" else "h200"
-    if not is_installed(target):
+    if not is_installed(options.what):
         return
-    about = record("benchmarks.float8", options.quick, f"{target}, which was not there", compiled.PACKAGES)
+    about = record("benchmarks.float8", options.quick, f"{options.what}, which was not there", compiled.PACKAGES)
     return write(options.json, about | COMPILED[options.what](options.quick, options.only))
 
 

@@ -4,7 +4,6 @@ A product of the head has an axis of `CLASSES`, and one of attention has a batch
 layers.
 """
 
-import itertools
 import math
 import re
 from collections import Counter
@@ -13,9 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-import jamp
 from benchmarks import hlo
 from benchmarks.ahead_of_time import compiled, facts, kept
 from benchmarks.float8.models import CLASSES, GRADIENTS, MODELS, PEERS, Model, wrapped
@@ -149,28 +146,4 @@ def tpu(quick: bool, only: list[str]) -> dict[str, Rows]:
                 {"model": model, "way": way, "int8": found.get("s8 x s8", 0), "products": sum(found.values())} | ratios
             )
             show(rows[-1])
-    return {"rows": rows}
-
-
-def micro_batches(*_: Any) -> dict[str, Rows]:
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        for w in params[:-1]:
-            x = x + jax.nn.gelu(x @ w)
-        return jnp.mean((x @ params[-1]) ** 2)
-
-    rows = []
-    shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4, jax.ShapeDtypeStruct((8, 1024, 512), jnp.float32)
-
-    def accumulate(grad: Any, is_precomputed: bool, params: Any, xs: Any) -> Any:
-        of_batch = jamp.precompute(grad, params, xs[0]) if is_precomputed else partial(grad, params)
-        add = lambda total, x: (jax.tree.map(jnp.add, total, of_batch(x)), None)
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)[0]
-
-    for way, is_precomputed in itertools.product(("bfloat16", "float8"), (False, True)):
-        grad = jax.grad(jamp.autocast(loss, **GRADIENTS[way]))
-        text = compiled("h200", partial(accumulate, grad, is_precomputed), *shapes).as_text()
-        found, megabytes = kernels(computations(text)), hlo.count(text).bytes / 1e6
-        counts = {"kernels_once": found[1], "kernels_each": found[8], "megabytes": megabytes}
-        rows.append({"way": way, "precompute": is_precomputed} | counts)
-        show(rows[-1])
     return {"rows": rows}

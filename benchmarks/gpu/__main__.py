@@ -16,7 +16,7 @@ import jax
 
 from benchmarks.memory.timed import GPU, timed
 from benchmarks.record import Rows, parser, record, write
-from benchmarks.report import step as report
+from benchmarks.report import tables
 from benchmarks.step import update
 
 NAMES = (*update.FEW, "where by hand", "flax DynamicScale recipe")
@@ -48,11 +48,11 @@ def main() -> None:
     found = record("benchmarks.gpu", options.quick, device.device_kind)
     if chosen := [name for name in GPU if name in options.only]:
         found["gpu_models"] = timed(chosen, options.quick, processes=1)
-        print(f"\n{report.models(found['gpu_models'])}")
+        print(f"\n{tables.models(found['gpu_models'])}")
         write(options.json, found)
     if "steps" in options.only:
         found["gpu_steps"] = steps(options.quick)
-        print(f"\n{report.step(found['gpu_steps'])}\n")
+        print(f"\n{tables.step(found['gpu_steps'])}\n")
         write(options.json, found)
 
 

@@ -85,7 +85,7 @@ def variants(model: str, loss: Any) -> dict[str, Any]:
     return found
 
 
-def measure(target: str, only: list[str], forward: bool) -> Rows:
+def measure(target: str, only: list[str]) -> Rows:
     rows: Rows = []
     for model, make in MODELS.items():
         if not any(part in model for part in only or [""]) or (CUDNN in model and target != "h200"):
@@ -93,7 +93,7 @@ def measure(target: str, only: list[str], forward: bool) -> Rows:
         loss, params, batch = make()
         first: dict[str, Any] = {}
         for name, fun in variants(model, loss).items():
-            program = compiled(target, fun if forward else jax.value_and_grad(fun), params, batch)
+            program = compiled(target, jax.value_and_grad(fun), params, batch)
             found = facts(program) | {"kept_megabytes": kept(fun, params, batch)}
             found["main_memory_gigabytes"] = hlo.count(program.as_text()).bytes / 1e9
             first = first or found
@@ -107,9 +107,8 @@ if __name__ == "__main__":
     arguments = parser("benchmarks.memory", __doc__)
     arguments.add_argument("target", choices=TARGETS)
     arguments.add_argument("--only", nargs="+", default=[], help="parts of the names of models")
-    arguments.add_argument("--forward", action="store_true", help="the loss alone, without its gradient")
     options = arguments.parse_args()
     jax.config.update("jax_platforms", "cpu")
     only = options.only or (["GPT, 3 layers"] if options.quick else [])
     about = record("benchmarks.memory", options.quick, options.target)
-    write(options.json, about | {"rows": measure(options.target, only, options.forward)})
+    write(options.json, about | {"rows": measure(options.target, only)})

@@ -1,7 +1,7 @@
 """Tables in Markdown, and their place in a page."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.record import Rows
@@ -10,29 +10,18 @@ TITLES = {"adamw": "AdamW", "sgd momentum": "SGD with momentum", "clip + adamw":
 TITLES |= {"adafactor": "Adafactor"}
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[str]], rule: str = "---") -> str:
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table without the columns that are empty in every row."""
     header, body = list(header), [list(row) for row in rows]
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in body)]
-    lines = [header, ["---", *[rule] * (len(header) - 1)], *body]
+    lines = [header, ["---"] * len(header), *body]
     return "\n".join(f"| {' | '.join(line[i] for i in kept)} |" for line in lines)
 
 
-def pivot(rows: Rows, down: str, across: str, cell: Callable[[Rows], str], title: Callable[[Any], str] = str) -> str:
-    """A row for each value of one label and a column for each of another; `cell` takes the rows that have both."""
-    columns = names(rows, across)
-    at = lambda name, column: cell(select(rows, **{down: name, across: column}))
-    return table(["", *map(title, columns)], [[x, *(at(x, column) for column in columns)] for x in names(rows, down)])
-
-
-def number(x: float | None, digits: int = 3) -> str:
-    """So many significant digits, never an exponent."""
-    if x is None:
-        return ""
-    text = f"{x:.{digits}g}"
-    if "e" in text:
-        return f"{x:.0f}" if abs(x) > 1 else "0"
-    return text
+def number(x: float) -> str:
+    """Three significant digits, never an exponent."""
+    text = f"{x:.3g}"
+    return f"{x:.0f}" if "e" in text else text
 
 
 def select(rows: Rows, **labels: Any) -> Rows:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.record import Rows
 from benchmarks.report.markdown import TITLES, names, select
-from benchmarks.report.step import largest
+from benchmarks.report.tables import largest
 from benchmarks.step.peers import AGAIN
 from benchmarks.step.update import SCALED, SKIPPED
 from benchmarks.timing import equal
@@ -49,7 +49,7 @@ def panels_of(height: float, columns: int, **options: Any) -> tuple[Figure, Any]
 
 def steps(rows: Rows) -> Figure:
     """Ratios to plain Optax on a CPU, one panel an optimizer; shaded: how far plain Optax is from itself."""
-    rows = [row for row in largest(rows) if row["optimizer"] in SCALED and "framework" not in row]
+    rows = [row for row in largest(rows) if row["optimizer"] in SCALED]
     shown = [row for row in rows if row["name"] not in ("optax", AGAIN, SKIPPED)]
     columns = [name for name in SCALED if name in names(rows, "optimizer")]
     timed_of_all = [name for name in names(shown) if len(select(shown, name=name)) == len(columns)][::-1]
@@ -69,28 +69,6 @@ def steps(rows: Rows) -> Figure:
         axes.set_xticks([1, 2, 5], ["1", "2", "5"])
         axes.minorticks_off()
     drawn.supxlabel("time beside plain Optax, XLA:CPU; dashed: one extra read; shaded: A/A", fontsize=10)
-    return drawn
-
-
-def train(rows: Rows) -> Figure:
-    """Whole steps of each model by batch size."""
-    models = names(rows, "model")
-    shown = sorted((x for x in names(rows) if x not in ("optax", AGAIN)), key=lambda name: name != "jamp")
-    others = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "0.5", "tab:pink", "tab:olive")
-    drawn, panels = panels_of(3.4, len(models), sharey=True)
-    for axes, model in zip(panels[0], models, strict=True):
-        for name, other in zip(shown, ["tab:blue", *others], strict=False):
-            at = select(rows, model=model, name=name)
-            ratio, low, high = np.array([[r["ratio"], r["ratio_low"], r["ratio_high"]] for r in at]).reshape(-1, 3).T
-            style = {"color": other, "lw": 2.4 if name == "jamp" else 1.2, "zorder": 3 if name == "jamp" else 2}
-            batches = [str(r["batch"]) for r in at]
-            axes.errorbar(batches, ratio, [ratio - low, high - ratio], fmt="o-", label=name, **style)
-        axes.axhline(1, color="0.4", lw=0.8)
-        axes.set_title(model, size=9)
-        axes.set(xlabel="batch")
-        axes.grid(alpha=0.25, axis="y")
-    panels[0, 0].set_ylabel("time beside plain Optax")
-    drawn.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return drawn
 
 

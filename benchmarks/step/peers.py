@@ -1,4 +1,4 @@
-"""The same optimizer step, and its gradients, by jamp and by each of its peers, as their documentation writes it.
+"""The same optimizer step by jamp and by each of its peers, as their documentation writes it.
 
 Each takes an optimizer and parameters and gives a step `(carry, grads) -> carry` to jit with a donated carry. A package
 that is not installed is an ImportError.
@@ -20,22 +20,11 @@ Step = Callable[[Any, Any], Any]
 SCALE = 2.0**16
 
 
-def plain_grads(loss: Any, carry: Any, *batch: Any) -> Any:
-    return jax.grad(loss)(carry[0], *batch)
-
-
 class Recipe(NamedTuple):
     step: Step
     carry: Any
     params: Callable[[Any], Any] = lambda carry: carry[0]  # the parameters, in the order of the leaves of those given
     scale: float = 1.0  # of the gradients that the step takes
-    grads: Callable[..., Any] = plain_grads  # `(loss, carry, *batch)`: the true ones, by a scaled loss
-    whole: Callable[..., Any] | None = None  # `(loss, carry, *batch)`: gradients and step where they are not apart
-
-
-def jamp_grads(at: int) -> Callable[..., Any]:
-    """By the loss scale at a place of the carry."""
-    return lambda loss, carry, *batch: jamp.grad(loss, carry[at])(carry[0], *batch)
 
 
 def plain(tx: optax.GradientTransformation, params: Any) -> Recipe:
@@ -43,7 +32,7 @@ def plain(tx: optax.GradientTransformation, params: Any) -> Recipe:
 
 
 def loss_scaled(tx: optax.GradientTransformation, params: Any) -> Recipe:
-    return plain(jamp.loss_scaled(tx), params)._replace(grads=jamp_grads(1))
+    return plain(jamp.loss_scaled(tx), params)
 
 
 def grad_scaler(tx: optax.GradientTransformation, params: Any) -> Recipe:
@@ -65,7 +54,7 @@ def by_hand(choose: Callable[..., Any], tx: optax.GradientTransformation, params
         finite = jamp.all_finite(grads)
         return *choose(finite, partial(updated, tx, grads), *old), loss_scale.update(scale, finite)
 
-    return Recipe(step, (params, tx.init(params), loss_scale.init()), grads=jamp_grads(2))
+    return Recipe(step, (params, tx.init(params), loss_scale.init()))
 
 
 def cond(finite: jax.Array, step: Callable[..., Any], *old: Any) -> Any:
@@ -120,12 +109,8 @@ def flax_dynamic_scale(tx: optax.GradientTransformation, params: Any) -> Recipe:
         new_fin_steps = jnp.where(grow | ~finite, 0, fin_steps + 1)
         return *where(finite, partial(updated, tx, grads), params, state), new_scale, new_fin_steps
 
-    def grads(loss: Any, carry: Any, *batch: Any) -> Any:
-        return DynamicScale(scale=carry[2], fin_steps=carry[3]).value_and_grad(loss)(carry[0], *batch)[3]
-
     defaults = DynamicScale()
-    carry = params, tx.init(params), jnp.float32(defaults.scale), jnp.int32(defaults.fin_steps)
-    return Recipe(step, carry, grads=grads)
+    return Recipe(step, (params, tx.init(params), jnp.float32(defaults.scale), jnp.int32(defaults.fin_steps)))
 
 
 def jmp_recipe(tx: optax.GradientTransformation, params: Any) -> Recipe:
@@ -139,11 +124,7 @@ def jmp_recipe(tx: optax.GradientTransformation, params: Any) -> Recipe:
         params, state = jmp.select_tree(finite, updated(tx, grads, params, state), (params, state))
         return params, state, loss_scale.loss_scale, loss_scale.counter
 
-    def grads(loss: Any, carry: Any, *batch: Any) -> Any:
-        loss_scale = jmp.DynamicLossScale(*carry[2:])
-        return loss_scale.unscale(jax.grad(lambda params: loss_scale.scale(loss(params, *batch)))(carry[0]))
-
-    return Recipe(step, (params, tx.init(params), jnp.float32(2.0**15), jnp.int32(0)), grads=grads)
+    return Recipe(step, (params, tx.init(params), jnp.float32(2.0**15), jnp.int32(0)))
 
 
 def mpx_recipe(tx: optax.GradientTransformation, params: Any) -> Recipe:
@@ -151,20 +132,14 @@ def mpx_recipe(tx: optax.GradientTransformation, params: Any) -> Recipe:
     import mpx
 
     # The loss scale has integers among its leaves, which are no arrays: the carry holds its two numbers.
-    scaling_of = lambda carry: mpx.DynamicLossScaling(carry[2], jnp.float32(1.0), counter=carry[3])
-
-    def applied(carry: Any, scaling: Any, finite: Any, grads: Any) -> Any:
-        params, state = mpx.optimizer_update(carry[0], tx, carry[1], grads, finite)
+    def step(carry: Any, grads: Any) -> Any:
+        params, state, scale, counter = carry
+        finite = mpx.all_finite(grads)
+        scaling = mpx.DynamicLossScaling(scale, jnp.float32(1.0), counter=counter).adjust(finite)
+        params, state = mpx.optimizer_update(params, tx, state, grads, finite)
         return params, state, scaling.loss_scaling, scaling.counter
 
-    def step(carry: Any, grads: Any) -> Any:
-        finite = mpx.all_finite(grads)
-        return applied(carry, scaling_of(carry).adjust(finite), finite, grads)
-
-    def whole(loss: Any, carry: Any, *batch: Any) -> Any:  # mpx checks the gradients with the pass
-        return applied(carry, *mpx.filter_value_and_grad(loss, scaling=scaling_of(carry))(carry[0], *batch)[1:])
-
-    return Recipe(step, (params, tx.init(params), jnp.float32(mpx.FLOAT16_MAX), jnp.int32(0)), whole=whole)
+    return Recipe(step, (params, tx.init(params), jnp.float32(mpx.FLOAT16_MAX), jnp.int32(0)))
 
 
 AGAIN = "optax, again"  # the same program once more: how far two equal programs differ
@@ -183,8 +158,6 @@ JAX: dict[str, Callable[[optax.GradientTransformation, Any], Recipe]] = {
     "jmp recipe": jmp_recipe,
     "mpx recipe": mpx_recipe,
 }
-# Whole training steps are compared of these.
-WHOLE = ("optax", AGAIN, "jamp", "lax.cond by hand", "flax DynamicScale recipe", "jmp recipe", "mpx recipe")
 UNCHECKED = ("optax", AGAIN, "jamp, NoOpLossScale")  # they do not look whether the gradients are finite
 
 

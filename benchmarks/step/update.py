@@ -1,7 +1,6 @@
 """The optimizer step, `tx.update` and `apply_updates`, on true gradients: plain Optax, jamp and its peers."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import optax
 import jamp
 from benchmarks.ahead_of_time import compile_for, in_shapes
 from benchmarks.record import Rows
-from benchmarks.step import frameworks, peers
+from benchmarks.step import peers
 from benchmarks.timing import PROCESSES, Case, across, compare
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -35,7 +34,6 @@ class Table(NamedTuple):
     names: tuple[str, ...] = ()
     rounds: int = 9
     grads: str = "float32"
-    framework: str = ""  # whose optimizers, and not Optax's
     steps: int = 1  # that a round waits for together
 
 
@@ -52,34 +50,27 @@ TABLES = [
     Table("adamw", 40, 2240, FEW, 5),  # 100 M
     *(Table("adamw", leaves, width, FEW) for leaves, width in ((10, 1024), (1000, 100))),  # 5 M
     *(Table("adamw", 40, 1024, HALF, 9, dtype) for dtype in ("float16", "bfloat16")),
-    *(Table(name, 40, 1024, framework=x) for x in frameworks.FRAMEWORKS for name in SCALED),
 ]
 QUICK = [
     Table("adamw", 4, 16, ALL, 1),
     *(Table(name, 4, 16, FEW, 1) for name in OPTIMIZERS if name != "adamw"),
     Table("adamw", 4, 16, HALF, 1, "float16"),
-    *(Table("adamw", 4, 16, rounds=1, framework=x) for x in frameworks.FRAMEWORKS),
 ]
 
 
 def step(quick: bool, tables: list[Table] | None = None, processes: int = PROCESSES) -> Rows:
     """Every table, each in processes of its own."""
-    there = [*peers.installed(peers.JAX), *filter(find_spec, frameworks.FRAMEWORKS), SKIPPED, HALF[-1]]
+    there = [*peers.installed(peers.JAX), SKIPPED, HALF[-1]]
     rows: Rows = []
     for table in tables or (QUICK if quick else TABLES):
-        if not table.framework or table.framework in there:
-            table = table._replace(names=tuple(name for name in table.names if name in there))
-            labels = {"optimizer": table.optimizer, **size(table.leaves, table.width), "grads": table.grads}
-            labels |= {"framework": table.framework} if table.framework else {}
-            rows += across(labels, measure, table, quick=quick, processes=processes)
+        table = table._replace(names=tuple(name for name in table.names if name in there))
+        labels = {"optimizer": table.optimizer, **size(table.leaves, table.width), "grads": table.grads}
+        rows += across(labels, measure, table, quick=quick, processes=processes)
     return [row | {"limit_ratio": limit_ratio(row["optimizer"], row["name"])} for row in rows]
 
 
 def measure(table: Table) -> Rows:
     """A row for each name, in this process."""
-    if table.framework:
-        compared = frameworks.FRAMEWORKS[table.framework]
-        return compared(table.optimizer, parameters(table.leaves, table.width), table.rounds)
     make = cases if table.grads == "float32" else half_cases
     return compare(make(table), table.rounds, table.steps)
 

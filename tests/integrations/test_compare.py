@@ -11,7 +11,6 @@ from flax import nnx
 
 import jamp
 import jamp.debug
-from benchmarks.false_alarms import case
 
 WIDTH, HEADS, LENGTH = 16, 2, 8
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -188,7 +187,58 @@ def test_a_healthy_model_of_12_layers_with_finite_masks_raises_no_alarm(dtype):
     assert len(found.rows) > 200
 
 
+def product(p, x):
+    return x @ p["w"] + p["b"]
+
+
+def product_as_a_sum(p, x):
+    return jnp.sum(x[:, None] * p["w"].T, -1) + p["b"]
+
+
+def gate(p, x):
+    return x + jax.nn.sigmoid(x * p["g"]) * x
+
+
+def attention(p, x):
+    scores = jnp.where(jnp.tri(len(x), dtype=bool), (x @ p["w"]) @ x.T / x.shape[-1] ** 0.5, -1e9)
+    return jax.nn.softmax(scores) @ x
+
+
+def attention_in_blocks(p, x):
+    """With a running maximum and sum, as fused attention."""
+    query, places = x @ p["w"] * x.shape[-1] ** -0.5, jnp.arange(len(x))
+
+    def add(state, block):
+        top, total, out = state
+        keys, at = block
+        scores = jnp.where(places[:, None] >= at, query @ keys.T, -jnp.inf)
+        new = jnp.maximum(top, scores.max(-1, keepdims=True))
+        weights, old = jnp.exp(scores - new), jnp.exp(top - new)
+        return (new, total * old + weights.sum(-1, keepdims=True), out * old + weights @ keys), None
+
+    empty = jnp.full((len(x), 1), -jnp.inf), jnp.zeros((len(x), 1)), jnp.zeros_like(x)
+    (_, total, out), _ = jax.lax.scan(add, empty, (x.reshape(4, -1, x.shape[-1]), places.reshape(4, -1)))
+    return out / total
+
+
 @pytest.mark.slow
 def test_a_gradient_without_a_correct_digit_raises_no_alarm():
-    """The only false alarm of the study's first run."""
-    assert not case(148, False)["says_that_they_differ"]
+    """Some are 0 but for rounding, in float64 too. An earlier `compare` took this for a difference."""
+    width = 12
+    keys = iter(jax.random.split(jax.random.key(148), 16))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    make = lambda: {"w": normal(width, width) / width**0.5, "b": normal(width), "g": 1 + normal(width) / 4}
+    params = [make() for _ in range(5)]
+    x = 10 * normal(8, width)
+
+    def gradient(*layers):
+        def loss(params, x):
+            for layer, p in zip(layers, params, strict=True):
+                x = layer(p, x)
+            return jnp.mean(jnp.tanh(x) ** 2)
+
+        return jax.grad(loss)
+
+    here = gradient(product, gate, attention_in_blocks, attention, attention_in_blocks)
+    there = gradient(product_as_a_sum, gate, *[attention_in_blocks] * 3)
+    assert not jamp.debug.compare(jamp.autocast(here, jnp.bfloat16), there)(params, x)
