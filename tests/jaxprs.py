@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jamp._jaxpr import params
 
@@ -36,4 +37,5 @@ def products(fun, *args):
 
 
 def normal(*shape, seed=0, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
+    """Random numbers of NumPy, because `jax.random` compiles a program for each shape."""
+    return jnp.asarray(np.float32(scale * np.random.default_rng(seed).normal(size=shape)))

@@ -22,7 +22,7 @@ BF16 = jnp.bfloat16
 F8, I8 = jamp.Float8(min_size=8), jamp.Int8(min_size=8)
 ROW = dataclasses.replace(F8, granularity="row")
 N = 32
-W = {name: normal(N, N, seed=i, scale=0.25) for i, name in enumerate("qkvoudh")}
+W = {name: normal(N, N, seed=i, scale=N**-0.5) for i, name in enumerate("qkvoudh")}
 X = normal(N, N, seed=9)
 error = lambda found, true: float(jnp.linalg.norm(jnp.float32(found) - true) / jnp.linalg.norm(true))
 

@@ -147,27 +147,17 @@ def result(name):
         return USES[name]()
 
 
-SLOW = {
-    "autocast to float8",
-    "autocast to int8",
-    "optimizers",
-    "debug.rounding_report",
-    "debug.compare",
-    "debug.memory_curve",
-    "debug.find_nonfinite",
-}
-SLOW_IN = {
-    "checking_leaks": USES.keys() - {"scaled", "loss_scaled", "grad", "GradScaler"},
-    "disable_jit": {"quantized_state", "master_params, split", "master_params", "debug.underflow_report"},
-}
-
-
-def case(name, configuration):
-    is_slow = name in SLOW or name in SLOW_IN.get(configuration, ())
-    return pytest.param(name, configuration, marks=[pytest.mark.slow] * is_slow, id=f"{name}, {configuration}")
-
-
-CASES = [case(name, configuration) for name in USES for configuration in CONFIGURATIONS]
+# One of each kind runs by default: a check, a gradient, a scaled function, a wrapper, an accessor, 16-bit parameters,
+# autocast, and a memory budget. The others are slow.
+KINDS = {
+    "all_finite", "value_and_grad", "scaled", "loss_scaled, unscale", "set_loss_scale", "master_params", "autocast",
+    "recompute",
+}  # fmt: skip
+CASES = [
+    pytest.param(name, configuration, marks=[pytest.mark.slow] * (name not in KINDS), id=f"{name}, {configuration}")
+    for name in USES
+    for configuration in CONFIGURATIONS
+]
 
 
 @pytest.mark.parametrize(("name", "configuration"), CASES)

@@ -80,7 +80,9 @@ def run(make, first, names):
 
     state = tx.init(params)
     carry = params, state, jnp.zeros(SHAPE), sizes(state)
-    return jax.device_get(jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(STEPS))[0])(carry))
+    optimized = {"xla_backend_optimization_level": 1}  # It runs longer than it compiles.
+    loop = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(STEPS))[0], compiler_options=optimized)
+    return jax.device_get(loop(carry))
 
 
 def inner_of(state, params):
@@ -145,7 +147,7 @@ OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
 
 
 @pytest.mark.promotes("optax")
-@pytest.mark.parametrize("which", [pytest.param(x, marks=[pytest.mark.slow] * (x == "ademamix")) for x in OTHERS])
+@pytest.mark.parametrize("which", [pytest.param(x, marks=[pytest.mark.slow] * (x != "lion")) for x in OTHERS])
 def test_8_bit_moments_stay_beside_float32(which):
     check(which, ["float32", "8-bit"])
 

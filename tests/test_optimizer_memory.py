@@ -114,7 +114,7 @@ def train(tx, params, steps, seed=0):
 
 @promotes
 def test_a_run_equals_that_with_whole_masters_up_to_its_first_tie():
-    params = {"w": normal(60, 50).astype(BF16), "b": normal(30, seed=1), "v": jnp.full(50, 0.01, BF16)}
+    params = {"w": normal(60, 50, seed=2).astype(BF16), "b": normal(30, seed=3), "v": jnp.full(50, 0.01, BF16)}
     runs = [train(jamp.master_params(optax.adamw(1e-3), split=split), params, 60) for split in (False, True)]
     (whole, old, ties), (split, new, _) = jax.device_get(runs)
     ties = np.sum(jax.tree.leaves(ties), 0)
@@ -508,7 +508,9 @@ def test_a_spike_and_rows_without_gradients_leave_no_inf_and_decay():
             updates, state = tx.update(g, state)
             return state, jnp.max(jnp.abs(updates))
 
-        return jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(1500)))(tx.init(jnp.ones((128, 64))))
+        optimized = {"xla_backend_optimization_level": 1}  # It runs longer than it compiles.
+        loop = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(1500)), compiler_options=optimized)
+        return loop(tx.init(jnp.ones((128, 64))))
 
     (state, sizes), (whole, wanted) = run(tx), run(exact)
     assert np.isfinite(wanted).all()

@@ -1,6 +1,8 @@
 """A memory budget: `jamp.recompute`, `autocast(..., memory_budget=...)` and `jamp.memory_report`."""
 
+import contextlib
 import functools
+import io
 import re
 import warnings
 
@@ -36,7 +38,7 @@ def norm(x):
 def attend(p, x, key=None):
     q, k, v = jnp.split((norm(x) @ p["qkv"]).reshape(*x.shape[:2], 3 * HEADS, -1), 3, 2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4
-    scores = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -1e9))
+    scores = jax.nn.softmax(jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9))
     if key is not None:
         scores = jnp.where(jax.random.bernoulli(key, 0.5, scores.shape), 2 * scores, 0)
     return jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape)
@@ -44,6 +46,10 @@ def attend(p, x, key=None):
 
 def block(p, x, key=None):
     x = x + attend(p, x, key) @ p["out"]
+    return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+
+def mlp(p, x):
     return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
 
 
@@ -69,12 +75,13 @@ def recurrent(p, x):
 
 
 layer = lambda p, i: jax.tree.map(lambda w: w[i], p)
+SMALL = jax.tree.map(lambda w: w[:2], PARAMS), X[:, :8]  # two layers of eight tokens
 KEYS = jax.random.split(jax.random.key(0), LAYERS)
 mean = lambda x: jnp.mean(x**2)
 
 
 def unrolled(block, p, x):
-    return mean(functools.reduce(lambda x, i: block(layer(p, i), x), range(LAYERS), x))
+    return mean(functools.reduce(lambda x, i: block(layer(p, i), x), range(len(p["out"])), x))
 
 
 def by_cond(p, x):
@@ -130,7 +137,11 @@ def gradient_products(fun, *args):
     return sum(eqn.primitive.name in PRODUCTS for eqn in equations(quietly(jax.make_jaxpr(jax.grad(fun)), *args)))
 
 
-@pytest.mark.parametrize("model", MODELS)
+SLOW = {"in jit calls", "dropout", "vmap"}  # They differ from other models by what is inlined or batched.
+SOME = [pytest.param(model, marks=[pytest.mark.slow] * (model in SLOW)) for model in MODELS]
+
+
+@pytest.mark.parametrize("model", SOME)
 def test_the_report_counts_the_bytes_that_jax_keeps(model):
     for budget in (1.0, 0.3):
         fun = jamp.recompute(MODELS[model], budget)
@@ -144,11 +155,10 @@ def test_the_report_counts_the_bytes_that_jax_keeps(model):
         np.testing.assert_allclose(found, truth, rtol=tolerance, err_msg=f"{model} at {budget}")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_budget_is_kept_and_less_memory_takes_more_flops(model):
-    reports = [report_of(model, budget) for budget in BUDGETS]
+def check_budgets(model, budgets):
+    reports = [report_of(model, budget) for budget in budgets]
     if model != "jax.checkpoint":  # The user has decided there.
-        assert all(x.kept <= budget * reports[0].kept for x, budget in zip(reports[:3], BUDGETS, strict=False))
+        assert all(x.kept <= budget * reports[0].kept for x, budget in zip(reports, budgets, strict=True) if budget)
         assert reports[-1].kept < 0.3 * reports[0].kept
     assert [x.flops for x in reports] == sorted(x.flops for x in reports)
     for x in reports:  # The rows add up. Branches of a cond share what they keep.
@@ -157,18 +167,21 @@ def test_a_budget_is_kept_and_less_memory_takes_more_flops(model):
         assert total >= x.kept * 0.999
 
 
+@pytest.mark.parametrize("model", SOME)
+def test_a_budget_is_kept_and_less_memory_takes_more_flops(model):
+    check_budgets(model, (1.0, 0.3))
+
+
+@pytest.mark.parametrize("model", [pytest.param(x, marks=[pytest.mark.slow] * (x != "unrolled")) for x in MODELS])
+def test_so_it_is_at_more_budgets(model):
+    check_budgets(model, BUDGETS)
+
+
 @pytest.mark.parametrize("model", ["unrolled", "dropout", "custom_vjp"])
 def test_gradients_are_equal_bit_for_bit_where_operations_run_one_by_one(model):
     with jax.disable_jit():
-        truth = jax.grad(MODELS[model])(layer_of_two(PARAMS), X)
-        for budget in (0.6, 0):
-            found = quietly(jax.grad(jamp.recompute(MODELS[model], budget)), layer_of_two(PARAMS), X)
-            jax.tree.map(np.testing.assert_array_equal, found, truth)
-
-
-def layer_of_two(p):
-    """Parameters of which each layer has those of the first or the second."""
-    return jax.tree.map(lambda w: w[jnp.array([0, 1] * (LAYERS // 2))], p)
+        truth, found = (jax.grad(fun)(*SMALL) for fun in (MODELS[model], jamp.recompute(MODELS[model], 0)))
+    jax.tree.map(np.testing.assert_array_equal, found, truth)
 
 
 @pytest.mark.slow
@@ -186,20 +199,19 @@ def test_compiled_gradients_are_those_without_a_budget(model):
     "dtype", [BF16, jamp.Float8(min_size=16), jamp.Int8(min_size=16)], ids=["16", "float8", "int8"]
 )
 def test_autocast_has_the_same_gradients_at_every_budget(dtype):
-    step = lambda budget: jax.grad(jamp.autocast(with_dropout, dtype, memory_budget=budget))(two, X)
-    two = jax.tree.map(lambda w: w[:2], PARAMS)
+    model = with_dropout if dtype == BF16 else functools.partial(unrolled, mlp)  # 8 bit differs in the products
+    step = lambda budget: jax.grad(jamp.autocast(model, dtype, memory_budget=budget))(*SMALL)
     with jax.disable_jit():  # Bit for bit, because operations run one by one.
         jax.tree.map(np.testing.assert_array_equal, quietly(step, 0), step(1.0))
 
 
 def test_the_outermost_budget_decides_and_opens_the_segments_inside():
     f = MODELS["unrolled"]
-    for budget in (1.0, 0.3):
-        inside = quietly(kept_by_jax, jamp.autocast(f, BF16, memory_budget=budget), PARAMS, X)
-        outside = quietly(kept_by_jax, jamp.recompute(jamp.autocast(f, BF16), budget), PARAMS, X)
-        twice = quietly(kept_by_jax, jamp.recompute(jamp.recompute(jamp.autocast(f, BF16), 0.1), budget), PARAMS, X)
-        assert outside == twice
-        np.testing.assert_allclose(outside, inside, rtol=0.02)
+    inside = quietly(kept_by_jax, jamp.autocast(f, BF16, memory_budget=0.3), PARAMS, X)
+    outside = quietly(kept_by_jax, jamp.recompute(jamp.autocast(f, BF16), 0.3), PARAMS, X)
+    twice = quietly(kept_by_jax, jamp.recompute(jamp.recompute(jamp.autocast(f, BF16), 0.1), 0.3), PARAMS, X)
+    assert outside == twice
+    np.testing.assert_allclose(outside, inside, rtol=0.02)
 
 
 def convolutions(weights, x):
@@ -259,8 +271,9 @@ def test_a_call_that_returns_a_constant_an_input_or_a_value_twice():
     fun = lambda w, x: mean(layer(w, layer(w, layer(w, x))))
     w, x = normal(WIDTH, WIDTH, scale=0.2), normal(64, WIDTH, seed=1)
     truth = jax.grad(fun)(w, x)
-    for budget in BUDGETS:
-        np.testing.assert_allclose(quietly(jax.grad(jamp.recompute(fun, budget)), w, x), truth, rtol=1e-4, atol=1e-6)
+    for budget in (0.6, 0):
+        found = quietly(jax.jit(jax.grad(jamp.recompute(fun, budget))), w, x)
+        np.testing.assert_allclose(found, truth, rtol=1e-4, atol=1e-6)
         quietly(jamp.memory_report(fun, budget), w, x)
 
 
@@ -476,7 +489,7 @@ def test_a_budget_below_the_least_warns_at_your_line_with_the_largest_values(way
     with pytest.warns(
         UserWarning, match=r"at least 0\.\d of \d\.\d MB.* test_recompute\.py:\d+.* smaller batch"
     ) as caught:
-        jax.grad(way(MODELS["unrolled"], "1kB"))(PARAMS, X)
+        jax.eval_shape(jax.grad(way(MODELS["unrolled"], "1kB")), PARAMS, X)
     assert [w.filename for w in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -491,12 +504,11 @@ def test_a_budget_that_your_own_checkpoints_exceed_warns_that_none_acts_inside(w
         jax.eval_shape(jax.grad(way(loss, "1kB")), [jnp.ones((64, 128))] * 4, jnp.ones((256, 64)))
 
 
-@with_each_way
-@pytest.mark.parametrize("model", ["unrolled", "scanned"])
+@pytest.mark.parametrize(("way", "model"), [("recompute", "scanned"), ("autocast", "unrolled")])
 def test_a_train_step_warns_at_your_line(way, model):
     step = lambda p, x: jax.tree.map(lambda p, g: p - g, p, jax.grad(MODELS[model])(p, x))
     with pytest.warns(UserWarning, match="transform the loss inside") as caught:
-        jax.eval_shape(way(step, 0.5), PARAMS, X)
+        jax.eval_shape(WAYS[way](step, 0.5), PARAMS, X)
     assert {w.filename for w in caught} == {__file__}
 
 
@@ -515,6 +527,7 @@ def test_bytes_warn_where_arrays_are_sharded_automatically(way):
 
 
 def test_a_program_is_the_same_on_every_host():
+    """Also where the hashes of Python differ, as they do between this process and that one."""
     code = """
 import jax, jax.numpy as jnp, jamp
 def loss(w, x):
@@ -523,7 +536,12 @@ def loss(w, x):
     return x.sum()
 print(jax.make_jaxpr(jax.grad(jamp.recompute(loss, 0.4)))(jnp.ones((64, 64)), jnp.ones((256, 64))))
 """
-    first, second = (re.sub(r"0x\w+", "", run_python("-c", code, PYTHONHASHSEED=seed)) for seed in "12")
+    here = io.StringIO()
+    with contextlib.redirect_stdout(here):
+        exec(code, {})
+    first, second = (
+        re.sub(r"0x\w+", "", text) for text in (here.getvalue(), run_python("-c", code, PYTHONHASHSEED="1"))
+    )
     assert first == second
 
 
@@ -531,16 +549,18 @@ def test_integers_aux_results_static_arguments_and_second_derivatives():
     def loss(p, x, tokens, train):
         assert train is True
         x = x[:, tokens]
-        for i in range(LAYERS):
+        for i in range(2):
             x = block(layer(p, i), x)
         return mean(x), {"tokens": tokens, "norm": jnp.max(x)}
 
-    fun = jamp.recompute(loss, 0.2)
-    args = PARAMS, X, jnp.arange(TOKENS), True
+    fun = functools.partial(quietly, jamp.recompute(loss, 0.2))
+    args = *SMALL, jnp.arange(8), True
     (found, aux), (truth, other) = fun(*args), loss(*args)
     np.testing.assert_allclose(found, truth, rtol=1e-5)
     assert aux["tokens"].dtype == other["tokens"].dtype
-    second = lambda f: jax.jvp(jax.grad(lambda p: f(p, *args[1:])[0]), (PARAMS,), (PARAMS,))[1]
+    second = lambda f: jax.jit(jax.jvp, static_argnums=0)(jax.grad(lambda p: f(p, *args[1:])[0]), SMALL[:1], SMALL[:1])[
+        1
+    ]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), second(fun), second(loss))
 
 
@@ -624,15 +644,15 @@ conjugated.defvjp(lambda z: (conjugated(z), z), lambda z, g: (jax.vjp(lambda z: 
 
 
 @pytest.mark.promotes("the programs, which multiply complex by real numbers")
-@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in ("jit", "QR"))) for x in COMPLEX])
 def test_complex_values_are_kept_which_jax_s_checkpoint_cannot_round(name):
     w, x = normal(WIDTH, WIDTH, scale=0.1), normal(2 * WIDTH, WIDTH, seed=1)
     loss = lambda w, x: mean(jnp.tanh(COMPLEX[name](w, x) @ w))
     truth = jax.grad(loss)(w, x)
-    for budget in (1.0, 0.5, 0):
+    for budget in (1.0, 0):
         found = quietly(jax.jit(jax.grad(jamp.recompute(loss, budget))), w, x)
         np.testing.assert_allclose(found, truth, rtol=1e-3, atol=1e-6)
-        assert quietly(jamp.memory_report(loss, budget), w, x).kept > 0
+    assert quietly(jamp.memory_report(loss, 0.5), w, x).kept > 0
     found = jax.jit(jax.grad(jamp.autocast(loss, BF16)))(w, x)
     assert jnp.linalg.norm(found - truth) < 0.05 * jnp.linalg.norm(truth)
 
@@ -649,7 +669,9 @@ def undifferentiated(w, x):
     return mean(jnp.tanh(jnp.tanh(h + lax.stop_gradient(halved)) @ w))
 
 
-@pytest.mark.parametrize("place", ["straight", "jit", "scan", "cond"])
+@pytest.mark.parametrize(
+    "place", ["straight", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "scan")), "cond"]
+)
 def test_a_budget_takes_what_jax_does_not_differentiate_where_no_gradient_goes(place):
     places = {
         "straight": lambda: undifferentiated,
@@ -659,7 +681,7 @@ def test_a_budget_takes_what_jax_does_not_differentiate_where_no_gradient_goes(p
     }
     loss, w, x = places[place](), normal(WIDTH, WIDTH, scale=0.1), normal(2 * WIDTH, WIDTH, seed=1)
     truth = jax.grad(loss)(w, x)
-    for budget in (1.0, 0.5, 0):
+    for budget in (1.0, 0):
         assert quietly(jamp.memory_report(loss, budget), w, x).kept > 0
         np.testing.assert_allclose(quietly(jamp.recompute(loss, budget), w, x), loss(w, x), rtol=1e-5)
         found = quietly(jax.jit(jax.grad(jamp.recompute(loss, budget))), w, x)
