@@ -266,4 +266,3 @@ def check_lookups(adapter):
 
 
 CHECKS = [check_skips, check_steps, check_types, check_transformations, check_replicas, check_noop, check_lookups]
-EVERY_CHECK = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

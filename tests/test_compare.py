@@ -44,8 +44,14 @@ def with_a_mistake(w, x):
 HERE = 1 + next(i for i, line in enumerate(Path(__file__).read_text().splitlines()) if line.endswith("# here"))
 
 
-@pytest.mark.parametrize("fun", [unrolled, scanned, in_micro_batches])
-@pytest.mark.parametrize("other", [unrolled, scanned, in_micro_batches])
+@pytest.mark.parametrize(
+    ("fun", "other"),
+    [
+        pytest.param(fun, other, marks=[pytest.mark.slow] * ((i - j) % 3 != 1))
+        for i, fun in enumerate([unrolled, scanned, in_micro_batches])
+        for j, other in enumerate([unrolled, scanned, in_micro_batches])
+    ],
+)
 def test_programs_that_compute_the_same_agree(fun, other):
     found = jamp.debug.compare(fun, other)(WEIGHTS, X)
     assert not found
@@ -55,7 +61,10 @@ def test_programs_that_compute_the_same_agree(fun, other):
     assert max(row.difference for row in found.rows) < 1e-6
 
 
-@pytest.mark.parametrize("fun", [unrolled, scanned, in_micro_batches, jax.grad(unrolled)])
+@pytest.mark.parametrize(
+    "fun",
+    [*(pytest.param(f, marks=pytest.mark.slow) for f in (scanned, in_micro_batches)), unrolled, jax.grad(unrolled)],
+)
 def test_the_first_operation_that_differs_is_named(fun):
     mistaken = jax.grad(with_a_mistake) if fun(WEIGHTS, X).ndim else with_a_mistake
     found = jamp.debug.compare(fun, mistaken)(WEIGHTS, X)
@@ -221,13 +230,19 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("fill", NEGATIVE.values(), ids=NEGATIVE)
-@pytest.mark.parametrize("is_added", [False, True])
+CHANGES = [
+    ({"base": 5e3}, "pow(10000, _) here, pow(5000, _) there"),
+    ({"scale": 0.2}, "mul(_, 0.25) here, mul(_, 0.2) there"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("fill", "is_added", "change", "text"),
     [
-        ({"base": 5e3}, "pow(10000, _) here, pow(5000, _) there"),
-        ({"scale": 0.2}, "mul(_, 0.25) here, mul(_, 0.2) there"),
+        pytest.param(fill, bool(j), *change, marks=[pytest.mark.slow] * ((i % 2, j) != (k, 1 - k)))
+        for i, fill in enumerate(NEGATIVE.values())
+        for j in range(2)
+        for k, change in enumerate(CHANGES)
     ],
 )
 def test_a_mask_hides_no_constant_behind_it(fill, is_added, change, text):

@@ -281,18 +281,18 @@ def test_a_report_out_of_scan_or_vmap_adds_its_steps_and_names_the_first():
 
 
 def test_the_tables_of_many_leaves_are_sorted_cut_and_at_most_100_columns_wide():
-    name = lambda i: {"attention": {"self_attention": {"query_projection": {"kernel": jnp.full(3, 10.0 ** -(i / 8))}}}}
-    grads = {f"layer_{i:02d}": name(i) for i in range(90)}
+    name = lambda i: {"attention": {"self_attention": {"query_projection": {"kernel": np.float32([10.0**-i] * 3)}}}}
+    grads = {f"layer_{i:02d}": name(i) for i in range(30)}
     report = underflow_report(grads, jamp.StaticLossScale(2.0).init())
     lines = str(report).splitlines()
     assert (len(lines), max(map(len, lines)) <= 100) == (24, True)
     assert "layer_00" not in str(report)
     assert "100.0%" in lines[2]
     assert lines[-2:] == [
-        "... and 70 leaves that lose less",
+        "... and 10 leaves that lose less",
         "next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)",
     ]
-    lines = str(nonfinite_report(jax.tree.map(lambda x: x / 0, grads))).splitlines()
+    lines = str(nonfinite_report(jax.tree.map(lambda x: x * np.inf, grads))).splitlines()
     assert (len(lines), max(map(len, lines)) <= 100) == (22, True)
     lost = jamp.debug.lost_updates(jamp.cast_floating(grads, jnp.bfloat16), jax.tree.map(lambda x: x / 1e4, grads))
     lines = str(lost).splitlines()

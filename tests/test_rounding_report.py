@@ -36,7 +36,7 @@ def relative_error(tree, exact):
     return np.sqrt(sum(np.sum((x - y) ** 2) for x, y in pairs) / sum(np.sum(y**2) for _, y in pairs))
 
 
-@pytest.mark.parametrize("fault", [*FAULTS[:3], *(pytest.param(x, marks=pytest.mark.slow) for x in FAULTS[3:])])
+@pytest.mark.parametrize("fault", [FAULTS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in FAULTS[1:])])
 def test_a_planted_fault_is_the_first_row(fault):
     first, *rest = jamp.debug.rounding_report(functools.partial(loss_with, fault), jnp.bfloat16)(WEIGHTS, X, Y).rows
     assert first.source.startswith(planted(fault))
@@ -65,8 +65,19 @@ def with_custom_rule(weights, x, y):
 
 
 @pytest.mark.promotes("the loss scale is float32")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, pytest.param(jnp.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fun", [healthy, scanned, pytest.param(branched, marks=pytest.mark.slow), with_custom_rule])
+@pytest.mark.parametrize(
+    ("fun", "dtype"),
+    [
+        pytest.param(fun, dtype, marks=[pytest.mark.slow] * (fun is branched or dtype is not usual))
+        for fun, usual in (
+            (healthy, jnp.bfloat16),
+            (scanned, jnp.float32),
+            (branched, jnp.bfloat16),
+            (with_custom_rule, jnp.bfloat16),
+        )
+        for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)
+    ],
+)
 def test_the_errors_are_those_of_autocast(fun, dtype):
     """XLA may leave out roundings. Without that, the report computes what autocast computes, digit for digit."""
     with of_pair(dtype) as cast:
@@ -144,6 +155,7 @@ def test_a_harmless_product_without_a_scope_costs_no_other_its_16_bit():
     assert report.rules(error=0.03 * report.gradient_error).keys() == {"dot_general[layer_0]", "dot_general[layer_1]"}
 
 
+@pytest.mark.slow
 def test_rules_that_others_make_needless_are_left_out():
     def fun(weights, x, y):
         with jax.named_scope("small"):  # much damage for its few FLOPs, but not enough to need it
@@ -163,6 +175,7 @@ def test_rules_need_an_error_and_a_bound():
         report.rules(error=-1)
 
 
+@pytest.mark.slow
 def test_an_empty_scan_has_no_worst_step():
     fun = lambda w, x: jnp.sum(lax.scan(lambda c, y: (c @ w, c), x, x[:0])[0])
     assert jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS[0], X[0]).value_error == 0
@@ -260,6 +273,7 @@ def test_the_reference_is_float64_if_x64_is_on():
     assert 1e-5 < report.gradient_error < 1e-1
 
 
+@pytest.mark.slow
 def test_equal_segments_are_compiled_once():
     def deep(layers, w, x):
         for i in range(layers):
@@ -313,6 +327,7 @@ def test_equal_layers_are_one_row_with_the_error_of_all():
     assert len({(row.operation, row.source, row.backward) for row in (first, *rest)}) == len(rest) + 1
 
 
+@pytest.mark.slow
 def test_the_one_layer_that_does_most_damage_is_named():
     def fun(w, x):
         for i in range(6):

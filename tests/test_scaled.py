@@ -109,7 +109,9 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_derivatives_are_those_of_the_function_under_every_transformation(name):
-    assert_close(TRANSFORMED[name](jamp.scaled(loss_fn)), TRANSFORMED[name](loss_fn), 1e-5)
+    both = lambda: [TRANSFORMED[name](f) for f in (jamp.scaled(loss_fn), loss_fn)]
+    found, expected = both() if name == "grad" else jax.jit(both)()  # "grad" runs operation by operation
+    assert_close(found, expected, 1e-5)
 
 
 def test_two_reverse_passes_need_a_backward_pass_without_retries():
@@ -147,7 +149,7 @@ def test_true_gradients_are_recognized_as_they_are_and_not_as_the_result_of_a_ji
             assert_equal(step(unseen, jnp.ones(2)), jnp.full(2, -2.0 / scale))
 
 
-SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed % 15 > 0)) for seed in range(0, 60, 3)]
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed not in (30, 45))) for seed in range(0, 60, 3)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

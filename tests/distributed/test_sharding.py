@@ -18,7 +18,7 @@ from trees import assert_close, assert_equal
 
 import jamp
 
-BLOCKS, WIDTH, HIDDEN, BATCH = 4, 16, 32, 16
+BLOCKS, WIDTH, HIDDEN, BATCH = 2, 16, 32, 16
 # The mesh; how `up` and `down` are stored; what a step gathers them to; the hidden and the outer activations, the data.
 LAYOUTS = {
     "data": ({"data": 8}, (P(), P()), (P(), P()), P("data"), P("data")),
@@ -29,7 +29,15 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 KINDS, name = [AxisType.Auto, AxisType.Explicit], lambda x: getattr(x, "name", None)
-everywhere = pytest.mark.parametrize(("kind", "layout"), list(itertools.product(KINDS, LAYOUTS)), ids=name)
+REST = (AxisType.Auto, "fsdp"), (AxisType.Explicit, "data")  # Each kind and each layout is in another case, too.
+everywhere = pytest.mark.parametrize(
+    ("kind", "layout"),
+    [pytest.param(*c, marks=[pytest.mark.slow] * (c in REST)) for c in itertools.product(KINDS, LAYOUTS)],
+    ids=name,
+)
+slow_but = lambda kind: pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=[pytest.mark.slow] * (x != kind)) for x in KINDS], ids=name
+)
 SGD = optax.sgd(0.02, momentum=0.9)
 TX = with_masters(SGD, jamp.DynamicLossScale(growth_interval=2))
 
@@ -105,7 +113,7 @@ def test_a_step_adds_scalar_all_reduces_alone(kind, layout):
     assert without.total() >= 2 * BLOCKS - 1
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name)
+@slow_but(AxisType.Auto)
 def test_micro_batches_are_checked_once_at_the_end(kind):
     with_scaling, without = (compiled(kind, "fsdp", on, micro_batches=4)[0].as_text() for on in (True, False))
     assert set(collectives(with_scaling) - collectives(without)) == {SCALAR}
@@ -145,20 +153,26 @@ def test_eight_devices_equal_one_and_keep_the_shardings(kind, layout):
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state._replace(inner_state=None)))
 
 
+def good_and_bad_step(shardings):
+    """Two updates. The second has an inf in the last of 16 rows of one gradient."""
+    params, good, bad = (inputs(seed)[0] for seed in (0, 1, 2))
+    bad["blocks"][-1]["down"][HIDDEN - 1, WIDTH - 1] = np.inf
+    params, good, bad = jax.device_put([params, good, bad], [shardings] * 3)
+    update = jax.jit(TX.update)
+    first = update(good, jax.jit(TX.init)(params), params)
+    return first, update(bad, first[1], params)
+
+
+steps_on_one = functools.cache(lambda: good_and_bad_step(jax.sharding.SingleDeviceSharding(jax.devices()[0])))
+
+
 @everywhere
 def test_an_inf_in_one_shard_of_one_parameter_skips_the_step_everywhere(kind, layout):
     """And every update is one device's, bit for bit: here no order of a sum differs."""
-    (mesh, shardings, _), (params, good, bad) = place(kind, layout), (inputs(seed)[0] for seed in (0, 1, 2))
-    bad["blocks"][2]["down"][HIDDEN - 1, WIDTH - 1] = np.inf  # in the last of 16 rows
-
-    def updated(put):
-        state, update = jax.jit(TX.init)(put(params)), jax.jit(TX.update)
-        first = update(put(good), state, put(params))
-        return first, update(put(bad), first[1], put(params))
-
+    mesh, shardings, _ = place(kind, layout)
     with jax.set_mesh(mesh):
-        on_eight = updated(lambda x: jax.device_put(x, shardings))
-    on_one = updated(lambda x: x)
+        on_eight = good_and_bad_step(shardings)
+    on_one = steps_on_one()
     for x, y in zip(*map(jax.tree.leaves, (on_one, on_eight)), strict=True):
         for shard in y.addressable_shards:
             np.testing.assert_array_equal(np.asarray(x)[shard.index], shard.data, strict=True)
@@ -167,9 +181,14 @@ def test_an_inf_in_one_shard_of_one_parameter_skips_the_step_everywhere(kind, la
 
 
 @pytest.mark.promotes("optax.adam")
-@pytest.mark.parametrize("kind", KINDS, ids=name)
 @pytest.mark.parametrize(
-    "tx", [jamp.loss_scaled(optax.adafactor(1e-3)), with_masters(optax.adam(1e-3))], ids=["adafactor", "adam"]
+    ("tx", "kind"),
+    [
+        pytest.param(jamp.loss_scaled(optax.adafactor(1e-3)), AxisType.Auto, marks=pytest.mark.slow),
+        (jamp.loss_scaled(optax.adafactor(1e-3)), AxisType.Explicit),
+        *((with_masters(optax.adam(1e-3)), kind) for kind in KINDS),
+    ],
+    ids=["adafactor-Auto", "adafactor-Explicit", "adam-Auto", "adam-Explicit"],
 )
 def test_a_state_made_without_the_parameters_sharding_follows_them(kind, tx):
     mesh, params = jax.make_mesh((8,), ("data",), axis_types=(kind,)), np.ones((16, 3), np.float32)
@@ -204,8 +223,16 @@ def test_reduced_parameters_have_unreduced_true_gradients():
             assert_equal(reshard(ours, P()), reshard(theirs, P()))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name)
-@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    ("jit", "kind"),
+    [
+        (jax.jit, AxisType.Explicit),
+        (lambda fun: fun, AxisType.Auto),
+        pytest.param(jax.jit, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param(lambda fun: fun, AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+    ids=["jit-Explicit", "eager-Auto", "jit-Auto", "eager-Explicit"],
+)
 def test_parameters_on_two_meshes_are_stepped_as_optax_steps_them(kind, jit):
     """One has Explicit axes. To mix two meshes in one operation is an error in JAX."""
     meshes = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2), jax.make_mesh((8,), "c", (kind,))
@@ -230,31 +257,33 @@ def over_data(x):
     return jax.shard_map(lambda x: jamp.all_finite([x, x + 1], axis_name="data"), **on)(x)
 
 
-# What the check goes through on a mesh, and what is to come out for an array without and with an inf.
+# What the check goes through on a mesh, in one program.
 CONTEXTS = {
-    "eager": jamp.all_finite,
-    "jit": jax.jit(lambda x: jamp.all_finite([x, x.T, 2 * x])),
-    "vmap": jax.jit(jax.vmap(jamp.all_finite, in_axes=1)),
-    "scan": jax.jit(lambda x: jax.lax.scan(lambda ok, _: (ok & jamp.all_finite(x), None), True, length=2)[0]),
-    "remat": jax.jit(jax.checkpoint(lambda x: jamp.all_finite(jnp.sin(x)))),
-    "the gradient's computation": jax.jit(lambda x: jax.value_and_grad(checked, has_aux=True)(x)[0][1]),
-    "the gradient of the gradient": jax.jit(
-        lambda x: jamp.all_finite(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: checked(x)[0])(x)))(x))
+    "jit": lambda x: jamp.all_finite([x, x.T, 2 * x]),
+    "vmap": jax.vmap(jamp.all_finite, in_axes=1),
+    "scan": lambda x: jax.lax.scan(lambda ok, _: (ok & jamp.all_finite(x), None), True, length=2)[0],
+    "remat": jax.checkpoint(lambda x: jamp.all_finite(jnp.sin(x))),
+    "the gradient's computation": lambda x: jax.value_and_grad(checked, has_aux=True)(x)[0][1],
+    "the gradient of the gradient": lambda x: jamp.all_finite(
+        jax.grad(lambda x: jnp.sum(jax.grad(lambda x: checked(x)[0])(x)))(x)
     ),
-    "with an array of another kind": jax.jit(lambda x: jamp.all_finite([x, jnp.arange(3.0), np.float32(1), 2.0])),
-    "a map over one of two axes": jax.jit(over_data),
+    "with an array of another kind": lambda x: jamp.all_finite([x, jnp.arange(3.0), np.float32(1), 2.0]),
+    "a map over one of two axes": over_data,
 }
+EVERY_CHECK = jax.jit(lambda x: {context: check(x) for context, check in CONTEXTS.items()})
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids=lambda kinds: "-".join(map(name, kinds)))
-def test_the_check_is_right_on_a_mesh_under(context, kinds):
+def test_the_check_is_right_on_a_mesh_in_every_context(kinds):
     mesh, x = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds), np.ones((8, 16), np.float32)
-    found = lambda: np.asarray(CONTEXTS[context](jax.device_put(x, NamedSharding(mesh, P("data", "model")))))
+    placed = lambda: jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+    wrong = lambda: {k: np.count_nonzero(~np.asarray(found)) for k, found in EVERY_CHECK(placed()).items()}
     with jax.set_mesh(mesh):
-        assert found().all()
+        assert wrong() == dict.fromkeys(CONTEXTS, 0)
+        assert jamp.all_finite(placed())  # outside jit
         x[6, 9] = np.nan
-        assert np.count_nonzero(~found()) == 1
+        assert wrong() == dict.fromkeys(CONTEXTS, 1)
+        assert not jamp.all_finite(placed())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name)
@@ -277,17 +306,15 @@ def test_a_float8_scale_is_that_of_the_whole_array_and_costs_one_scalar_maximum(
 def three_steps(tx):
     """The parameters and the state after three steps, on gradients that the parameters give."""
 
-    def steps(params):
-        state = tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(jax.tree.map(jnp.square, params), state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(jax.tree.map(jnp.square, params), state, params)
+        return (optax.apply_updates(params, updates), state), None
 
-    return steps
+    return lambda params: jax.lax.scan(step, (params, tx.init(params)), length=3)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name)
+@slow_but(AxisType.Explicit)
 @pytest.mark.promotes("optax")
 def test_stochastic_rounding_on_eight_devices_is_that_of_one_and_asks_nobody(kind):
     tx, (plain, _) = jamp.stochastic_rounding(optax.sgd(0.1, momentum=0.5), state_dtype=jnp.bfloat16), inputs()
@@ -302,7 +329,7 @@ def test_stochastic_rounding_on_eight_devices_is_that_of_one_and_asks_nobody(kin
     assert_equal(jax.device_get(found), jax.device_get(jax.jit(steps)(plain)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=name)
+@slow_but(AxisType.Auto)
 @pytest.mark.promotes("optax")
 def test_split_masters_and_8_bit_states_on_eight_devices_are_those_of_one(kind):
     tx = jamp.master_params(jamp.quantized_state(optax.adam(0.1), block_size=32), split=True)
@@ -330,17 +357,24 @@ def test_split_masters_and_8_bit_states_on_eight_devices_are_those_of_one(kind):
         assert_close(*(jamp.interop.join_masters(state, p).master_params for p, state in (found, alone)), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "in_context"), [*((kind, True) for kind in KINDS), (AxisType.Auto, False)])
+@pytest.mark.parametrize(
+    ("kind", "in_context"),
+    [
+        (AxisType.Explicit, True),
+        (AxisType.Auto, False),
+        pytest.param(AxisType.Auto, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.promotes("optax")
 def test_8_bit_states_of_shards_that_are_no_groups_of_8_rows_gather_nothing(kind, in_context):
     """A TPU keeps arrays in tiles of 8 rows. Blocks are made in that view only where it cuts no shard."""
     tx, mesh = jamp.quantized_state(optax.adam(0.1)), place(kind, "fsdp and tensor")[0]
     with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
-        for rows, groups in ((72, False), (1024, True)):  # of 36 and 512 rows in a shard
-            w = jax.device_put(normal(rows, 512), NamedSharding(mesh, P("data", "model")))
-            lowered = jax.jit(lambda w, state: tx.update(w, state)).lower(w, jax.jit(tx.init)(w))
-            assert not collectives(lowered.compile().as_text())
-            assert (f"tensor<{rows // 8}x8x4x128xf32>" in lowered.as_text()) is groups
+        on_mesh = NamedSharding(mesh, P("data", "model"))
+        ws = {rows: jax.device_put(normal(rows, 512), on_mesh) for rows in (72, 1024)}  # of 18 and 256 in a shard
+        lowered = jax.jit(lambda ws, state: tx.update(ws, state)).lower(ws, jax.jit(tx.init)(ws))
+    assert not collectives(lowered.compile().as_text())
+    assert [f"tensor<{rows // 8}x8x4x128xf32>" in lowered.as_text() for rows in ws] == [False, True]
 
 
 @pytest.mark.promotes("optax")
@@ -349,10 +383,7 @@ def test_8_bit_states_in_shard_map_are_those_of_one_device():
     mesh = place(AxisType.Auto, "fsdp and tensor")[0]
 
     def steps(w):
-        state = tx.init(w)
-        for _ in range(3):
-            updates, state = tx.update(w * w, state)
-            w = w + updates
+        w, state = three_steps(tx)(w)
         return w, state.inner_state[0].mu, state.inner_state[0].nu
 
     spec = P("data", "model")

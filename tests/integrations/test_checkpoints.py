@@ -209,7 +209,8 @@ def test_every_state_survives_each_way_of_walking_a_tree(way, tmp_path):
     wrappers = {name: functools.partial(jamp.loss_scaled, tx, unscale=True) for name, tx in inner.items()}
     wrappers |= {"true": functools.partial(jamp.loss_scaled, optax.adam(0.1))}
     params = {"w": jnp.full(3, 1.5, jnp.bfloat16), "b": jnp.ones(2)}
-    tree = {f"{a} {b}": wrap(scale).init(params) for a, wrap in wrappers.items() for b, scale in SCALES.items()}
+    init = lambda: {f"{a} {b}": wrap(x).init(params) for a, wrap in wrappers.items() for b, x in SCALES.items()}
+    tree = jax.jit(init)()
     save, load = WAYS[way]
     save(tmp_path / "saved.npz", tree)
     restored = load(tmp_path / "saved.npz", jax.tree.map(jnp.zeros_like, tree))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from contract import BATCHES, DYNAMIC, EVERY_CHECK, INNER, Adapter, loss_fn, params
+from contract import BATCHES, CHECKS, DYNAMIC, INNER, Adapter, check_skips, loss_fn, params
 from flax import nnx
 from trees import bits
 
@@ -128,7 +128,11 @@ ADAPTERS = {
 @pytest.mark.promotes("Flax and Equinox")
 @pytest.mark.filterwarnings("ignore:float16 parameters without a master copy")
 @pytest.mark.parametrize("name", ADAPTERS)
-@EVERY_CHECK
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=[pytest.mark.slow] * (check is not check_skips)) for check in CHECKS],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)
 def test_keeps_the_contract(name, check):
     check(ADAPTERS[name])
 
@@ -191,6 +195,7 @@ def test_outside_jit_a_skip_keeps_subnormal_parameters_too():
     assert [bits(params)[1] for params in found] == [bits(tiny)[1]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("Flax and Equinox")
 def test_stochastic_rounding_reaches_the_16_bit_parameters_of_every_framework():
     tx, p, x = jamp.stochastic_rounding(INNER), params(jnp.bfloat16), BATCHES["good"]

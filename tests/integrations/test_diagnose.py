@@ -1,6 +1,5 @@
 """jamp.debug on models of every framework, and `python -m jamp.doctor`. The page: test_docs.py."""
 
-import functools
 import re
 
 import equinox as eqx
@@ -41,14 +40,22 @@ def equinox():
     return lambda model, x: jnp.log(jax.vmap(model)(x)).mean(), linear
 
 
-@pytest.mark.parametrize("make", [linen, nnx_model, equinox])
 @pytest.mark.parametrize(
-    "wrap", [lambda f: f, functools.partial(jamp.autocast, compute_dtype=jnp.float16)], ids=["plain", "autocast"]
+    ("make", "autocast"),
+    [
+        (linen, True),
+        (nnx_model, False),
+        (equinox, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((linen, False), (nnx_model, True), (equinox, False))
+        ),
+    ],
 )
-def test_a_model_of_any_framework_is_searched_and_left_as_it_is(make, wrap):
+def test_a_model_of_any_framework_is_searched_and_left_as_it_is(make, autocast):
     loss, model = make()
     before = jax.tree.leaves(model)
-    found = jamp.debug.find_nonfinite(wrap(loss))(model, X).finding
+    found = jamp.debug.find_nonfinite(jamp.autocast(loss, jnp.float16) if autocast else loss)(model, X).finding
     assert (found.primitive, found.cause.startswith("log of a negative number")) == ("log", True)
     assert "test_diagnose.py" in found.source
     assert all(x is y for x, y in zip(before, jax.tree.leaves(model), strict=True) if hasattr(x, "shape"))

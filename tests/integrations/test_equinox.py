@@ -47,8 +47,9 @@ def loss_fn(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
 
 
+@functools.cache
 def make(dtype=None, wrap=jamp.loss_scaled):
-    model, tx = Net(dtype), wrap(optax.sgd(0.1, momentum=0.9), jamp.DynamicLossScale(init_scale=256.0))
+    model, tx = eqx.filter_jit(Net)(dtype), wrap(optax.sgd(0.1, momentum=0.9), jamp.DynamicLossScale(init_scale=256.0))
     return model, tx, tx.init(eqx.filter(model, eqx.is_inexact_array))
 
 
@@ -93,7 +94,7 @@ def test_autocast_and_full_precision_on_a_module():
         def __call__(self, x):
             return super().__call__(x)
 
-    params, static = eqx.partition(Net(), eqx.is_inexact_array)
+    params, static = eqx.partition(make()[0], eqx.is_inexact_array)
     loss = lambda wrap: lambda params: wrap(loss_fn)(eqx.combine(params, static), X)
     functions = [jax.value_and_grad(loss(WRAPS[name])) for name in ("autocast", "plain")]
     assert products(functions[0], params) == {jnp.dtype(jnp.float16)}
@@ -102,32 +103,32 @@ def test_autocast_and_full_precision_on_a_module():
 
 
 def test_scaled_differentiates_a_model_with_leaves_that_are_no_arrays():
-    loss_fn = lambda model, x: jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2)
-    gradients = [eqx.filter_jit(eqx.filter_grad(fun))(Net(), X) for fun in (jamp.scaled(loss_fn), loss_fn)]
+    loss_fn, (model, *_) = lambda model, x: jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2), make()
+    gradients = [eqx.filter_jit(eqx.filter_grad(fun))(model, X) for fun in (jamp.scaled(loss_fn), loss_fn)]
     assert eqx.tree_equal(*gradients, rtol=1e-6, atol=1e-7)
-    closed_over = eqx.filter_grad(lambda model: jamp.scaled(lambda x: loss_fn(model, x))(X))(Net())
+    closed_over = eqx.filter_jit(eqx.filter_grad(lambda model: jamp.scaled(lambda x: loss_fn(model, x))(X)))(model)
     assert eqx.tree_equal(closed_over, gradients[1], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("make_inner", [optax.adam, optax.adamw], ids=["adam", "adamw"])
+@pytest.mark.parametrize("make_inner", [pytest.param(optax.adam, marks=pytest.mark.slow), optax.adamw])
 def test_an_optimizer_takes_a_whole_model_as_plain_optax_does(make_inner):
     class Model(eqx.Module):
         mlp: eqx.nn.MLP
         steps: jax.Array
         name: str = "a leaf"
 
-    model = Model(eqx.nn.MLP(3, 2, 4, 2, key=jax.random.key(0)), jnp.int32(7))
-    grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model.mlp)(jnp.ones((5, 3))) ** 2))(model)
+    model = Model(eqx.filter_jit(eqx.nn.MLP)(3, 2, 4, 2, key=jax.random.key(0)), jnp.int32(7))
+    grads = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model.mlp)(jnp.ones((5, 3))) ** 2)))(model)
     inner, scaler = make_inner(1e-2), jamp.GradScaler()
     tx = jamp.loss_scaled(inner, jamp.DynamicLossScale())
-    state = inner.init(eqx.filter(model, eqx.is_inexact_array))
-    expected = eqx.apply_updates(model, inner.update(grads, state, model)[0])
-    updates, _ = eqx.filter_jit(tx.update)(grads, tx.init(eqx.filter(model, eqx.is_inexact_array)), model)
-    assert eqx.tree_equal(eqx.apply_updates(model, updates), expected, rtol=1e-6)
-    stepped = scaler.step(inner, state, model, grads=grads)
-    assert eqx.tree_equal(stepped.params, expected, rtol=1e-6)
-    overflow = jax.tree.map(lambda g: g * jnp.inf, grads)
-    skipped = scaler.step(inner, state, model, grads=overflow)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state, scaled_state = jax.jit(lambda params: (inner.init(params), tx.init(params)))(params)
+    step = eqx.filter_jit(lambda tx, *args: eqx.apply_updates(model, tx.update(*args, model)[0]))
+    expected = step(inner, grads, state)
+    assert eqx.tree_equal(step(tx, grads, scaled_state), expected, rtol=1e-6)
+    scaler_step = eqx.filter_jit(lambda grads: scaler.step(inner, state, model, grads=grads))
+    assert eqx.tree_equal(scaler_step(grads).params, expected, rtol=1e-6)
+    skipped = scaler_step(jax.tree.map(lambda g: g * jnp.inf, grads))
     assert eqx.tree_equal((skipped.params, skipped.opt_state), (model, state))
 
 

@@ -108,6 +108,7 @@ def test_photo_with_jamp_is_as_good_as_float32_and_without_it_is_far_worse(tmp_p
     assert (abs(with_jamp - float32) < 0.2, skipped, exponent) == (True, 0, 16)
 
 
+@pytest.mark.slow
 def test_digits_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
     out = tmp_path / "new" / "folder"
     output, progress = run("digits.py", "--epochs", 4, "--steps", 5, "--out", out, init_params={"sizes": (64, 16, 10)})
@@ -189,6 +190,7 @@ def test_fsdp_transformer_learns_and_prints_speed_loss_scale_and_agreement(devic
     assert (0 < skipped < 10, 16 < exponent < 24) == (True, True)
 
 
+@pytest.mark.slow
 def test_from_pytorch_learns_the_digits(run):
     output, progress = run("from_pytorch.py", "--epochs", 2)
     (_, _, first), (_, _, last) = re.findall(r"^ +(\d) +(\S+) +(\S+)%$", output, re.MULTILINE)
@@ -212,6 +214,7 @@ def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went():
         assert re.search(r"100%.*loss=\S+, scale=2\*\*\d+, skipped=\d+]", progress)
 
 
+@pytest.mark.slow
 def test_in_float32_the_sampler_and_the_trainer_of_reinforce_agree():
     example, key = runpy.run_path(str(ROOT / "examples" / "reinforce.py")), jax.random.key(0)
     params, prompts = example["init_params"](key), example["solved"](key, 4)[:, : example["DIGITS"] + 1]

@@ -46,8 +46,11 @@ class WithFields(TrainState):  # Its key is a collection that it does not declar
     ema: Any
 
 
+INIT = jax.jit(lambda: Net().init({"params": jax.random.key(0), "dropout": jax.random.key(2)}, X))
+
+
 def created(model=Net(), **kwargs):
-    variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(2)}, X)
+    variables = INIT()
     fields = {"apply_fn": model.apply, "tx": SGD, "ema": variables["params"], "key": jax.random.key(1)}
     return WithFields.create(**fields | variables | kwargs)
 
@@ -76,9 +79,10 @@ def test_on_an_overflow_the_collections_and_the_fields_of_a_subclass_stay():
     assert all(bits(x) != bits(y) for x, y in zip(what_trains(applied), what_trains(skipped), strict=True))
 
 
+@pytest.mark.slow
 def test_float16_trains_as_float32_does():
     states = [created(loss_scale=jamp.DynamicLossScale(init_scale=256.0)), created(Net(jnp.float32))]
-    run = lambda state: jax.lax.scan(lambda state, _: train_step(state, X), state, length=20)[1]
+    run = lambda state: jax.lax.scan(lambda state, _: train_step(state, X), state, length=100)[1]
     half, full = jax.jit(lambda states: [*map(run, states)])(states)
     np.testing.assert_allclose(half, full, rtol=2e-2)
     assert half[-1] < half[0] / 2
@@ -162,7 +166,10 @@ leaves = lambda tree: {jax.tree_util.keystr(path): np.asarray(x) for path, x in 
 ADAPTIVE = jamp.AdaptiveLossScale(init_scale=2.0**6, windows=(3, 10), initial_window=3)
 
 
-@pytest.mark.parametrize("loss_scale", [jamp.DynamicLossScale(init_scale=2.0**6, growth_interval=3), ADAPTIVE])
+@pytest.mark.parametrize(
+    "loss_scale",
+    [jamp.DynamicLossScale(init_scale=2.0**6, growth_interval=3), pytest.param(ADAPTIVE, marks=pytest.mark.slow)],
+)
 def test_amax_histories_are_those_without_loss_scaling_but_for_output_gradients(loss_scale):
     step = jax.jit(lambda state, x: state.apply_gradients(grads=state.value_and_grad(fp8_loss)(state.params, x)[1]))
     good = [X8 * np.float32(factor) for factor in (1.0, 0.9, 0.8, 0.7, 0.6)]

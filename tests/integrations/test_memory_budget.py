@@ -36,7 +36,7 @@ def of_linen():
             return x
 
     model = Net()
-    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
     state = jamp.linen.TrainState.create(apply_fn=model.apply, tx=TX, **variables)
 
     def step(state, x, wrap):
@@ -71,7 +71,7 @@ def of_nnx():
                 x = block(x)
             return x
 
-    model = Net(nnx.Rngs(0))
+    model = nnx.jit(Net)(nnx.Rngs(0))
     graphdef, state = nnx.split((model, jamp.nnx.Optimizer(model, TX, wrt=nnx.Param)))
 
     def step(state, x, wrap):
@@ -100,7 +100,8 @@ def of_equinox():
                 x = x + self.drop(down(jax.nn.gelu(up(x))), key=used)
             return x
 
-    tx, (arrays, static) = jamp.loss_scaled(TX), eqx.partition(Net(jax.random.key(0)), eqx.is_inexact_array)
+    tx, net = jamp.loss_scaled(TX), eqx.filter_jit(Net)(jax.random.key(0))
+    arrays, static = eqx.partition(net, eqx.is_inexact_array)
 
     def step(state, x, wrap):
         model, opt_state = eqx.combine(state[0], static), state[1]
@@ -123,7 +124,7 @@ def of_haiku():
         return x
 
     model, tx = hk.transform_with_state(net), jamp.loss_scaled(TX)
-    params, statistics = model.init(jax.random.key(0), X)
+    params, statistics = jax.jit(model.init)(jax.random.key(0), X)
 
     def step(state, x, wrap):
         params, statistics, opt_state = state
@@ -146,8 +147,15 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("wrap", WRAPS)
+QUICK = {"Linen": "autocast", "NNX": "recompute", "Equinox": "autocast"}
+CASES = [
+    pytest.param(model, wrap, marks=[pytest.mark.slow] * (wrap != QUICK.get(model)))
+    for model in MODELS
+    for wrap in WRAPS
+]
+
+
+@pytest.mark.parametrize(("model", "wrap"), CASES)
 def test_a_budget_computes_products_again_and_moves_the_state_of_the_model_once(model, wrap):
     step, state = MODELS[model]()
     results, counts = [], []
@@ -205,7 +213,9 @@ STEPS = {
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # the batch
-@pytest.mark.parametrize("jit", STEPS)
+@pytest.mark.parametrize(
+    "jit", [pytest.param(jit, marks=[pytest.mark.slow] * (jit == "eqx.filter_jit")) for jit in STEPS]
+)
 def test_memory_curve_takes_the_steps_of_flax_and_equinox_and_runs_none(jit):
     make, args = STEPS[jit]()
     find = jamp.debug.memory_curve(make, (0.3, 1.0))

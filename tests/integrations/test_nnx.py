@@ -169,6 +169,7 @@ def test_autocast_and_masters_combine_with_an_optimizer():
     assert dtypes(optimizer.opt_state.inner_state.master_params) == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nnx.Optimizer, jamp.nnx.Optimizer])
 def test_masters_and_moments_in_fewer_bits_step_as_they_do_in_optax(kind):
     """Part of a tree stays whole: the bias is small, and the second layer is in float32."""

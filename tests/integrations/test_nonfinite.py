@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jaxprs import normal
 
 import jamp
 from jamp.debug import find_nonfinite
@@ -113,8 +114,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("body", CASES)
+# Every case in a plain function, and two in each framework.
+QUICK = {
+    "linen": (below_a_constant_mask, beside_an_auxiliary_result),
+    "nnx": (absorbed, in_the_gradient),
+    "equinox": (beside_an_inf_of_another_row, overflow_before_a_norm),
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "body"),
+    [
+        pytest.param(x, body, marks=[pytest.mark.slow] * (body not in QUICK.get(x, CASES)))
+        for x in FRAMEWORKS
+        for body in CASES
+    ],
+)
 def test_the_cause_is_named_first(framework, body):
     primitive, cause, grad, size = CASES[body]
     fun, params, x = modelled(framework, body, size)
@@ -145,8 +160,17 @@ def batch_with_zeros(h):
     return jnp.mean(h**2)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("body", [sigmoid_by_hand, where_around_log, masked_softmax])
+HEALTHY = sigmoid_by_hand, where_around_log, masked_softmax
+
+
+@pytest.mark.parametrize(
+    ("framework", "body"),
+    [
+        pytest.param(x, body, marks=[pytest.mark.slow] * (x != "plain" and body is not masked_softmax))
+        for x in FRAMEWORKS
+        for body in HEALTHY
+    ],
+)
 def test_an_inf_that_no_result_shows_is_no_alarm(framework, body):
     fun, params, x = modelled(framework, body)
     search = find_nonfinite(fun)(params, x)
@@ -181,16 +205,21 @@ def test_of_two_independent_faults_both_are_printed_and_the_one_in_the_loss_firs
     assert len([line for line in lines if line.startswith("  next ")]) == 2
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_flax_and_equinox_attention_are_healthy_in_both_directions(masked):
-    x = jax.random.normal(jax.random.key(0), (1, 8, 16))
-    linen, mask = nn.MultiHeadDotProductAttention(2), nn.make_causal_mask(jnp.ones((1, 8))) if masked else None
-    params = linen.init(jax.random.key(1), x, mask=mask)
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_flax_attention_is_healthy_in_both_directions(masked):
+    x = normal(8, 16)
+    linen, mask = nn.MultiHeadDotProductAttention(2), nn.make_causal_mask(jnp.ones(8)) if masked else None
+    params = jax.jit(linen.init)(jax.random.key(1), x, mask=mask)
     loss = lambda params, x: jnp.mean(linen.apply(params, x, mask=mask) ** 2)
     assert not find_nonfinite(jamp.autocast(loss, jnp.float16), grad=True)(params, x).findings
-    attention = eqx.nn.MultiheadAttention(2, 16, key=jax.random.key(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+def test_equinox_attention_is_healthy_in_both_directions(masked):
+    attention = eqx.filter_jit(eqx.nn.MultiheadAttention)(2, 16, key=jax.random.key(2))
     of_module = lambda module, x: jnp.mean(module(x, x, x, mask=CAUSAL if masked else None) ** 2)
-    assert not find_nonfinite(jamp.autocast(of_module, jnp.float16), grad=True)(attention, x[0]).findings
+    assert not find_nonfinite(jamp.autocast(of_module, jnp.float16), grad=True)(attention, normal(8, 16)).findings
 
 
 @pytest.mark.parametrize("framework", ["plain", "linen"])

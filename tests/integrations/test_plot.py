@@ -49,6 +49,7 @@ FIGURES = {
 }
 STYLES = [("default", name) for name in FIGURES]
 STYLES += [("dark_background", name) for name in ("adaptive", "range", "layers")]
+SLOW = [("default", "layers"), ("default", "range"), *STYLES[-2:]]  # as with wild gradients and in the other style
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,9 @@ def without_a_window():
     plt.close("all")
 
 
-@pytest.mark.parametrize(("style", "name"), STYLES)
+@pytest.mark.parametrize(
+    ("style", "name"), [pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW)) for case in STYLES]
+)
 def test_a_figure_is_800_pixels_wide_with_labels_and_no_overlapping_text(style, name):
     with plt.style.context(style):
         figure = FIGURES[name]()

@@ -16,7 +16,7 @@ class Summed(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        for i in range(8):
+        for i in range(4):
             x = x + jnp.tanh(nn.Dense(16, name=f"h_{i}")(x)) / 8
             with jax.named_scope(f"h_{i}"):
                 x = x.astype(jnp.bfloat16).astype(jnp.float32)  # planted
@@ -25,7 +25,7 @@ class Summed(nn.Module):
 
 def test_equal_layers_of_linen_are_one_row_with_the_error_of_all():
     x = jax.random.normal(KEYS[1], (8, 16))
-    params = Summed().init(KEYS[0], x)
+    params = jax.jit(Summed().init)(KEYS[0], x)
     fun = lambda params, x: jnp.mean(Summed().apply(params, x) ** 2)
     first, *rest = jamp.debug.rounding_report(fun, jnp.bfloat16)(params, x).rows
     assert (first.operation, first.scope[-3:], first.worst) == ("convert_element_type", "h_*", "")
@@ -42,6 +42,7 @@ class Cumulative(eqx.Module):
         return jnp.mean(jnp.sin(h))
 
 
+@pytest.mark.slow
 def test_the_operation_of_an_equinox_module_that_rounds_is_named():
     w, x = jax.random.normal(KEYS[0], (32, 8)) / 6, jax.random.normal(KEYS[1], (256, 32))
     report = jamp.debug.rounding_report(lambda model, x: model(x), jnp.bfloat16)(Cumulative(w), x)
