@@ -16,7 +16,7 @@ CACHE = Path(__file__).resolve().parents[1] / "build" / "jax-cache"
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # XLA:CPU's older emitters compile quickly; the newest JAX tests the new ones. libtpu ends a process with this flag.
 if version("jaxlib") == "0.10.2" and not find_spec("libtpu"):
-    QUICK += " --xla_cpu_use_fusion_emitters=false"
+    QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

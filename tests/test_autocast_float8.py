@@ -101,7 +101,7 @@ def test_inf_and_nan_are_seen_wherever_they_are_in_an_array_of_any_shape(dtype):
 
 
 @pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("n", [32, 128])
+@pytest.mark.parametrize("n", [pytest.param(32, marks=pytest.mark.slow), 128])
 def test_a_bad_value_forward_or_backward_ends_in_a_skipped_step(config, n):
     tx, w, x, g = jamp.loss_scaled(optax.sgd(0.1)), *(normal(n, n, seed=i, scale=n**-0.5) for i in range(3))
     product = jamp.autocast(lambda w, x: (x @ w) @ w, config)

@@ -190,6 +190,7 @@ def test_results_that_differ_are_never_called_equal(name):
         assert found.differences[0].operation == "mul(_, 1.5) only there"
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_the_function():
     draw = lambda x, factor=1.0: jax.random.gamma(jax.random.key(0), jnp.exp(x * factor))
     assert not jamp.debug.compare(draw, draw)(X)
@@ -236,6 +237,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fill", "is_added", "change", "text"),
     [
@@ -261,6 +263,7 @@ def line(end):
     return 1 + next(i for i, text in enumerate(Path(__file__).read_text().splitlines()) if text.endswith(end))
 
 
+@pytest.mark.slow
 def test_programs_that_only_round_differently_agree_to_a_dtype():
     def narrow(params, x):
         scores = (x @ params["q"] @ x.T).astype(jnp.bfloat16)
@@ -295,12 +298,14 @@ def test_two_forms_of_one_norm_agree_and_an_epsilon_does_not():
     assert "1e-05" in found.differences[0].operation
 
 
+@pytest.mark.slow
 def test_the_order_of_a_badly_conditioned_sum_is_rounding():
     x = jnp.concatenate([1e6 * X.ravel(), -1e6 * X.ravel(), X.ravel()])
     assert not jamp.debug.compare(jnp.sum, lambda x: jnp.sum(x[::-1].reshape(3, -1).sum(0)))(x)
     assert jamp.debug.compare(jnp.sum, lambda x: jnp.sum(x) + 50)(x)
 
 
+@pytest.mark.slow
 def test_a_value_that_is_0_but_for_rounding_is_rounding():
     total = lambda x: jnp.sum(jax.nn.softmax(x), -1) - 1
     parts = lambda x: jnp.sum(jax.nn.softmax(x)[:, ::-1].reshape(8, 4, 4).sum(1), -1) - 1
@@ -312,6 +317,7 @@ def test_a_value_that_is_0_but_for_rounding_is_rounding():
     )
 
 
+@pytest.mark.slow
 def test_a_loss_that_cancels_in_16_bit_hides_no_difference():
     """A policy gradient at its first step: all ratios are 1, and the advantages have the mean 0."""
 
@@ -337,6 +343,7 @@ def test_a_loss_that_cancels_in_16_bit_hides_no_difference():
                 assert found.differences[0].operation == f"add(_, {eps:g}) here, add(_, {other_eps:g}) there"
 
 
+@pytest.mark.slow
 def test_float64_is_compared_with_the_rounding_of_float64(x64):
     x = jnp.asarray(X, jnp.float64)
     found = jamp.debug.compare(

@@ -172,12 +172,12 @@ def test_a_budget_is_kept_and_less_memory_takes_more_flops(model):
     check_budgets(model, (1.0, 0.3))
 
 
-@pytest.mark.parametrize("model", [pytest.param(x, marks=[pytest.mark.slow] * (x != "unrolled")) for x in MODELS])
+@pytest.mark.parametrize("model", [pytest.param(x, marks=[pytest.mark.slow] * (x != "scanned")) for x in MODELS])
 def test_so_it_is_at_more_budgets(model):
     check_budgets(model, BUDGETS)
 
 
-@pytest.mark.parametrize("model", ["unrolled", "dropout", "custom_vjp"])
+@pytest.mark.parametrize("model", ["dropout", "custom_vjp", pytest.param("unrolled", marks=pytest.mark.slow)])
 def test_gradients_are_equal_bit_for_bit_where_operations_run_one_by_one(model):
     with jax.disable_jit():
         truth, found = (jax.grad(fun)(*SMALL) for fun in (MODELS[model], jamp.recompute(MODELS[model], 0)))
@@ -196,7 +196,9 @@ def test_compiled_gradients_are_those_without_a_budget(model):
 
 
 @pytest.mark.parametrize(
-    "dtype", [BF16, jamp.Float8(min_size=16), jamp.Int8(min_size=16)], ids=["16", "float8", "int8"]
+    "dtype",
+    [BF16, jamp.Float8(min_size=16), pytest.param(jamp.Int8(min_size=16), marks=pytest.mark.slow)],
+    ids=["16", "float8", "int8"],
 )
 def test_autocast_has_the_same_gradients_at_every_budget(dtype):
     model = with_dropout if dtype == BF16 else functools.partial(unrolled, mlp)  # 8 bit differs in the products
@@ -644,7 +646,13 @@ conjugated.defvjp(lambda z: (conjugated(z), z), lambda z, g: (jax.vjp(lambda z: 
 
 
 @pytest.mark.promotes("the programs, which multiply complex by real numbers")
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in ("jit", "QR"))) for x in COMPLEX])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * (x not in ("spectral convolution", "scan", "custom_vjp")))
+        for x in COMPLEX
+    ],
+)
 def test_complex_values_are_kept_which_jax_s_checkpoint_cannot_round(name):
     w, x = normal(WIDTH, WIDTH, scale=0.1), normal(2 * WIDTH, WIDTH, seed=1)
     loss = lambda w, x: mean(jnp.tanh(COMPLEX[name](w, x) @ w))
@@ -670,7 +678,7 @@ def undifferentiated(w, x):
 
 
 @pytest.mark.parametrize(
-    "place", ["straight", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "scan")), "cond"]
+    "place", ["straight", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "scan", "cond"))]
 )
 def test_a_budget_takes_what_jax_does_not_differentiate_where_no_gradient_goes(place):
     places = {

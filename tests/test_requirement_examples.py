@@ -30,7 +30,11 @@ def test_every_document_has_its_translated_examples():
 
 
 @pytest.mark.promotes("the update of bfloat16 parameters in a program")
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.stem[:3] in ("000", "004"))) for x in PROGRAMS],
+    ids=lambda path: path.stem,
+)
 def test_a_translated_example_asserts_what_it_claims_and_prints_it(program, capsys):
     runpy.run_path(str(program), run_name="__main__")
     output, errors = capsys.readouterr()

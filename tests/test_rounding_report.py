@@ -68,7 +68,7 @@ def with_custom_rule(weights, x, y):
 @pytest.mark.parametrize(
     ("fun", "dtype"),
     [
-        pytest.param(fun, dtype, marks=[pytest.mark.slow] * (fun is branched or dtype is not usual))
+        pytest.param(fun, dtype, marks=[pytest.mark.slow] * (fun in (branched, scanned) or dtype is not usual))
         for fun, usual in (
             (healthy, jnp.bfloat16),
             (scanned, jnp.float32),
@@ -193,6 +193,7 @@ def test_rules_accumulate_where_the_result_alone_is_rounded_too_much():
     assert report.rules(error=1e-3) == {"dot_general[logits]": "accumulate"}
 
 
+@pytest.mark.slow
 def test_products_without_a_name_scope_are_named_in_a_warning():
     def fun(weights, x, y):
         with jax.named_scope("body"):
@@ -204,6 +205,7 @@ def test_products_without_a_name_scope_are_named_in_a_warning():
         assert report.rules(error=0.01) == {"dot_general": "float32"}
 
 
+@pytest.mark.slow
 def test_no_rule_helps_code_that_computes_in_16_bit():
     fun = lambda w, x: jnp.mean((x * w.astype(jnp.bfloat16).astype(jnp.float32)) ** 2)
     report = jamp.debug.rounding_report(fun, jnp.bfloat16)(WEIGHTS[0, 0], X)
@@ -212,6 +214,7 @@ def test_no_rule_helps_code_that_computes_in_16_bit():
         report.rules(error=1e-6)
 
 
+@pytest.mark.slow
 def test_float16_is_reported_at_a_loss_scale_that_fits():
     large = lambda weights, x, y: 1e4 * healthy(weights, x, y)  # overflows at 2**15
     report = jamp.debug.rounding_report(large, jnp.float16)(WEIGHTS, X, Y)
@@ -265,6 +268,7 @@ def test_a_while_loop_is_measured_but_not_predicted():
     assert "has no derivative" in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("x64 makes Python numbers float64")
 def test_the_reference_is_float64_if_x64_is_on():
     with jax.enable_x64(True):
@@ -318,6 +322,7 @@ def summed(layers, w, x):
     return jnp.mean((x @ w[0]) ** 2)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_one_row_with_the_error_of_all():
     """The sum of the residual stream, in 16 bit by hand: each layer's cast is small, and together they are first."""
     first, *rest = jamp.debug.rounding_report(functools.partial(summed, 8), jnp.bfloat16)(WEIGHTS, X).rows
@@ -345,6 +350,7 @@ def cumulative(w, x):
     return jnp.mean(jnp.sin(h))
 
 
+@pytest.mark.slow
 def test_a_row_names_the_operation_that_rounds_and_not_the_product_beside_it():
     w, x = jax.random.normal(KEYS[0], (32, 8)) / 6, jax.random.normal(KEYS[1], (256, 32))
     report = jamp.debug.rounding_report(cumulative, jnp.bfloat16)(w, x)
@@ -354,6 +360,7 @@ def test_a_row_names_the_operation_that_rounds_and_not_the_product_beside_it():
     assert "itself casts to 16 bit, no rule helps" in str(report)
 
 
+@pytest.mark.slow
 def test_rows_are_sorted_by_the_error_that_rules_bound():
     def fun(w, x):
         with jax.named_scope("constant"):  # a large error of the value, and none of the gradients
@@ -382,6 +389,7 @@ def test_numbers_are_rounded_as_a_cast_does(dtype):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_the_gradients_are_those_of_the_first_argument_that_holds_floating_arrays():
     loss = lambda config, w, x: config["times"] * jnp.mean((x @ w) ** 2)
     report = jamp.debug.rounding_report(loss, jnp.bfloat16)({"times": 2}, WEIGHTS[0], X)

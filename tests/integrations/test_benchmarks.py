@@ -142,6 +142,7 @@ def test_what_is_kept_is_counted_without_the_arguments():
     assert kept(lambda w, x: jnp.sum((x @ w.astype(jnp.bfloat16).astype(jnp.float32)) ** 2)) == 512 * 128  # 2 x @ w
 
 
+@pytest.mark.slow
 def test_a_budget_is_compiled_again_only_where_its_program_is_another(monkeypatch):
     on_cpu = lambda target, fun, *args: jax.jit(fun).lower(*args)
     compilations = []

@@ -23,6 +23,7 @@ class Summed(nn.Module):
         return nn.Dense(16, name="head")(x)
 
 
+@pytest.mark.slow
 def test_equal_layers_of_linen_are_one_row_with_the_error_of_all():
     x = jax.random.normal(KEYS[1], (8, 16))
     params = jax.jit(Summed().init)(KEYS[0], x)
