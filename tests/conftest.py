@@ -27,6 +27,12 @@ gc.set_threshold(100_000, 20, 100)
 sys.path.append(str(Path(__file__).parents[1]))  # for `benchmarks`; at the end: an installed jamp comes first
 
 
+def pytest_collection_finish(session):
+    """What is imported stays. No search for garbage reads it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A worker starts with half of the files, so that few programs compile twice, and takes over from a slower one."""

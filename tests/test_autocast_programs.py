@@ -23,7 +23,7 @@ FLIPS = 0.15
 ROUNDED = {"dot_general[gradient]": "compute"}
 HALF = (jnp.bfloat16, jnp.float16)
 PROGRAMS = 42
-SOME = (0, 3, 4, 7, 12, 13, 18, 19, 27, 30, 33, 36, 38, 41)  # They have every leaf and construct too.
+SOME = (0, 2, 3, 7, 9, 12, 18, 19, 27, 30, 33, 36, 38, 41)  # They have every leaf and construct too.
 
 
 def gradient(fun):

@@ -51,7 +51,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("config", [F8, ROW, I8], ids=["tensor", "row", "int8"])
+@pytest.mark.parametrize("config", [F8, pytest.param(ROW, marks=pytest.mark.slow), I8], ids=["tensor", "row", "int8"])
 @pytest.mark.parametrize("around", [pytest.param(lambda f: f, id="plain"), *SLOW])
 def test_a_model_in_bfloat16_by_hand_has_the_same_8_bit_products_as_in_float32(config, around):
     reports = [jamp.autocast_report(around(f), config)(W, X) for f in (loss, by_hand)]

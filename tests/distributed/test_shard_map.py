@@ -73,8 +73,8 @@ def gradients_of(fun, axes, check_vma):
     return run
 
 
-# "two losses" leaves one of two axes out and splits a weight, too, "scaled" in STEPS below takes a mean over the batch, and the weights of
-# test_mapped.py vary.
+# "two losses" leaves one of two axes out and splits a weight, too, "scaled" in STEPS below takes a mean over the batch,
+# and the weights of test_mapped.py vary.
 REST = "one of two axes", "a mean over the batch", "varying weights", "split weights"
 WAYS_CHECKED = [
     pytest.param(name, check_vma, marks=[pytest.mark.slow] * (name in REST or (not check_vma and name != "one axis")))

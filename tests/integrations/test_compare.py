@@ -148,16 +148,13 @@ def named(found):
 
 slow_if = lambda is_slow: [pytest.mark.slow] * is_slow
 # Every fault in NNX, and two in each of the others.
-QUICK = {
-    "Linen": ("heads", "bias"),
-    "NNX": ("epsilon", "mask", "axis", "activation"),
-    "Equinox": ("scale", "parameter"),
-}
+QUICK = {"Linen": ("heads", "bias"), "NNX": ("epsilon", "mask"), "Equinox": ("parameter",)}
 CASES = [pytest.param(x, fault, marks=slow_if(fault not in QUICK[x])) for x in LAYERS for fault in FAULTS]
 
 
 @pytest.mark.promotes("Flax and Equinox")
-@pytest.mark.parametrize("framework", [pytest.param(x, marks=slow_if(x != "Linen")) for x in LAYERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", LAYERS)
 def test_a_layer_and_the_same_by_hand_agree_in_every_dtype(framework):
     layer = LAYERS[framework]
     assert not jamp.debug.compare(layer, by_hand)(PARAMS, X)

@@ -120,6 +120,7 @@ def test_one_call_finds_the_head_of_a_classifier():
     assert head == max(row.gradient_error for row in report.rows)
 
 
+@pytest.mark.slow
 def test_a_model_with_state_is_left_as_it_is():
     class Net(nnx.Module):
         def __init__(self, rngs):

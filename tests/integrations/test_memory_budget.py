@@ -147,7 +147,7 @@ WRAPS = {
 }
 
 
-QUICK = {"Linen": "autocast", "NNX": "recompute", "Equinox": "autocast"}
+QUICK = {"Linen": "autocast", "NNX": "recompute"}
 CASES = [
     pytest.param(model, wrap, marks=[pytest.mark.slow] * (wrap != QUICK.get(model)))
     for model in MODELS
