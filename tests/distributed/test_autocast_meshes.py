@@ -52,7 +52,13 @@ MODELS = {
 }
 
 
-REST = "mean over devices", "all_gather", "custom_jvp", "unchecked"  # The others have the same types and collectives.
+REST = (
+    "mean over devices",
+    "all_gather",
+    "custom_jvp",
+    "unchecked",
+    "relu in a scan",
+)  # The others have the same types and collectives.
 
 
 @pytest.mark.parametrize("model", [pytest.param(x, marks=[pytest.mark.slow] * (x in REST)) for x in MODELS])
