@@ -163,6 +163,7 @@ def evaluate(fun, *args):
     return np.asarray(fun(*args), np.float64)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(names=st.lists(st.sampled_from(sorted(ANY)), min_size=2, max_size=6), seed=st.integers(0, 3))
 def test_a_random_composition_is_no_worse_than_a_whole_model_cast(names, seed):

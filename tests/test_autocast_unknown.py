@@ -116,7 +116,7 @@ def in_custom_vjp(w, x):
 in_custom_vjp.defvjp(lambda w, x: jax.vjp(jax.checkpoint(layer), w, x), lambda pull_back, g: pull_back(g))
 
 
-QUICK = ("names", "in a scan")
+QUICK = ("names",)
 CASES = [
     pytest.param(fun, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, fun in CHECKPOINTS.items()
 ]

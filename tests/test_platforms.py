@@ -60,7 +60,9 @@ PROGRAMS = {
 
 
 @pytest.mark.promotes("optax.adam its count")
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, x in enumerate(PROGRAMS)]
+)
 def test_every_transformation_is_the_same_program_whatever_platform_traces_it(name):
     fun, *args = PROGRAMS[name]
     jaxprs, texts = set(), {}

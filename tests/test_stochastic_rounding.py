@@ -256,13 +256,13 @@ def test_a_grad_scaler_and_an_autocast_loss_step_it_too():
         scaler = jamp.GradScaler(loss_scale)
 
         @jax.jit
-        def steps(p, scaler=scaler):
+        def steps(p, scaler):
             grads = scaler.value_and_grad(loss)(p)[1]
             new, state, *_ = scaler.step(tx, tx.init(p), p, grads=grads)
             updates = [plain.update(grads, plain.init(p), p)[0] for plain in (tx, jamp.loss_scaled(tx))]
             return new, [optax.apply_updates(p, x) for x in updates], state.rounding_count
 
-        new, others, count = steps(p)
+        new, others, count = steps(p, scaler)
         for other in others:
             assert_equal(other, new)
         assert int(count) == 1

@@ -148,7 +148,7 @@ def named(found):
 
 slow_if = lambda is_slow: [pytest.mark.slow] * is_slow
 # Every fault in NNX, and two in each of the others.
-QUICK = {"Linen": ("heads", "bias"), "NNX": ("epsilon", "mask"), "Equinox": ("parameter",)}
+QUICK = {"Linen": ("heads",), "NNX": ("mask",), "Equinox": ("parameter",)}
 CASES = [pytest.param(x, fault, marks=slow_if(fault not in QUICK[x])) for x in LAYERS for fault in FAULTS]
 
 

@@ -205,7 +205,8 @@ def test_of_two_independent_faults_both_are_printed_and_the_one_in_the_loss_firs
     assert len([line for line in lines if line.startswith("  next ")]) == 2
 
 
-@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
 def test_flax_attention_is_healthy_in_both_directions(masked):
     x = normal(8, 16)
     linen, mask = nn.MultiHeadDotProductAttention(2), nn.make_causal_mask(jnp.ones(8)) if masked else None

@@ -21,6 +21,7 @@ CELLS = [
 LINES = "  line    In[2]:3 (loss)", "In[4]:2 (l2)", "In[4]:3 (l2)"
 
 
+@pytest.mark.slow
 def test_in_ipython_a_line_is_that_of_a_cell():
     pytest.importorskip("IPython")
     command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"]
