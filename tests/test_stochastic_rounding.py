@@ -355,6 +355,24 @@ COMPARISONS = {
 }
 
 
+@functools.cache
+def hidden_type(state_type):
+    return type("Hidden", (state_type,), {"__module__": __name__})
+
+
+def hidden(tx):
+    """An optimizer whose state jamp does not recognize as one of Optax."""
+    of_all = lambda f, state: tuple(map(f, state)) if type(state) is tuple else f(state)  # of a chain
+    hide = lambda x: hidden_type(type(x))(*x)
+    show = lambda x: type(x).__base__(*x)
+
+    def update(grads, state, params=None, **extra_args):
+        updates, state = tx.update(grads, of_all(show, state), params, **extra_args)
+        return updates, of_all(hide, state)
+
+    return optax.GradientTransformationExtraArgs(lambda params: of_all(hide, tx.init(params)), update)
+
+
 def estimate(tx, field, params, steps):
     """The sum of a field of the state after some steps towards other parameters."""
     target = jax.tree.map(lambda p: normal(*p.shape, seed=7), params)
@@ -375,7 +393,7 @@ def estimate(tx, field, params, steps):
 
 @pytest.mark.promotes("optax")
 @pytest.mark.parametrize("name", DISTANCES)
-def test_an_optimizer_that_measures_the_distance_to_the_start_is_an_error(name, monkeypatch):
+def test_an_optimizer_that_measures_the_distance_to_the_start_is_an_error(name):
     make, field = DISTANCES[name]
     low = {"w": normal(64, 64, seed=1).astype(BF16)}
     for wrap in (jamp.stochastic_rounding, lambda tx: jamp.loss_scaled(jamp.stochastic_rounding(optax.chain(tx)))):
@@ -385,8 +403,7 @@ def test_an_optimizer_that_measures_the_distance_to_the_start_is_an_error(name, 
     # The cure gives what float32 gives. Rounding, let through, does not.
     wanted = estimate(make(), field, jamp.cast_floating(low, jnp.float32), 10)
     assert estimate(jamp.master_params(make(), split=True), field, low, 10) == pytest.approx(wanted, rel=0.02)
-    monkeypatch.setattr("jamp._step.stochastic_rounding._DISTANCES", ())
-    found = estimate(jamp.stochastic_rounding(make()), field, low, 10)
+    found = estimate(jamp.stochastic_rounding(hidden(make())), field, low, 10)
     if wanted:  # With Optax 0.2.5 dog stands still here, and its estimate is 0.
         assert max(found, wanted) > 10 * min(found, wanted)
 

@@ -64,11 +64,6 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_an_example_has_at_most_150_lines():
-    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
-    assert 0 < max(lengths.values()) <= 150, lengths
-
-
 def test_every_option_of_an_example_is_explained_and_out_is_a_folder():
     for path in (ROOT / "examples").glob("*.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
