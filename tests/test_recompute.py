@@ -312,7 +312,7 @@ def product_flops(fun, *args):
     return sum(2 * e.outvars[0].aval.size * terms(e) for e in found)
 
 
-def test_the_choices_of_a_budget_are_near_the_best_ones():
+def test_the_choices_of_a_budget_are_the_best_ones():
     """For a transformer's layer in a scan, beside every policy that saves some of its values by name."""
     scanned = lambda block: lambda p, x: mean(lax.scan(lambda x, p: (block(p, x), None), x, p)[0])
     measured = lambda fun: (quietly(kept_by_jax, fun, PARAMS, X), product_flops(fun, PARAMS, X))
@@ -321,9 +321,11 @@ def test_the_choices_of_a_budget_are_near_the_best_ones():
         names = [name for i, name in enumerate(NAMES) if bits >> i & 1]
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         every.append(measured(scanned(jax.checkpoint(named_block, policy=policy))))
+    total, _ = measured(jamp.recompute(scanned(block), 1.0))
     for budget in (0.8, 0.6, 0.4, 0.2):
         kept, flops = measured(jamp.recompute(scanned(block), budget))
-        assert flops <= 1.05 * min(other for size, other in every if size <= kept)
+        assert kept <= budget * total
+        assert flops <= 1.01 * min(other for size, other in every if size <= budget * total)
 
 
 def test_collectives_and_the_bits_of_other_generators_are_not_computed_again():
