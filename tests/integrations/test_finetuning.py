@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jaxprs import normal
 from trees import bits
 
 import jamp
 
+normal = lambda *shape, seed=0, scale=1.0: scale * jax.random.normal(jax.random.key(seed), shape)
 X = np.asarray(normal(64, 8, seed=1))
 LABELS = (X[:, 0] > 0).astype(np.int32)
 SGD = optax.sgd(0.1, momentum=0.9)
