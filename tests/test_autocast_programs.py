@@ -111,7 +111,7 @@ def test_a_program_is_what_it_is_with_products_cast_by_hand(seed):
 @pytest.mark.slow
 @pytest.mark.promotes("x64 makes Python numbers float64")
 @pytest.mark.parametrize("start", range(0, PROGRAMS, 14))
-def test_so_are_many_in_every_derivative_and_float64(start):
+def test_programs_are_what_they_are_by_hand_in_every_derivative_and_in_float64(start):
     for seed in range(start, start + 14):
         check(seed, (jnp.float32 if seed % 4 == 0 else HALF[seed % 2],))
 

@@ -172,7 +172,7 @@ def test_a_budget_is_kept_and_less_memory_takes_more_flops(model):
 
 
 @pytest.mark.parametrize("model", [pytest.param(x, marks=[pytest.mark.slow] * (x != "scanned")) for x in MODELS])
-def test_so_it_is_at_more_budgets(model):
+def test_every_budget_is_kept_and_less_memory_takes_more_flops(model):
     check_budgets(model, BUDGETS)
 
 
@@ -497,7 +497,7 @@ with_each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @with_each_way
 def test_a_budget_below_the_least_warns_at_your_line_with_the_largest_values(way):
     with pytest.warns(
-        UserWarning, match=r"at least [\d.]+ of [\d.]+ MB.* test_recompute\.py:\d+.* smaller batch"
+        UserWarning, match=r"at least 0\.\d+ of \d\.\d MB.* test_recompute\.py:\d+.* smaller batch"
     ) as caught:
         jax.eval_shape(jax.grad(way(MODELS["scanned"], "1kB")), PARAMS, X)
     assert [w.filename for w in caught] == [__file__]
@@ -568,9 +568,8 @@ def test_integers_aux_results_static_arguments_and_second_derivatives():
     (found, aux), (truth, other) = fun(*args), loss(*args)
     np.testing.assert_allclose(found, truth, rtol=1e-5)
     assert aux["tokens"].dtype == other["tokens"].dtype
-    second = lambda f: jax.jit(jax.jvp, static_argnums=0)(jax.grad(lambda p: f(p, *args[1:])[0]), SMALL[:1], SMALL[:1])[
-        1
-    ]
+    grad = lambda f: jax.grad(lambda p: f(p, *args[1:])[0])
+    second = lambda f: jax.jit(lambda p: jax.jvp(grad(f), (p,), (p,))[1])(SMALL[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), second(fun), second(loss))
 
 
