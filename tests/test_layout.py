@@ -29,6 +29,7 @@ FLOORS = [
         "_barrier",
         "_dataflow",
         "_primitives",
+        "_rounded",
         "_scale",
         "_shard_map",
         "_source_line",

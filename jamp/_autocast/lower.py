@@ -6,7 +6,7 @@
 `attach` returns its first operand, and has the derivative of the product. So the value is computed by a primitive of
 JAX in plain sight, and the user's checkpoint policies recognize it, inside the function and around it, whether they
 look at a program before or after it is differentiated. A policy would not look into a `jax.custom_jvp`. A 16-bit
-product without weights is JAX's own, with JAX's derivative.
+product without weights is JAX's own, with JAX's derivative. A 16-bit result is `rounded` for all its readers.
 
 The tangent of a product is a primitive that is linear in the tangents of its operands. It asks the format.
 """
@@ -29,6 +29,7 @@ from jamp._autocast.product import Product, of
 from jamp._autocast.quantized import Quantized
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import PRODUCTS
+from jamp._rounded import as_stored
 from jamp._shard_map import trace
 
 
@@ -96,14 +97,15 @@ def multiplied(product: Product) -> Callable[..., Array]:
     def multiply(*operands: Array) -> Array:
         read = arithmetic.read(product, operands)
         out = arithmetic.value(product, list(map(_detached.bind, read)))
-        result: Array = _attach.bind(out, *read, *operands[: product.arity], product=product, vmaps=())
+        result: Array = as_stored(_attach.bind(out, *read, *operands[: product.arity], product=product, vmaps=()))
         return result
 
     return multiply
 
 
 def _by_jax(product: Product, arithmetic: Arithmetic, *operands: Array) -> Array:
-    return arithmetic.value(product, arithmetic.read(product, operands))
+    result: Array = as_stored(arithmetic.value(product, arithmetic.read(product, operands)))
+    return result
 
 
 def _arithmetic(product: Product) -> Arithmetic:

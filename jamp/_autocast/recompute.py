@@ -10,15 +10,28 @@ from typing import Any
 import jax
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.budget import Chosen, MemoryBudget, Place, choose
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.lower import lower
-from jamp._autocast.segments import Body, Code, Construct, Segment, Split, code, named
+from jamp._autocast.segments import (
+    Body,
+    Code,
+    Construct,
+    Segment,
+    Split,
+    code,
+    computed_twice,
+    named,
+    rounding,
+    with_rounding,
+)
 from jamp._barrier import cotangents_behind_barrier, unless_tpu
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._rounded import may_be_wider
 from jamp._shard_map import trace
 
 
@@ -47,25 +60,43 @@ class _Pass:
         key = id(body), frozenset(inside.items())  # so equal choices for a body that runs twice make one
         if key in self._bodies:
             return self._bodies[key][1]
-        eqns: list[JaxprEqn] = []
+        jaxpr = body.closed.jaxpr
+        stored = self._stored(body, inside, is_function=not place)
+        given = {v: core.Var(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars) if not place and v in stored}
+        given = {v: x for v, x in given.items() if may_be_wider(v.aval)}
+        eqns = [rounding(source, v) for v, source in given.items()]
         for i, part in enumerate(body.parts):
             if isinstance(part, Segment):
-                eqns.extend(self._segment(part, inside.get((i,))))
+                eqns.extend(self._segment(part, inside.get((i,)), stored))
             elif isinstance(part, Construct):
                 new = [self.run(inner, (*place, i, j)) for j, inner in enumerate(part.bodies)]
                 eqns.append(_evaluate.with_bodies(part.eqn, new, part.eqn.invars, part.eqn.outvars))
             else:
-                eqns.append(part)
-        jaxpr = body.closed.jaxpr
-        constants = dict(zip(jaxpr.constvars, body.closed.consts, strict=True))
-        new_body = _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
+                eqns.extend(with_rounding([part], stored))
+        constants = {given.get(v, v): x for v, x in zip(jaxpr.constvars, body.closed.consts, strict=True)}
+        inputs = [given.get(v, v) for v in jaxpr.invars]
+        new_body = _evaluate.closed_jaxpr(constants, inputs, jaxpr.outvars, eqns)
         self._bodies[key] = body, new_body  # With the body, so that no other one gets its id.
         return new_body
 
-    def _segment(self, segment: Segment, chosen: frozenset[int] | None) -> list[JaxprEqn]:
+    def _stored(self, body: Body, chosen: Chosen, is_function: bool) -> set[Any]:
+        """The values that are stored between the passes: what calls of segments read, in this body or others.
+
+        XLA may round a value for what reads it in the backward pass alone. All its readers get it rounded. So the
+        results of a loop's body are, too.
+        """
+        found: set[Any] = set() if is_function else {v for v in body.closed.jaxpr.outvars if not _jaxpr.is_literal(v)}
+        for i, part in enumerate(body.parts):
+            if isinstance(part, Construct):
+                found.update(v for v in part.eqn.invars if not _jaxpr.is_literal(v))
+            elif isinstance(part, Segment) and _is_call(part, chosen.get((i,))):
+                found.update(part.inputs)
+        return found
+
+    def _segment(self, segment: Segment, chosen: frozenset[int] | None, stored: set[Any]) -> list[JaxprEqn]:
         """The equations of a segment, as they are or in one call."""
-        if chosen is None and not segment.is_worth_it:
-            return list(segment.eqns)
+        if not _is_call(segment, chosen):
+            return with_rounding(segment.eqns, stored)
         key = segment.key(sources=True), chosen
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             scoped, found = jax.named_scope(SEGMENT), code(segment)
@@ -74,6 +105,11 @@ class _Pass:
             call = _around(call, segment, found, has_barrier=chosen is not None and not segment.around.loop)
             self._segments[key] = trace(segment.around.inside, call, _jaxpr.avals(segment.inputs))
         return _evaluate.inline(self._segments[key], segment.inputs, segment.outputs)
+
+
+def _is_call(segment: Segment, chosen: frozenset[int] | None) -> bool:
+    """Whether a segment becomes a call. Else computing something in it again would free nothing."""
+    return chosen is not None or segment.is_worth_it
 
 
 def _around(
@@ -114,7 +150,8 @@ def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) ->
     `chosen` are their numbers, in the order in which they are computed.
     """
     values = [v for eqn in found.eqns for v in eqn.outvars]
-    body = named(found, dict.fromkeys(found.kept if chosen is None else [values[i] for i in chosen], KEPT))
+    kept = found.kept if chosen is None else {values[i] for i in chosen}
+    body = named(found, dict.fromkeys(kept, KEPT), kept | computed_twice(found))
 
     def segment(*args: Array) -> list[Array]:
         # The rule of a convolution is traced after all passes.

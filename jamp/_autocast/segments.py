@@ -6,21 +6,23 @@ of a segment the backward pass keeps, `budget.py` which of these it drops, and `
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jamp import _dataflow, _evaluate, _fingerprint, _jaxpr
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
-from jamp._autocast.product import name_of
+from jamp._autocast.product import name_of, of
 from jamp._cast import is_complex, is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
+from jamp._rounded import ROUNDED, may_be_wider, rounded
 from jamp._shard_map import is_partial
 from jamp._source_line import in_scope
 
@@ -110,10 +112,13 @@ def code(segment: Segment) -> Code:
     return Code(eqns, segment.inputs, outputs, kept(eqns, segment.inputs, segment.origins))
 
 
-def named(code: Code, names: Mapping[Var, str]) -> ClosedJaxpr:
-    """The code of a segment, in which some values have a name (`checkpoint_name`)."""
+def named(code: Code, names: Mapping[Var, str], stored: Set[Var] = frozenset()) -> ClosedJaxpr:
+    """The code of a segment, in which some values have a name (`checkpoint_name`).
+
+    Those that are `stored` are rounded to their dtypes for their readers in it, too.
+    """
     eqns: list[JaxprEqn] = []
-    for eqn in code.eqns:
+    for eqn in with_rounding(code.eqns, stored):
         results = [core.Var(v.aval) if v in names else v for v in eqn.outvars]
         eqns.append(eqn.replace(outvars=results))
         for value, v in zip(results, eqn.outvars, strict=True):
@@ -121,6 +126,42 @@ def named(code: Code, names: Mapping[Var, str]) -> ClosedJaxpr:
                 name = _jaxpr.with_name_for(_name_equation(names[v]), v.aval).replace(invars=[value], outvars=[v])
                 eqns.append(_evaluate.located(name, eqn))
     return _evaluate.closed_jaxpr({}, code.inputs, code.outputs, eqns)
+
+
+def computed_twice(code: Code) -> set[Var]:
+    """The values of a segment that must be rounded alike in both passes: its results, and those of products and casts.
+
+    What was kept, such as the maximum of a softmax, belongs to what is computed again from them.
+    """
+    is_rounding = lambda eqn: name_of(eqn) in PRODUCTS or _jaxpr.name(eqn) == "convert_element_type"
+    found: set[Var] = {v for v in code.outputs if not _jaxpr.is_literal(v)}
+    return found.union(v for eqn in code.eqns if is_rounding(eqn) for v in eqn.outvars)
+
+
+def with_rounding(eqns: Iterable[JaxprEqn], stored: Set[Var]) -> list[JaxprEqn]:
+    """Equations in which every reader of a 16-bit value that is `stored` gets it as it is stored.
+
+    `lower` rounds the results of autocast's products.
+    """
+    found: list[JaxprEqn] = []
+    for eqn in eqns:
+        if (product := of(eqn)) and product.format is not None:
+            found.append(eqn)
+            continue
+        places = {i: core.Var(v.aval) for i, v in enumerate(eqn.outvars) if v in stored and may_be_wider(v.aval)}
+        found.append(eqn.replace(outvars=[places.get(i, v) for i, v in enumerate(eqn.outvars)]) if places else eqn)
+        found.extend(_evaluate.located(rounding(v, eqn.outvars[i]), eqn) for i, v in places.items())
+    return found
+
+
+def rounding(source: Var, target: Var) -> JaxprEqn:
+    """The equation that rounds a value to its dtype."""
+    return _rounding_equation().replace(invars=[source], outvars=[target])
+
+
+@functools.cache
+def _rounding_equation() -> JaxprEqn:
+    return jax.make_jaxpr(rounded.bind)(np.float32(0)).eqns[0]
 
 
 @functools.cache
@@ -280,7 +321,7 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         name = _jaxpr.name(eqn)
         is_dropped = name == "name" and (not keep_names or _jaxpr.params(eqn)["name"] == KEPT)
-        if is_dropped or name == "cotangents_behind_barrier":
+        if is_dropped or name in ("cotangents_behind_barrier", ROUNDED):
             return operands
         if name == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
             return _evaluate.interpret_names(body, operands, run)

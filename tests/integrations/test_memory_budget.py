@@ -23,7 +23,6 @@ import jamp.plot
 WIDTH, LAYERS = 32, 3
 X = normal(64, WIDTH)
 TX = optax.sgd(0.1, momentum=0.9)
-EXACT = {"xla_allow_excess_precision": False}  # so that roundings to bfloat16 are carried out in any fusion
 
 
 def of_linen():
@@ -164,7 +163,7 @@ def test_a_budget_computes_products_again_and_moves_the_state_of_the_model_once(
         traced = jax.jit(functools.partial(step, wrap=bounded)).trace(state, X)
         found = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name in PRODUCTS]
         counts.append(sum(eqn.invars[0].aval.ndim > 1 for eqn in found))  # without that of the check for overflows
-        results.append(traced.lower().compile(EXACT)(state, X))
+        results.append(traced.lower().compile()(state, X))
     # In each layer two products, and two gradients of each. The loss of Equinox closes over x, which has none.
     without = 6 * LAYERS - (model == "Equinox")
     assert counts == [without, without + 2]  # half of the bytes are those of two of the three wide layers

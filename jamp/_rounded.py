@@ -1,0 +1,47 @@
+"""`rounded`: the identity on a value that both passes read, in a form whose rounding XLA carries out.
+
+By default XLA leaves out a cast to 16 bit that a cast back follows (`--xla_allow_excess_precision`). Then one reader of
+a 16-bit value gets what was stored, and another one what was not rounded. It never leaves out a `reduce_precision`,
+unless the value is stored in 16 bit anyway.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from jamp._cast import is_floating
+from jamp._shard_map import is_partial
+
+ROUNDED = "rounded"
+
+
+def _by_jax(x: Any) -> Any:
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+# Its tangents and cotangents are not rounded, as those of `lax.reduce_precision` are.
+rounded = core.Primitive(ROUNDED)
+rounded.def_impl(_by_jax)
+rounded.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[rounded] = lambda xs, tangents: (rounded.bind(*xs), tangents[0])
+ad.primitive_transposes[rounded] = lambda ct, _: [ct]
+batching.primitive_batchers[rounded] = lambda xs, dims: (rounded.bind(*xs), dims[0])
+mlir.register_lowering(rounded, mlir.lower_fun(_by_jax, multiple_results=False))
+
+
+def as_stored(x: Any) -> Any:
+    """A value, rounded to its dtype for all its readers."""
+    return rounded.bind(x) if may_be_wider(jax.typeof(x)) else x
+
+
+def may_be_wider(aval: Any) -> bool:
+    """Whether XLA may compute with more digits than a type has: with those of float32 (of float64, those of float32).
+
+    JAX cannot round what is still to be summed over devices, and `reduce_precision` makes large float8 E4M3 NaN.
+    """
+    return is_floating(aval) and aval.dtype.itemsize == 2 and not is_partial(aval)
