@@ -75,14 +75,15 @@ class Value:
       aval: Its type.
       around: The constructs around it.
       eqn: What computes it. Of an argument or a constant, which is there anyway, None.
-      slot: In a branch of a `cond`: the cond, the type, and the branch. Branches share what is kept by type.
+      slots: For each `cond` around it, outermost first: the cond, the type that it returns, and the branch. Branches
+        share what is kept by type. A scan in a branch stacks its values, which is another type.
     """
 
     size: float
     aval: Any
     around: "Loops"
     eqn: JaxprEqn | None = None
-    slot: tuple[Any, Any, int] | None = None
+    slots: tuple[tuple[Place, Any, int], ...] = ()
 
 
 class Loops(NamedTuple):
@@ -92,13 +93,13 @@ class Loops(NamedTuple):
       times: How often it runs.
       eqns: The constructs, outermost first.
       inside: The shard_map among them.
-      branch: The place of the innermost cond, and the number of the branch.
+      branches: For each cond, outermost first: its place, the number of the branch, and the lengths of the scans in it.
     """
 
     times: int = 1
     eqns: tuple[JaxprEqn, ...] = ()
     inside: JaxprEqn | None = None
-    branch: tuple[Place, int] | None = None
+    branches: tuple[tuple[Place, int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(eq=False)
@@ -194,10 +195,13 @@ class Memory:
         inside = eqn if name == "shard_map" else around.inside
         for j, (body, places) in enumerate(zip(construct.bodies, _jaxpr.body_operands(eqn), strict=True)):
             jaxpr = body.closed.jaxpr
-            here = Loops(around.times * _jaxpr.iterations(eqn), (*around.eqns, eqn), inside, around.branch)
+            branches = around.branches
+            if name == "scan":
+                branches = tuple((cond, k, (*lengths, _jaxpr.iterations(eqn))) for cond, k, lengths in branches)
+            here = Loops(around.times * _jaxpr.iterations(eqn), (*around.eqns, eqn), inside, branches)
             inner = {v: _given(v) for v in jaxpr.constvars}
             if name == "cond":  # It returns what it keeps, also of its operands.
-                here = here._replace(branch=(place, j))
+                here = here._replace(branches=(*branches, (place, j, ())))
                 inner |= {v: _computed(v, eqn, here) for v in jaxpr.invars}
                 self._add_body(body, inner, (*place, j), here)
                 continue
@@ -228,14 +232,15 @@ class Memory:
         self.gathers.update(key_of(eqn) for eqn in eqns if is_gather(eqn) and all(map(is_given, eqn.invars)))
         inputs = list(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
         perturbed = tuple(body.origins[v].perturbed and is_inexact(v.aval) for v in inputs)
+        alive = tuple(v in body.alive for v in defined)
         for v, eqn in defined.items():
             values.setdefault(v, _computed(v, eqn, around))
         if not any(perturbed):
             return
-        key = _fingerprint.fingerprint(inputs, [*defined], eqns, sources=False), perturbed
+        key = _fingerprint.fingerprint(inputs, [*defined], eqns, sources=False), perturbed, alive
         if key not in self._known.plain:
             closed = lower(_evaluate.closed_jaxpr({}, inputs, [*defined], eqns))
-            self._known.plain[key] = with_residuals(closed, perturbed, around.inside)
+            self._known.plain[key] = with_residuals(closed, perturbed, alive, around.inside)
         found = self._known.plain[key]
         results = found.jaxpr.outvars[: len(defined)]
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
@@ -250,14 +255,12 @@ class Memory:
         if value.eqn is None or (before > 0) == (before + step > 0):
             return
         change = value.size if step > 0 else -value.size
-        if value.slot is None:
-            self.total += change
-            return
-        cond, dtype, branch = value.slot
-        sums = self._slots.setdefault((cond, dtype), {})
-        self.total -= max(sums.values(), default=0.0)
-        sums[branch] = sums.get(branch, 0.0) + change
-        self.total += max(sums.values())
+        for cond, kind, branch in reversed(value.slots):
+            sums = self._slots.setdefault((cond, kind), {})
+            most = max(sums.values(), default=0.0)
+            sums[branch] = sums.get(branch, 0.0) + change
+            change = max(sums.values()) - most
+        self.total += change
 
     def _read(self, occurrence: Occurrence, step: int) -> None:
         for i in occurrence.kind.needs(occurrence.point.kept)[0]:
@@ -278,16 +281,13 @@ class Memory:
 
     @property
     def largest(self) -> float:
-        """The most bytes that one segment computes again at once."""
-        return max(
-            (x.kind.point(x.kind.kept, frozenset()).size - x.point.size for x in self.occurrences.values()), default=0.0
-        )
+        """The most bytes that one segment computes again and holds at once."""
+        return max((x.kind.live - x.point.size for x in self.occurrences.values() if _is_checkpoint(x)), default=0.0)
 
     @property
     def chosen(self) -> Chosen:
         """The choice for each segment, but for small ones in which nothing is dropped."""
-        is_checkpoint = lambda x: x.segment.is_worth_it or not x.point.kept >= x.kind.kept
-        return {place: x.point.kept for place, x in self.occurrences.items() if is_checkpoint(x)}
+        return {place: x.point.kept for place, x in self.occurrences.items() if _is_checkpoint(x)}
 
     def drop(self, target: float) -> None:
         """Drop values, the best price first, until no more than `target` bytes are kept."""
@@ -311,14 +311,19 @@ class Memory:
                 break
             self._set(self.occurrences[place], points[place][after])
             at[place] = after
-        # The last ones may have freed more than was needed.
+        # The last ones may have freed more than was needed, or nothing, where inputs are kept in their place.
         for place in reversed(points):
-            while at[place] and self.total <= target:
+            while at[place]:
+                before = self.total
                 self._set(self.occurrences[place], points[place][at[place] - 1])
-                if self.total > target:
+                if self.total > max(target, before):
                     self._set(self.occurrences[place], points[place][at[place]])
                     break
                 at[place] -= 1
+
+
+def _is_checkpoint(x: Occurrence) -> bool:
+    return x.segment.is_worth_it or not x.point.kept >= x.kind.kept
 
 
 def _hull(points: list[Point]) -> list[int]:
@@ -342,8 +347,8 @@ def _given(v: Any) -> Value:
 
 
 def _computed(v: Any, eqn: JaxprEqn, around: Loops) -> Value:
-    slot = around.branch and (around.branch[0], (v.aval.shape, v.aval.dtype), around.branch[1])
-    return Value(device_bytes(v) * around.times, v.aval, around, eqn, slot)
+    slots = [(cond, ((*lengths, *v.aval.shape), v.aval.dtype), branch) for cond, branch, lengths in around.branches]
+    return Value(device_bytes(v) * around.times, v.aval, around, eqn, tuple(slots))
 
 
 def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
@@ -370,9 +375,10 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     best.drop(target)
     largest = max(target, best.largest)
 
-    def rank(x: Memory) -> tuple[bool, float, float]:
-        is_enough = x.total <= target and x.largest <= largest
-        return not is_enough, x.flops if is_enough else x.total + x.largest, x.total
+    def rank(x: Memory) -> tuple[bool, bool, float, float]:
+        if x.total > target:
+            return True, True, x.total + x.largest, x.total
+        return False, x.largest > largest, x.flops, x.total
 
     whole = frozenset[Any]()
     for keys in again:
@@ -394,21 +400,28 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
 
 
 def _repeatable(memory: Memory) -> list[frozenset[Any]]:
-    """The keys of what may be computed again as a whole: the gathers together, then constructs with the fewest FLOPs.
+    """The keys of what may be computed again as a whole, in sets that `choose` tries one after the other.
 
-    A construct that is entered must be one of many: to compute the only one again would free nothing at the peak.
+    First all gathers, then the constructs with the fewest FLOPs, then calls with custom rules: one, one, two, four and
+    so on. A construct that is entered is one of many: to compute the only one again would free nothing at the peak.
     """
     runs: Counter[Any] = Counter()
     costs: dict[Any, float] = {}
+    calls: dict[Any, float] = {}
     for eqn, times in memory.others:
         name = _jaxpr.name(eqn)
         if name in ("custom_vjp_call", "custom_jvp_call", "scan", "cond") and (again := cost(eqn)) < math.inf:
             key = key_of(eqn)
-            runs[key] += times + name.startswith("custom")
-            costs[key] = again
-    constructs = sorted((key for key in costs if runs[key] > 1), key=lambda key: costs[key])[:4]
-    gathers = [frozenset(memory.gathers)] if memory.gathers else []
-    return [*gathers, *(frozenset([key]) for key in constructs)]
+            runs[key] += times
+            (calls if name.startswith("custom") else costs)[key] = again
+    found = [frozenset(memory.gathers)] if memory.gathers else []
+    found += [frozenset([key]) for key in sorted(costs, key=costs.__getitem__)[:4] if runs[key] > 1]
+    cheapest = sorted(calls, key=calls.__getitem__)
+    while cheapest:
+        some = max(1, len(calls) - len(cheapest))  # as many as before them
+        found.append(frozenset(cheapest[:some]))
+        cheapest = cheapest[some:]
+    return found
 
 
 def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> list[str]:

@@ -16,6 +16,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast.budget import Chosen, MemoryBudget, Place, choose
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.lower import lower
+from jamp._autocast.residuals import stopped
 from jamp._autocast.segments import (
     Body,
     Code,
@@ -121,7 +122,7 @@ def _around(
     cannot transpose. Without a barrier, XLA:GPU computes cotangents where they are added to others, later, and what was
     computed again stays in memory.
     """
-    reaching = _reaching(found)
+    reaching = _reaching(found, segment.alive)
     perturbed = [i for i, is_perturbed in enumerate(segment.perturbed) if is_perturbed]
     stopped = [i for i in perturbed if segment.inputs[i] not in reaching]
     behind = [i for i in perturbed if segment.inputs[i] in reaching] if has_barrier else []
@@ -135,9 +136,10 @@ def _around(
     return around if stopped or behind else call
 
 
-def _reaching(found: Code) -> set[Any]:
-    """The values of a segment whose tangents reach a result."""
-    reaching: set[Any] = {v for v in found.outputs if not _jaxpr.is_literal(v) and is_inexact(v.aval)}
+def _reaching(found: Code, alive: Sequence[bool]) -> set[Any]:
+    """The values of a segment whose tangents reach a result that is `alive`."""
+    results: list[Any] = [v for v, x in zip(found.outputs, alive, strict=True) if x and not _jaxpr.is_literal(v)]
+    reaching = {v for v in results if is_inexact(v.aval)}
     for eqn in reversed(found.eqns):
         if not reaching.isdisjoint(eqn.outvars) and _jaxpr.name(eqn) != "stop_gradient":
             reaching.update(v for v in eqn.invars if not _jaxpr.is_literal(v) and is_inexact(v.aval))
@@ -155,7 +157,7 @@ def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) ->
 
     def segment(*args: Array) -> list[Array]:
         # The rule of a convolution is traced after all passes.
-        return _evaluate.call(lower(body) if piece.convolves else body, args)
+        return stopped(_evaluate.call(lower(body) if piece.convolves else body, args), piece.alive)
 
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).

@@ -1,12 +1,16 @@
 """What the backward pass of a segment reads, and what it takes to compute that again.
 
-`Kind` finds it once for all equal segments: it traces the derivative, in which the values that may be kept have a name.
+`Kind` finds it once for all equal segments: it traces the derivative, in which the values of the segment have a name.
 For any choice of kept values it counts the bytes, as JAX would keep them, and the FLOPs. It proposes a few choices
 (`Point`), from all values kept to none.
+
+A segment that becomes no checkpoint keeps what JAX keeps: also values that it moves, operands that a product casts, and
+what only the derivative computes, such as the cosine for a sine.
 """
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +34,7 @@ _NEVER_AGAIN = COLLECTIVES | frozenset(
     ("after_all", "create_token", "get", "random_gamma", "rng_bit_generator", "rng_uniform", "swap")
 )
 UNKNOWN = 1e18  # the FLOPs of a primitive that jamp does not know, which is therefore kept until last
+_OTHER = "jamp.other"  # the name of the values of a segment that it computes again
 _GROUPS = 9  # so many values of a segment, or groups of equal ones, are kept or dropped in all combinations
 _RANDOM = 60.0  # FLOPs for 32 random bits: threefry has 20 rounds of three operations for two numbers
 # FLOPs for a byte that is gathered from other devices: as many as one computes meanwhile. By their data sheets, a TPU
@@ -48,13 +53,15 @@ class Point(NamedTuple):
 class Kind:
     """What the backward pass of a segment reads.
 
-    The values of the segment are numbered in the order in which they are computed, and its inputs from -1 down.
+    The values of the segment are numbered in the order in which they are computed, and its inputs from -1 down. What
+    only the derivative computes has the numbers after these.
 
     Attributes:
       code: The segment.
       computed: The values, and the equation of each.
       sizes: The bytes of each value.
       kept: The numbers of the values that are kept without a budget.
+      live: The bytes that the backward pass reads in the segment at once.
     """
 
     def __init__(self, segment: Segment):
@@ -68,12 +75,26 @@ class Kind:
         self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}
         self._constants = {*closed.jaxpr.constvars}
         self._of_arguments = _of_arguments(closed, segment)
-        numbered = [(eqn, number) for eqn in closed.jaxpr.eqns if (number := _number(eqn)) is not None]
-        self._named: dict[Any, int] = {eqn.outvars[0]: number for eqn, number in numbered}
+        of_prefix = lambda prefix: {e.outvars[0]: n for e in closed.jaxpr.eqns if (n := _number(e, prefix)) is not None}
+        self._named = of_prefix(KEPT)
         # What is read to compute each value, up to other values, and the FLOPs.
-        self._needs = {number: self._walk(eqn.invars) for eqn, number in numbered}
-        self._read = self._walk(closed.jaxpr.outvars[len(self.code.outputs) :])
-        self.kept = frozenset(self._numbers[v] for v in self.code.kept)
+        self._needs = {number: self._walk(self._producers[v].invars) for v, number in self._named.items()}
+        residuals = [v for v in closed.jaxpr.outvars[len(self.code.outputs) :] if not _jaxpr.is_literal(v)]
+        self._read = self._walk(residuals)
+        known = self._inputs | self._named | of_prefix(_OTHER)
+        self._direct = set[int]()
+        for v in residuals:
+            if v not in known and v not in self._constants:
+                known[v] = len(self.computed)
+                self.computed.append((v, self._producers[v]))
+                self.sizes.append(device_bytes(v))
+            self._direct.update([known[v]] if v in known else [])
+        self.live = sum(self.sizes[i] for i in self._direct if i >= 0)
+        self._in_checkpoint = frozenset(self._numbers[v] for v in self.code.kept)
+        self.kept = self._in_checkpoint
+        if not segment.is_worth_it:
+            self.kept |= {i for i in self._direct if i >= 0}
+        self._is_worth_it = segment.is_worth_it
         self._points: dict[frozenset[int], list[Point]] = {}
 
     def numbers(self, variables: Iterable[Any]) -> list[int | None]:
@@ -97,6 +118,8 @@ class Kind:
 
     def needs(self, kept: frozenset[int]) -> tuple[set[int], float]:
         """The values and inputs that are read in the backward pass if some are kept, and the FLOPs computed again."""
+        if not self._is_worth_it and kept >= self.kept:  # It is no checkpoint.
+            return set(self._direct), 0.0
         (read, total), found, seen = self._read, set[int](), set[int]()
         stack = list(read)
         while stack:
@@ -123,14 +146,14 @@ class Kind:
         All combinations of some groups of values are tried.
         """
         if free not in self._points:
-            groups = self._groups(self.kept - free)
-            fixed = self.kept.difference(*groups)
+            groups = self._groups(self._in_checkpoint - free)
+            fixed = self._in_checkpoint.difference(*groups)
             found = [
                 self.point(fixed.union(*chosen), free)
                 for n in range(len(groups) + 1)
                 for chosen in itertools.combinations(groups, n)
             ]
-            self._points[free] = _pareto(found)
+            self._points[free] = _pareto([self.point(self.kept, free), *found])
         return self._points[free]
 
     def _groups(self, values: frozenset[int]) -> list[frozenset[int]]:
@@ -158,12 +181,12 @@ def _pareto(points: list[Point]) -> list[Point]:
 def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
     """The results of a segment and what its backward pass reads, as a function of its inputs.
 
-    The values that may be kept have a name.
+    Its values have names, of two kinds: those that may be kept, and others.
     """
     may_be_kept = code.kept.union(v for v in code.outputs if not _jaxpr.is_literal(v))
     values = enumerate(v for eqn in code.eqns for v in eqn.outvars)
-    closed = lower(named(code, {v: f"{KEPT} {i}" for i, v in values if v in may_be_kept}))
-    return with_residuals(closed, segment.perturbed, segment.around.inside)
+    closed = lower(named(code, {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in values}))
+    return with_residuals(closed, segment.perturbed, segment.alive, segment.around.inside)
 
 
 def _of_arguments(closed: ClosedJaxpr, segment: Segment) -> set[Any]:
@@ -175,15 +198,32 @@ def _of_arguments(closed: ClosedJaxpr, segment: Segment) -> set[Any]:
     return found
 
 
-def with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: JaxprEqn | None) -> ClosedJaxpr:
+def with_residuals(
+    closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
+) -> ClosedJaxpr:
     """A function that also returns what its backward pass reads. It may be inside a shard_map.
 
-    `perturbed` are the inputs that may have tangents. No gradient goes through what JAX does not differentiate.
+    `perturbed` are the inputs that may have tangents, and `alive` the results that get cotangents. No gradient goes
+    through what JAX does not differentiate.
     """
     try:
-        return _with_residuals(closed, perturbed, inside)
-    except Exception:  # each primitive raises an error of its own
-        return _with_residuals(_stopped(closed, inside), perturbed, inside)
+        return _with_residuals(closed, perturbed, alive, inside)
+    except Exception as error:
+        if not _has_no_derivative(error):
+            raise
+        return _with_residuals(_stopped(closed, inside), perturbed, alive, inside)
+
+
+# What JAX says of a primitive without a derivative, beside NotImplementedError.
+_WITHOUT_DERIVATIVE = re.compile(
+    r"Reverse-mode differentiation does not work|does not support reverse-mode|callbacks? do(es)? not support JVP"
+    r"|cannot be differentiated|can't apply forward-mode differentiation"
+)
+
+
+def _has_no_derivative(error: Exception) -> bool:
+    """Whether JAX raised an error because something has no derivative. Others are those of the user's rules."""
+    return isinstance(error, NotImplementedError) or bool(_WITHOUT_DERIVATIVE.search(str(error)))
 
 
 def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
@@ -194,9 +234,11 @@ def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
         inputs: list[Any] = list(dict.fromkeys(v for v in eqn.invars if not _jaxpr.is_literal(v)))
         single = _evaluate.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
         try:
-            _with_residuals(single, [is_inexact(v.aval) for v in inputs], inside)
+            _with_residuals(single, [is_inexact(v.aval) for v in inputs], [True] * len(eqn.outvars), inside)
             found.append(eqn)
-        except Exception:
+        except Exception as error:
+            if not _has_no_derivative(error):
+                raise
             stopped = trace(inside, partial(_with_stopped_gradients, single), single.in_avals)
             found.extend(_evaluate.inline(stopped, inputs, eqn.outvars))
     return _evaluate.closed_jaxpr({}, closed.jaxpr.invars, outputs, found)
@@ -206,12 +248,14 @@ def _with_stopped_gradients(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     return _evaluate.call(closed, [jax.lax.stop_gradient(x) for x in args])
 
 
-def _with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: JaxprEqn | None) -> ClosedJaxpr:
+def _with_residuals(
+    closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
+) -> ClosedJaxpr:
     places = [i for i, x in enumerate(perturbed) if x]
     n = len(closed.in_avals)
 
     def of_perturbed(args: Sequence[Any]) -> Callable[..., list[Any]]:
-        return lambda *xs: _evaluate.call(closed, _evaluate.replaced(args, places, xs))
+        return lambda *xs: stopped(_evaluate.call(closed, _evaluate.replaced(args, places, xs)), alive)
 
     def jvp(*args: Any) -> list[Any]:
         results, tangents = jax.jvp(of_perturbed(args[:n]), [args[i] for i in places], list(args[n:]))
@@ -227,25 +271,38 @@ def _with_residuals(closed: ClosedJaxpr, perturbed: Sequence[bool], inside: Jaxp
     types = [*closed.in_avals, *(closed.in_avals[i] for i in places)]
     traced = trace(inside, jvp, types)
     eqns, outputs = _evaluate.flattened(traced)
+    results = outputs[: len(closed.out_avals)]
     linear = {*traced.jaxpr.invars[n:]}
-    reads: dict[Any, None] = {}
     primal: list[JaxprEqn] = []
+    of_tangents: list[JaxprEqn] = []
     for eqn in eqns:
-        operands: list[Any] = [v for v in eqn.invars if not _jaxpr.is_literal(v)]
-        if linear.isdisjoint(operands):
+        if linear.isdisjoint(v for v in eqn.invars if not _jaxpr.is_literal(v)):
             primal.append(eqn)
         elif _jaxpr.has_body(eqn):
             return trace(inside, vjp, closed.in_avals)
         else:
             linear.update(eqn.outvars)
+            of_tangents.append(eqn)
+    # Tangents that reach no result are not computed.
+    needed: set[Any] = {v for v in outputs[len(results) :] if not _jaxpr.is_literal(v)}
+    reads: dict[Any, None] = {}
+    for eqn in reversed(of_tangents):
+        if not needed.isdisjoint(eqn.outvars):
+            operands: list[Any] = [v for v in eqn.invars if not _jaxpr.is_literal(v)]
+            needed.update(v for v in operands if v in linear)
             reads |= dict.fromkeys(v for v in operands if v not in linear)
     # `flattened` makes the constants literals.
-    return _evaluate.closed_jaxpr({}, traced.jaxpr.invars[:n], [*outputs[: len(closed.out_avals)], *reads], primal)
+    return _evaluate.closed_jaxpr({}, traced.jaxpr.invars[:n], [*results, *reads], primal)
 
 
-def _number(eqn: JaxprEqn) -> int | None:
+def stopped(results: Sequence[Any], alive: Sequence[bool]) -> list[Any]:
+    """The results, of which only those that are `alive` have tangents."""
+    return [x if is_alive else jax.lax.stop_gradient(x) for x, is_alive in zip(results, alive, strict=True)]
+
+
+def _number(eqn: JaxprEqn, wanted: str) -> int | None:
     prefix, _, number = str(_jaxpr.params(eqn)["name"]).partition(" ") if _jaxpr.name(eqn) == "name" else ("", "", "")
-    return int(number) if prefix == KEPT and number else None
+    return int(number) if prefix == wanted and number else None
 
 
 def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
@@ -265,7 +322,7 @@ def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
     bodies = [e for inner, _ in _jaxpr.inner(eqn) for e in inner.eqns]
     if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in bodies):
         return math.inf
-    is_known = bodies or name in ARITHMETIC | CUBIC.keys() | EXPENSIVE | MOVING | OTHERS | PRODUCTS
+    is_known = _jaxpr.has_body(eqn) or name in ARITHMETIC | CUBIC.keys() | EXPENSIVE | MOVING | OTHERS | PRODUCTS
     return flops(eqn) if is_known else UNKNOWN
 
 

@@ -6,6 +6,7 @@ of a segment the backward pass keeps, `budget.py` which of these it drops, and `
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +29,7 @@ from jamp._source_line import in_scope
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
+_LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
 # JAX differentiates the bodies of these. A while has no gradient, a custom rule replaces the derivative of its body,
 # and in a `jax.checkpoint` the user has decided.
 ENTERED = ("jit", "scan", "cond", "shard_map", "scaled_call")
@@ -47,8 +49,9 @@ class Segment:
     Attributes:
       eqns, inputs, outputs: The code, what it reads, and what is read after it.
       origins: Those of the inputs.
+      alive: Which outputs have tangents that reach a result of the function.
       around: The constructs around it.
-      is_worth_it: Whether computing something in it again frees memory.
+      is_worth_it: Whether it becomes a checkpoint at any budget. Computing something in it again frees memory.
       convolves: Whether more than half of its products are convolutions.
       is_end: Whether it is the last product of a function and what follows.
     """
@@ -57,6 +60,7 @@ class Segment:
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
     origins: tuple[Origin, ...]
+    alive: tuple[bool, ...]
     around: Around
     is_worth_it: bool
     convolves: bool
@@ -69,7 +73,8 @@ class Segment:
 
     def key(self, sources: bool) -> Any:
         """What equal segments have in common. With `sources`, they come from the same lines."""
-        return _fingerprint.fingerprint(self.inputs, self.outputs, self.eqns, sources), self.origins, self.around
+        code = _fingerprint.fingerprint(self.inputs, self.outputs, self.eqns, sources)
+        return code, self.origins, self.alive, self.around, self.is_worth_it
 
 
 class Construct(NamedTuple):
@@ -88,6 +93,7 @@ class Body(NamedTuple):
     closed: ClosedJaxpr
     parts: list[Part]
     origins: dict[Var, Origin]
+    alive: Set[Var]
 
 
 class Code(NamedTuple):
@@ -100,7 +106,7 @@ class Code(NamedTuple):
 
 
 def key_of(eqn: JaxprEqn) -> Any:
-    """What equal constructs have in common."""
+    """What equal constructs have in common. Calls of a custom rule have functions of their own, so none are equal."""
     inputs: list[Any] = [v for v in eqn.invars if not _jaxpr.is_literal(v)]
     return _fingerprint.fingerprint(inputs, eqn.outvars, [eqn], sources=False)
 
@@ -172,6 +178,8 @@ def _name_equation(name: str) -> JaxprEqn:
 class Split:
     """Cuts jaxprs into segments.
 
+    A function without a product is cut by bytes. At a budget of 1.0 it is left to JAX.
+
     Args:
       products: How many products a segment has, more or less.
       whole: The keys of the constructs that are part of a segment, and so computed again as a whole.
@@ -182,24 +190,37 @@ class Split:
         self, products: int = PRODUCTS_OF_A_SEGMENT, whole: frozenset[Any] = frozenset(), cut_convolutions: bool = False
     ):
         self._origins = _dataflow.Forward(origin, join, lambda value: CONSTANT)
+        self._alive = _dataflow.Backward(_passes_tangents)
         self._bodies: dict[Any, Body] = {}
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
+        self._has_products = True
 
     def function(self, closed: ClosedJaxpr) -> Body:
         """A function in parts. Its last product and what follows are a segment of their own."""
+        self._has_products = any(map(holds_product, closed.jaxpr.eqns))
         arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
-        return self._body(closed, arguments, Around(), is_function=True)
+        return self._body(closed, arguments, [True] * len(closed.out_avals), Around(), is_function=True)
 
-    def _body(self, closed: ClosedJaxpr, inputs: Sequence[Origin], around: Around, is_function: bool = False) -> Body:
+    def _body(
+        self,
+        closed: ClosedJaxpr,
+        inputs: Sequence[Origin],
+        outputs: Sequence[bool],
+        around: Around,
+        is_function: bool = False,
+    ) -> Body:
+        """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
         jaxpr = closed.jaxpr
-        key = id(jaxpr), tuple(inputs), around
+        key = id(jaxpr), tuple(inputs), tuple(outputs), around
         if key in self._bodies:  # With the jaxpr, so that no other one gets its id.
             return self._bodies[key]
-        origins = self._origins(closed, inputs)
+        alive = self._alive(jaxpr, outputs)
+        known = self._origins(closed, inputs)
+        origins = {v: x if v in alive else x._replace(perturbed=False) for v, x in known.items()}
         parts: list[Part] = []
         straight: list[JaxprEqn] = []
         last_uses = _jaxpr.last_uses(jaxpr)
-        end = _end(jaxpr.eqns, last_uses) if is_function else len(jaxpr.eqns)
+        end = _end(jaxpr.eqns, last_uses, origins) if is_function else len(jaxpr.eqns)
 
         def close(stop: int) -> None:
             if not straight:
@@ -207,11 +228,12 @@ class Split:
             whole = range(stop - len(straight), stop)
             is_one = around.loop or (_convolves(straight) and not self._cut_convolutions)
             first, last = range(whole.start, min(end, stop)), range(max(end, whole.start), stop)
-            pieces = [first] if is_one else _cut(jaxpr.eqns, first, last_uses, self._products)
+            cut = _cut if self._has_products else _cut_by_bytes
+            pieces = [first] if is_one else cut(jaxpr.eqns, first, last_uses, self._products)
             for piece in filter(None, [*pieces, last]):
                 members = tuple(jaxpr.eqns[i] for i in piece)
-                outputs = tuple(v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop)
-                parts.append(_segment(members, outputs, origins, around, piece is last))
+                results = tuple(v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop)
+                parts.append(_segment(members, results, origins, alive, around, piece is last, self._has_products))
             straight.clear()
 
         for i, eqn in enumerate(jaxpr.eqns):
@@ -226,21 +248,33 @@ class Split:
             is_manual = _jaxpr.name(eqn) == "shard_map"
             inner = Around(around.loop or _jaxpr.name(eqn) == "scan", eqn if is_manual else around.inside)
             into = self._origins.into(eqn, self._origins.read(origins, eqn.invars))
-            parts.append(Construct(eqn, [self._body(*x, inner) for x in zip(bodies, into, strict=True)]))
+            out_of = self._alive.into(eqn, _dataflow.flags(eqn.outvars, alive))
+            parts.append(Construct(eqn, [self._body(*x, inner) for x in zip(bodies, into, out_of, strict=True)]))
         close(len(jaxpr.eqns))
-        self._bodies[key] = Body(closed, parts, origins)
+        self._bodies[key] = Body(closed, parts, origins, alive)
         return self._bodies[key]
 
 
+def _passes_tangents(eqn: JaxprEqn, results: Sequence[bool]) -> bool:
+    """Whether the tangents of the operands reach a result of the function, if those of some results do. Backward."""
+    is_any = any(x and is_inexact(v.aval) for v, x in zip(eqn.outvars, results, strict=True))
+    return is_any and _jaxpr.name(eqn) != "stop_gradient"
+
+
 def _segment(
-    eqns: tuple[JaxprEqn, ...], outputs: tuple[Var, ...], origins: dict[Var, Origin], around: Around, is_end: bool
+    eqns: tuple[JaxprEqn, ...],
+    outputs: tuple[Var, ...],
+    origins: dict[Var, Origin],
+    alive: Set[Var],
+    around: Around,
+    is_end: bool,
+    has_products: bool,
 ) -> Segment:
-    defined = {v for eqn in eqns for v in eqn.outvars}
-    reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
-    inputs = tuple(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
+    inputs = _reads(eqns)
     convolves = _convolves(eqns) and not around.loop
-    is_worth_it = any(map(_is_worth_it, eqns))
-    return Segment(eqns, inputs, outputs, tuple(origins[v] for v in inputs), around, is_worth_it, convolves, is_end)
+    is_worth_it = has_products and any(map(_is_worth_it, eqns))
+    of_inputs, of_outputs = tuple(origins[v] for v in inputs), tuple(v in alive for v in outputs)
+    return Segment(eqns, inputs, outputs, of_inputs, of_outputs, around, is_worth_it, convolves, is_end)
 
 
 def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
@@ -248,13 +282,27 @@ def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
     return names.count("conv_general_dilated") > len(names) / 2
 
 
-def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int]) -> int:
-    """Where the end of a function begins: at its last product, or before, where fewer bytes cross."""
+def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[Var, Origin]) -> int:
+    """Where the end of a function begins: at its last product, or before, where fewer bytes cross.
+
+    No value in between is kept, or no budget would drop it.
+    """
     products = [i for i, eqn in enumerate(eqns) if holds_product(eqn)]
     if not products or not _is_plain(eqns[products[-1]]):
-        return products[-1] + 1 if products else 0
-    start = products[-2] + 1 if len(products) > 1 else 0
-    return min(range(start, products[-1] + 1), key=_crossing(eqns, range(len(eqns)), last_uses).__getitem__)
+        return products[-1] + 1 if products else len(eqns)
+    last = products[-1]
+    start = next((i + 1 for i in reversed(range(last)) if not is_recomputed(eqns[i])), 0)
+    inputs = _reads(eqns[start:last])
+    held = kept(eqns[start:last], inputs, [origins[v] for v in inputs])
+    start = next((i + 1 for i in reversed(range(start, last)) if not held.isdisjoint(eqns[i].outvars)), start)
+    return min(range(start, last + 1), key=_crossing(eqns, range(len(eqns)), last_uses).__getitem__)
+
+
+def _reads(eqns: Sequence[JaxprEqn]) -> tuple[Var, ...]:
+    """What some equations read that they do not compute."""
+    defined = {v for eqn in eqns for v in eqn.outvars}
+    reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
+    return tuple(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
 
 
 def _crossing(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> list[float]:
@@ -268,8 +316,13 @@ def _crossing(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int])
 
 
 def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
-    """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut."""
-    counts = itertools.accumulate((holds_product(eqns[i]) for i in whole), initial=0)
+    """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut.
+
+    A whole construct counts as the products that it runs.
+    """
+    counts = itertools.accumulate(
+        (_runs(eqns[i]) if _is_whole(eqns[i]) else holds_product(eqns[i]) for i in whole), initial=0
+    )
     before = dict(zip([*whole, whole.stop], counts, strict=True))  # the number of products before each equation
     least, most = 0.75 * products, 1.5 * products
     if before[whole.stop] <= most:
@@ -284,6 +337,38 @@ def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], prod
         found.append(range(start, end))
         start = end
     return [*found, range(start, whole.stop)]
+
+
+def _cut_by_bytes(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
+    """Cut straight-line code without products, where the fewest bytes cross the cut.
+
+    Of code that computes 40 times the bytes that cross a cut, six segments (the square root) keep and compute again
+    about as many bytes as each other. With twice the `products`, segments are twice as long.
+    """
+    sizes = dict(zip(whole, (_computed_bytes(eqns[i]) for i in whole), strict=True))
+    crossing = _crossing(eqns, whole, last_uses)
+    inner = sorted(crossing[i] for i in whole[1:]) or [0.0]
+    computed, typical = sum(sizes.values()), inner[len(inner) // 2]
+    least = math.sqrt(computed * typical) * products / PRODUCTS_OF_A_SEGMENT
+    if typical * _LEAST_CUT > computed:
+        return [whole]
+    found, start, size = [], whole.start, 0.0
+    for i in whole:
+        size += sizes[i]
+        if size < least or i + 1 == whole.stop:
+            continue
+        near = range(max(start, i - (i - start) // 4), i + 1)  # a quarter shorter at most
+        end = min(reversed(near), key=lambda j: crossing[j + 1]) + 1
+        found.append(range(start, end))
+        start, size = end, sum(sizes[j] for j in range(end, i + 1))
+    return [*found, range(start, whole.stop)]
+
+
+def _computed_bytes(eqn: JaxprEqn) -> float:
+    """The bytes of the floating-point values that an equation computes, and of those in it."""
+    if body := _jaxpr.inlinable(eqn):
+        return sum(map(_computed_bytes, body.jaxpr.eqns))
+    return 0.0 if _jaxpr.name(eqn) in MOVING else sum(nbytes(v) for v in eqn.outvars if is_inexact(v.aval))
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
@@ -302,10 +387,23 @@ def _is_plain(eqn: JaxprEqn) -> bool:
     return name_of(eqn) in CHEAP | EXPENSIVE | PRODUCTS or not _jaxpr.has_body(eqn)
 
 
+def _is_whole(eqn: JaxprEqn) -> bool:
+    """Whether an equation of a segment is a whole construct, which is computed again."""
+    return _jaxpr.has_body(eqn) and not _jaxpr.inlinable(eqn) and not is_recomputed(eqn)
+
+
+def _runs(eqn: JaxprEqn) -> int:
+    """How many products an equation runs, those of a layer at most. A kernel that holds none is one."""
+    held = sum(times * _runs(e) for body, times in _jaxpr.inner(eqn) for e in body.eqns if holds_product(e))
+    return min(max(1, held), PRODUCTS_OF_A_SEGMENT)
+
+
 def _is_worth_it(eqn: JaxprEqn) -> bool:
     """Whether an equation computes a large array that may be computed again. A symbolic size is large."""
     if body := _jaxpr.inlinable(eqn):
         return any(map(_is_worth_it, body.jaxpr.eqns))
+    if _is_whole(eqn):
+        return True  # Without a checkpoint, what is inside would be kept.
     sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
     is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
     return is_large and _jaxpr.name(eqn) not in MOVING and is_recomputed(eqn)
