@@ -109,8 +109,19 @@ def scope_path(eqn: JaxprEqn, around: str) -> str:
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether an equation was made by transposing a function, so that it is part of a backward pass."""
-    return _TRANSPOSE.search(str(eqn.source_info.name_stack)) is not None
+    """Whether an equation was made by transposing a function, so that it is part of a backward pass.
+
+    A scope of the user may have any name, such as "transpose(jvp)". So the class of the entry decides.
+    """
+    stack: Any = eqn.source_info.name_stack
+    return any(part.name == "transpose" and type(part) is not _scope_class() for part in stack.stack)
+
+
+@functools.cache
+def _scope_class() -> type:
+    """The class of the entry that `jax.named_scope` adds to a name stack. A transformation adds one of another class."""
+    stack: Any = jax.make_jaxpr(jax.named_scope("scope")(jax.lax.neg))(0.0).eqns[0].source_info.name_stack
+    return type(stack.stack[-1])
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> bool:
@@ -164,7 +175,6 @@ _GENERATED = ("__init__", "__new__", "__eq__", "__lt__", "__le__", "__gt__", "__
 _JAX = str(Path(jax.__file__).parent) + os.sep
 _LINEAR_ALGEBRA = re.compile("linalg|solves")  # in the names of JAX's files
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")  # jvp(Net), transpose(jvp(Net))
-_TRANSPOSE = re.compile(r"\btranspose\(")  # A scope of this name is printed without a parenthesis.
 # An einsum is scoped by its subscripts, an Equinox layer by its class.
 _NO_SCOPE = re.compile(r"^$|->|^eqx\.|^jamp\.|^rematted_computation$|^checkpoint$")
 _SEPARATORS = re.compile(r"([/.'\"\[\]]+)")

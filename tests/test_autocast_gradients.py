@@ -254,3 +254,14 @@ def test_a_transposed_function_is_differentiated_like_any_other():
     mine, truth = jax.grad(loss(low), (0, 1))(W, X @ W), jax.grad(loss(plain), (0, 1))(W, X @ W)
     for x, y in zip(mine, truth, strict=True):
         assert np.linalg.norm(x - y) < 2e-2 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("name", ["transpose(jvp)", "transpose", "jvp(transpose)", "a/transpose(jvp(b))/c"])
+def test_no_scope_of_the_user_is_taken_for_a_backward_pass(name):
+    scoped = jax.named_scope(name)(jnp.matmul)
+    (row,) = jamp.autocast_report(scoped, jnp.bfloat16)(X, W).rows
+    assert (row.operation, row.category, row.after) == ("dot_general", "compute", "bfloat16, bfloat16 -> bfloat16")
+    inside = jax.jit(jax.named_scope(name)(jax.jit(jnp.matmul)))
+    (row,) = jamp.autocast_report(inside, jnp.bfloat16)(X, W).rows
+    assert row.category == "compute"
+    assert not jamp.autocast_report(scoped, jnp.bfloat16)(X, W).backward
