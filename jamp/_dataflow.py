@@ -38,11 +38,11 @@ class Forward(Generic[T]):
 
     def __call__(self, closed: ClosedJaxpr, inputs: Sequence[T]) -> dict[Var, T]:
         """The facts about the values of a jaxpr, given those about its inputs."""
-        jaxpr, key = closed.jaxpr, (id(closed.jaxpr), tuple(inputs))
+        jaxpr, key = closed.jaxpr, (_jaxpr.identity(closed), tuple(inputs))
         if key not in self._done:
             facts = dict(zip(jaxpr.invars, inputs, strict=True))
             facts |= {v: self._constant(x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
-            self._done[key] = closed, facts  # With the jaxpr, so that no other one gets its id.
+            self._done[key] = closed, facts  # With the function, so that no other one gets its ids.
             for eqn in jaxpr.eqns:
                 facts.update(zip(eqn.outvars, self._results(eqn, self.read(facts, eqn.invars)), strict=True))
         return self._done[key][1]

@@ -424,3 +424,22 @@ def test_layers_on_one_line_keep_the_metadata_of_each():
         text = jax.jit(jamp.autocast(fun, BF16, **options)).lower(*[jnp.ones((64, 64))] * 2).as_text()
         lines = [line for line in text.splitlines() if "dot_general" in line]
         assert ["layer0" in lines[0], "layer1" in lines[1], "layer2" in lines[2]] == [True] * 3
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, jamp.Float8(min_size=1), jamp.Int8(min_size=1)], ids=str)
+@pytest.mark.parametrize("operation", [jnp.matmul, jnp.multiply])
+def test_calls_of_one_jaxpr_have_their_own_constants(operation, dtype):
+    eye = jnp.eye(4)
+    constants = [eye, 2 * eye, 2.0**17 * eye]  # The last is beyond float16.
+    body = jax.make_jaxpr(lambda x: operation(x, eye))(SQUARE).jaxpr
+    calls = [jax.jit(jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(body, [c]))) for c in constants]
+    outer = jax.make_jaxpr(lambda x: [*(call(x)[0] for call in calls), x @ x])(SQUARE)
+    given = iter(constants)
+    of_one = lambda e: e.replace(params={**e.params, "jaxpr": jax.extend.core.ClosedJaxpr(body, [next(given)])})
+    eqns = [of_one(e) if _jaxpr.name(e) == "jit" else e for e in outer.jaxpr.eqns]
+    made = jax.extend.core.ClosedJaxpr(outer.jaxpr.replace(eqns=eqns), outer.consts)
+    fun = lambda x: jax.extend.core.jaxpr_as_fun(made)(x)
+    rules = {} if isinstance(dtype, jnp.dtype) else {"dot_general": "compute"}  # Else they are the head.
+    one, two, large, _ = jamp.autocast(fun, dtype, rules=rules, recompute=False)(SQUARE)
+    np.testing.assert_array_equal(2 * one, two)
+    np.testing.assert_allclose(2.0**17 * one, large, rtol=0.1)

@@ -65,8 +65,8 @@ class _Pass:
         self._done: dict[Any, tuple[ClosedJaxpr, Rewritten]] = {}
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, outputs: Sequence[Output]) -> Rewritten:
-        key = id(closed.jaxpr), tuple(inputs), place, tuple(outputs)
-        if key not in self._done:  # With the jaxpr, so that no other one gets its id.
+        key = _jaxpr.identity(closed), tuple(inputs), place, tuple(outputs)
+        if key not in self._done:  # With the function, so that no other one gets its ids.
             self._done[key] = closed, _Body(self, closed, inputs, place, outputs).rewritten()
         return self._done[key][1]
 

@@ -47,8 +47,8 @@ class _Pass:
 
     def run(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
         """Lower a jaxpr, which may be inside a shard_map."""
-        key = id(closed.jaxpr), inside
-        if key not in self._bodies:  # With the jaxpr, so that no other one gets its id.
+        key = _jaxpr.identity(closed), inside
+        if key not in self._bodies:  # With the function, so that no other one gets its ids.
             self._bodies[key] = closed, self._lower(closed, inside)
         return self._bodies[key][1]
 

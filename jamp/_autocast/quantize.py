@@ -60,8 +60,8 @@ class _Pass:
         self, closed: ClosedJaxpr, after: tuple[bool, ...], feeding: tuple[bool, ...], inside: JaxprEqn | None
     ) -> ClosedJaxpr:
         """Quantize a jaxpr. `after` inputs depend on a product, and later products read the `feeding` outputs."""
-        key = id(closed.jaxpr), after, feeding, inside
-        if key not in self._done:  # With the jaxpr, so that no other one gets its id.
+        key = _jaxpr.identity(closed), after, feeding, inside
+        if key not in self._done:  # With the function, so that no other one gets its ids.
             self._done[key] = closed, self._quantize(closed, after, feeding, inside)
         return self._done[key][1]
 
