@@ -132,6 +132,16 @@ def test_leaves_of_one_type_and_name_are_combined_before_they_are_reduced():
     assert reductions([leaf, leaf.astype(jnp.complex64)]) == reductions([leaf, leaf[0]]) == 2
 
 
+def test_the_program_does_not_depend_on_the_devices_of_the_process_that_traces_it(monkeypatch):
+    tree = {k: {"w": jnp.ones((4, 4))} for k in "abc"}
+    programs = {str(jax.make_jaxpr(jamp.all_finite)(tree))}
+    for count in (1, 2, 8):
+        monkeypatch.setattr(jax, "device_count", lambda n=count: n)
+        jax.clear_caches()
+        programs.add(str(jax.make_jaxpr(jamp.all_finite)(tree)))
+    assert len(programs) == 1
+
+
 @pytest.mark.parametrize("precision", ["BF16_BF16_F32_X3", "F16_F16_F16", "TF32_TF32_F32"])
 def test_the_check_compiles_under_a_default_precision_that_products_do_not(precision):
     """XLA:CPU compiles no product of two vectors inside a fusion in the first two, and no product in the third."""

@@ -78,9 +78,13 @@ def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:
 
 
 def _type_tells_sharding(x: Array) -> bool:
+    """Whether arrays of the type of `x` are sharded alike.
+
+    A type without a mesh counts as that of an array on one device, however many devices the tracing process sees.
+    """
     mesh = jax.typeof(x).sharding.mesh
     kinds = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
-    return jax.device_count() == 1 if mesh.empty else AxisType.Auto not in kinds
+    return AxisType.Auto not in kinds
 
 
 def _any_nonfinite(group: list[Array]) -> Array:
