@@ -119,7 +119,7 @@ def is_transposed(eqn: JaxprEqn) -> bool:
 
 @functools.cache
 def _scope_class() -> type:
-    """The class of the entry that `jax.named_scope` adds to a name stack. A transformation adds one of another class."""
+    """The class of what `jax.named_scope` adds to a name stack. A transformation adds an entry of another class."""
     stack: Any = jax.make_jaxpr(jax.named_scope("scope")(jax.lax.neg))(0.0).eqns[0].source_info.name_stack
     return type(stack.stack[-1])
 

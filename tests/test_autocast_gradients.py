@@ -1,6 +1,7 @@
 """Weight gradients under autocast: float32 as they are accumulated, whatever stands around the product."""
 
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxprs import PRODUCTS, equations, normal
 from programs import LEAVES, by_operation, reference
 
 import jamp
+from jamp._autocast import extent
 
 BF16, F16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 N = 32
@@ -254,6 +256,77 @@ def test_a_transposed_function_is_differentiated_like_any_other():
     mine, truth = jax.grad(loss(low), (0, 1))(W, X @ W), jax.grad(loss(plain), (0, 1))(W, X @ W)
     for x, y in zip(mine, truth, strict=True):
         assert np.linalg.norm(x - y) < 2e-2 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, jamp.Float8(carrier=F16, min_size=1)], ids=["bf16", "f16", "f8"])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.grad])
+def test_a_function_may_close_over_a_ref_or_get_one(around, dtype):
+    def add(x, sums):
+        h = x @ W
+        sums[...] += lax.stop_gradient(h).sum(0)
+        return jnp.sum(h @ W)
+
+    sums, want = jax.new_ref(jnp.zeros(N)), jax.new_ref(jnp.zeros(N))
+    add(X[0], want)
+    around(jamp.autocast(lambda x: add(x, sums), dtype))(X[0])
+    around(jamp.autocast(add, dtype))(X[0], sums)
+    np.testing.assert_allclose(sums[...] / 2, want[...], atol=0.3)
+
+
+TRANSFORMED = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "grad": lambda f: jax.grad(lambda x: jnp.sum(f(x))),
+    "vmap": lambda f: jax.vmap(f, axis_size=2, in_axes=None),
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=1),
+    "shard_map": lambda f: jax.shard_map(f, mesh=MESH, in_specs=P(), out_specs=P()),
+    "jit of shard_map": lambda f: jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P(), out_specs=P())),
+    "disable_jit": lambda f: jax.disable_jit()(f),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_closed_over_array_is_reduced_on_its_device_once(name, monkeypatch):
+    reduce, given = extent._reduce, []
+    monkeypatch.setattr(extent, "_SMALL", 0)
+    monkeypatch.setattr(extent, "_reduce", lambda x: (given.append(x.shape), reduce(x))[1])
+    tiny = jnp.full((N, N), 1e-9).at[0, 0].set(jnp.nan)  # becomes 0, but for the NaN
+    large = jnp.ones((N, N)).at[0, 1].set(1e6).at[1, 0].set(-jnp.inf)
+    for constant, key in ((tiny, ""), (tiny.at[0, 0].set(0.0), "[range]"), (large, "[range]"), (jnp.ones((N, N)), "")):
+        keys = set()
+
+        def fun(x, c=constant, keys=keys):
+            report = jamp.autocast_report(lambda x: x @ c, F16)(x)
+            keys.update(row.operation for row in report.rows)
+            return jamp.autocast(lambda x: x @ c, F16)(x)
+
+        TRANSFORMED[name](fun)(W)
+        assert keys == {f"dot_general{key}"}, (key, keys)
+    assert given == [(N, N)] * 4
+
+
+def test_what_is_known_of_an_array_is_forgotten_with_it():
+    gc.collect()
+    before = len(extent._KNOWN)
+    constants = [normal(N, N, seed=i) for i in range(3)]
+    jamp.autocast(lambda x, constants=constants: [x @ c for c in constants], F16)(W)
+    assert len(extent._KNOWN) == before + 3
+    del constants
+    gc.collect()
+    assert len(extent._KNOWN) == before
+
+
+def test_arrays_of_other_processes_are_not_read_and_the_report_says_so(monkeypatch):
+    constant = jnp.full((N, N), 1e6)
+    monkeypatch.setattr(type(constant), "is_fully_addressable", False)
+    monkeypatch.setattr(extent, "extent", None)
+    report = jamp.autocast_report(lambda x: x @ constant, F16)(W)
+    assert [row.operation for row in report.rows] == ["dot_general"]
+    assert report.unread == ("float32[32,32]",)
+    assert "a closed-over float32[32,32] was not searched for values beyond the range of float16" in " ".join(
+        str(report).split()
+    )
+    assert not jamp.autocast_report(lambda x: x @ constant, BF16)(W).unread
 
 
 @pytest.mark.parametrize("name", ["transpose(jvp)", "transpose", "jvp(transpose)", "a/transpose(jvp(b))/c"])

@@ -106,12 +106,14 @@ def join_constants(x: Constant | None, y: Constant | None) -> Constant | None:
 
 
 def as_constant(is_out_of_range: Callable[[Any], bool], value: Any) -> Constant | None:
-    """The fact about a constant of a jaxpr. None if this process cannot read it.
+    """The fact about a constant of a jaxpr. None if it has no value yet, or is not an array of real numbers, but a Ref.
 
     Of an array, no more than whether it `is_out_of_range`: bodies that are called with different weights are cast once.
     """
-    if not isinstance(value, jax.Array) and np.ndim(value) == 0:
+    aval = jax.typeof(value)
+    if isinstance(value, jax.core.Tracer) or not isinstance(aval, jax.core.ShapedArray):
+        return None
+    if not isinstance(value, jax.Array) and aval.ndim == 0:
         return Constant(Bits(value))
-    is_here = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    is_real = is_here and (is_floating(value) or jnp.issubdtype(value.dtype, np.integer))  # and no random key
+    is_real = is_floating(aval) or jnp.issubdtype(aval.dtype, np.integer)  # and no random key
     return Constant(None, is_out_of_range(value)) if is_real else None

@@ -65,6 +65,8 @@ class AutocastReport:
       quantized: "float8" for a `Float8` and "int8" for an `Int8`, whose carrier is the compute dtype; else "".
       as_run: Whether the function has autocast inside, and is reported as it runs.
       unchanged: For a compute dtype of float32, why the function is unchanged; else "".
+      unread: The types of closed-over arrays that were not searched for values beyond the range of the compute dtype,
+        because parts of them are on devices of other processes.
     """
 
     rows: tuple[AutocastRow, ...]
@@ -73,6 +75,7 @@ class AutocastReport:
     quantized: str = ""
     as_run: bool = False
     unchanged: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def share_16_bit(self) -> float:
@@ -114,7 +117,12 @@ class AutocastReport:
                 place = f"in {row.scope} " * bool(row.scope) + f"with {row.parameter} " * bool(row.parameter)
                 what = share if row.flops else "runs as traced"
                 stays.append(f"{row.source}: {row.operation} {place}{what}: {row.reason}")
-        return (*stays, *[_BACKWARD] * self.backward)
+        unread = (
+            f"a closed-over {x} was not searched for values beyond the range of {self.compute_dtype}, because parts of "
+            "it are on devices of other processes. If it has some, use the rule 'float32' for the products with it"
+            for x in self.unread
+        )
+        return (*stays, *unread, *[_BACKWARD] * self.backward)
 
     @property
     def _wide(self) -> str:
@@ -208,7 +216,8 @@ def autocast_report(
         backward = not as_run and any(map(is_transposed, _jaxpr.all_equations(passes.traced.jaxpr)))
         name = passes.format.name if passes.format else ""
         unchanged = "" if as_run else _unchanged(passes)
-        return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run, unchanged)
+        unread = tuple(passes.target.unread)
+        return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run, unchanged, unread)
 
     return of_types(report)
 

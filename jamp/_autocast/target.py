@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from jamp import _jaxpr
+from jamp._autocast.extent import extent
 from jamp._autocast.rules import (
     ACCUMULATE,
     ANY,
@@ -41,6 +42,8 @@ class Target:
         # The rules for a part of the name stack.
         self.parts = [key for key in rules if "[" in key and key not in rules_for(self.wide)]
         self.used: set[str] = set()  # the keys that decided about an equation, and the names of all primitives
+        # The types of the arrays of constants that this process cannot read, because others hold parts of them.
+        self.unread: dict[str, None] = {}
 
     def is_wide(self, x: Any) -> bool:
         """Whether an array, or its type, has the dtype that products cast."""
@@ -66,12 +69,17 @@ class Target:
 
     def is_out_of_range(self, constant: Any) -> bool:
         """Whether a finite constant, or an element of an array of them, becomes infinite in 16 bit, or all become 0."""
-        # For bfloat16 no array is read, because it has the range of float32 but for the last half unit.
-        has_range_of_wide = jnp.finfo(self.compute_dtype).maxexp == jnp.finfo(self.wide).maxexp
-        if constant is None or (np.ndim(constant) and has_range_of_wide):
+        if constant is None:
             return False
-        given, low = np.asarray(constant), self._low(constant)
-        return bool(np.any(np.isinf(low) & np.isfinite(given)) or (np.any(given) and not np.any(low)))
+        # For bfloat16 no array is read, because it has the range of float32 but for the last half unit.
+        if np.ndim(constant) and jnp.finfo(self.compute_dtype).maxexp == jnp.finfo(self.wide).maxexp:
+            return False
+        if not getattr(constant, "is_fully_addressable", True):
+            self.unread[jax.typeof(constant).str_short()] = None
+            return False
+        largest, is_finite = extent(constant)
+        low = self._low(largest)
+        return bool(np.isinf(low) or (is_finite and largest != 0 and low == 0))
 
     def _low(self, constant: Any) -> Any:
         with np.errstate(all="ignore"):
