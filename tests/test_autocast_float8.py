@@ -356,10 +356,17 @@ def test_a_float8_that_changes_no_product_says_why():
     jamp.autocast(asked, F8)(W)  # The code asked for float32.
 
 
+FLOAT4 = "float4_e2m1fn"
+
+
 def test_a_configuration_is_hashable_and_what_it_cannot_be_is_an_error():
     assert hash(jamp.Float8()) == hash(jamp.Float8(jnp.float8_e4m3fn, "float8_e5m2", "bf16", "tensor", 128))
     for match, options in (
-        ("forward must be a float of 8 bits, got forward='float16'", {"forward": jnp.float16}),
+        ("forward must be a float of 8 bits, got forward='float16', of 16 bits", {"forward": jnp.float16}),
+        ("forward='float4_e2m1fn', of 4 bits. Write jamp.Float8\\(forward=jnp.float8_e4m3fn\\)", {"forward": FLOAT4}),
+        ("must be a float of 8 bits, got backward='float4_e2m1fn'.*backward=jnp.float8_e5m2", {"backward": FLOAT4}),
+        ("forward must be a float of 8 bits, got forward='float6_e2m3fn', of 6 bits", {"forward": "float6_e2m3fn"}),
+        ("forward must be floating, such as jnp.float16, got forward='int8'", {"forward": jnp.int8}),
         ("carrier must be a float of 16 bits, got carrier='float32'", {"carrier": "float32"}),
         ("backward must be a float of 8 bits, got backward='float8_e8m0fnu'", {"backward": "float8_e8m0fnu"}),
         ("granularity must be 'tensor' or 'row', got 'column'", {"granularity": "column"}),
@@ -367,6 +374,31 @@ def test_a_configuration_is_hashable_and_what_it_cannot_be_is_an_error():
     ):
         with pytest.raises(ValueError, match=match):
             jamp.Float8(**options)
+
+
+@pytest.mark.parametrize("name", [name for name in dir(jnp) if name.startswith("float8") and "e8m0" not in name])
+def test_every_signed_float_of_8_bits_is_a_format(name):
+    assert jamp.Float8(forward=name, backward=name).forward == name
+    product = jamp.autocast(jnp.matmul, jamp.Float8(name, name, min_size=1), rules={"dot_general": "compute"})
+    np.testing.assert_allclose(product(jnp.eye(4), jnp.eye(4)), jnp.eye(4))
+
+
+def test_numbers_of_numpy_are_numbers_in_a_configuration():
+    for make in (jamp.Float8, jamp.Int8):
+        config = make(min_size=np.int64(64))
+        assert config == make(min_size=64)
+        assert hash(config) == hash(make(min_size=64))
+        assert type(config.min_size) is int
+        with pytest.raises(ValueError, match=r"min_size must be an int of at least 1, got 64\.0"):
+            make(min_size=np.float32(64))
+
+
+def test_elements_below_1e_33_become_0_in_a_float8_product():
+    product = jamp.autocast(jnp.matmul, jamp.Float8(min_size=1), rules={"dot_general": "compute"})
+    found = {e: float(product(jnp.full((4, 4), 10.0**e), jnp.eye(4))[0, 0]) for e in (-30, -32, -34)}
+    assert found[-30] == pytest.approx(1e-30, rel=0.1)
+    assert found[-32] == pytest.approx(1e-32, rel=0.1)
+    assert found[-34] == 0
 
 
 def test_the_backward_pass_keeps_bytes_of_operands_and_no_float32_copy():

@@ -25,6 +25,7 @@ FLOORS = [
     {
         "_evaluate",
         "_fingerprint",
+        "_numbers",
         "_arguments",
         "_barrier",
         "_dataflow",

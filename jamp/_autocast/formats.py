@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp._cast import check_floating
+from jamp._numbers import with_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Float8:
     The operands of a product are divided by a scale, a power of two that brings the largest absolute value of the
     tensor just below the largest float8, and rounded. Scales are computed just in time, so there is no state. Products
     of float32 and of 16-bit operands are quantized, so also those of a model that was written in bfloat16 by hand.
-    [Some products](../8-bit.md#which-products) stay in the carrier.
+    [Some products](../8-bit.md#which-products) stay in the carrier. Elements below 1e-33 become 0 in a product, because
+    the smallest scale is 2**-100.
 
     Args:
       forward: The dtype of the operands of a product. E4M3 has more digits.
@@ -50,10 +52,17 @@ class Float8:
     name: ClassVar[str] = "float8"
 
     def __post_init__(self) -> None:
-        for name, size in {"forward": 1, "backward": 1, "carrier": 2}.items():
+        with_numbers(self)
+        usual = {"forward": (8, "float8_e4m3fn"), "backward": (8, "float8_e5m2"), "carrier": (16, "bfloat16")}
+        for name, (bits, example) in usual.items():
             dtype = check_floating(name, getattr(self, name))
-            if dtype.itemsize != size or dtype == jnp.float8_e8m0fnu:
-                raise ValueError(f"{name} must be a float of {8 * size} bits, got {name}={dtype.name!r}.")
+            # Of fewer bits, a dtype of NumPy has a byte too. And e8m0 is for scales: it has no sign and no 0.
+            if jnp.finfo(dtype).bits != bits or dtype == jnp.float8_e8m0fnu:
+                what = "which holds scales alone" if dtype == jnp.float8_e8m0fnu else f"of {jnp.finfo(dtype).bits} bits"
+                raise ValueError(
+                    f"{name} must be a float of {bits} bits, got {name}={dtype.name!r}, {what}. Write "
+                    f"jamp.Float8({name}=jnp.{example}), or leave {name} out."
+                )
             object.__setattr__(self, name, dtype)
         if self.granularity not in ("tensor", "row"):
             raise ValueError(f"granularity must be 'tensor' or 'row', got {self.granularity!r}.")
@@ -94,6 +103,7 @@ class Int8:
     granularity: ClassVar[str] = "row"
 
     def __post_init__(self) -> None:
+        with_numbers(self)
         _check_size(self.min_size)
 
 
