@@ -287,8 +287,10 @@ def context(eqn: JaxprEqn) -> Any:
 
 
 def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The precision of a product, or that of each operand."""
+    """The precision of a product, or that of each operand. None if the code states none, also by the preset DEFAULT."""
     precision = eqn.params["precision"]
+    if precision is jax.lax.DotAlgorithmPreset.DEFAULT:
+        return (None,)
     return precision if isinstance(precision, tuple) else (precision,)
 
 

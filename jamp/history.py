@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._numbers import as_number
 from jamp._scale.checks import check_count
 from jamp._step.accessors import metrics
 from jamp._step.find import find_scaler_state
@@ -38,6 +39,7 @@ class History:
     """
 
     def __init__(self, every: int = 100, *, first_step: int = 0):
+        every, first_step = as_number(every), as_number(first_step)
         check_count("every", every)
         check_count("first_step", first_step, least=0)
         self.first_step = first_step

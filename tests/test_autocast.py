@@ -191,6 +191,8 @@ def test_a_product_whose_precision_was_asked_for_stays_float32():
         assert products(fun, normal(4, 4)) == {F32}
         with jax.default_matmul_precision("bfloat16"):
             assert products(fun, normal(4, 4)) == {F32}
+    default = functools.partial(jnp.matmul, precision=lax.DotAlgorithmPreset.DEFAULT)  # states no precision
+    assert products(jamp.autocast(lambda x: default(x, x), jnp.float16), normal(4, 4)) == {F16}
     with jax.default_matmul_precision("highest"):  # A default for the whole program asks for nothing.
         assert products(jamp.autocast(lambda x: x @ x, jnp.float16), normal(4, 4)) == {F16}
 

@@ -20,6 +20,7 @@ from jamp._jaxpr import bodies
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 EPS = float(np.finfo(np.float32).eps)
+HIGHEST = (lax.Precision.HIGHEST,) * 2
 pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.promotes("x64 makes Python numbers float64")]
 autocast = functools.partial(jamp.autocast, compute_dtype=jnp.float32)
 report = functools.partial(jamp.autocast_report, compute_dtype=jnp.float32)
@@ -62,7 +63,7 @@ def test_products_are_float32_at_the_highest_precision_and_the_rest_is_float64()
     found = list(equations(jax.make_jaxpr(low)(W)))
     dots = [e for e in found if e.primitive.name in PRODUCTS]
     assert {v.aval.dtype for e in dots for v in (*e.invars, *e.outvars)} == {F32}
-    assert {e.params["precision"] for e in dots} == {(lax.Precision.HIGHEST,) * 2}
+    assert {e.params["precision"] for e in dots} == {HIGHEST}
     assert len(dots) == 4
     assert {v.aval.dtype for e in found if e.primitive.name in ("exp", "reduce_sum", "add") for v in e.invars} == {F64}
     assert low(W).dtype == F64
@@ -75,6 +76,8 @@ def test_a_lower_precision_of_the_code_stays_and_highest_stays_float64(asked):
     (eqn,) = [e for e in equations(jax.make_jaxpr(autocast(dot(asked)))(W)) if e.primitive.name == "dot_general"]
     assert (eqn.invars[0].aval.dtype, eqn.params["precision"]) == (F32, (asked, asked))
     assert products(autocast(dot(lax.Precision.HIGHEST)), W) == {F64}
+    preset = jax.make_jaxpr(autocast(dot(lax.DotAlgorithmPreset.DEFAULT)))(W)  # states no precision
+    assert [e.params["precision"] for e in equations(preset) if e.primitive.name == "dot_general"] == [HIGHEST]
     with jax.default_matmul_precision("highest"):  # a default for the whole program
         assert products(autocast(dot(None)), W) == {F32}
 

@@ -88,7 +88,30 @@ def test_to_config_is_the_inverse_also_through_yaml_and_json(loss_scale):
         assert jamp.loss_scale_from_config(read) == loss_scale
 
 
-NUMBER = "scale must be a finite Python number above 0"
+def test_numbers_of_numpy_are_numbers_and_become_those_of_python():
+    for make, fields in (
+        (jamp.StaticLossScale, {"scale": 1024}),
+        (jamp.DynamicLossScale, {"init_scale": 1024, "growth_factor": 2, "growth_interval": 5, "hysteresis": 2}),
+        (jamp.AdaptiveLossScale, {"init_scale": 1024, "min_window": 10, "initial_window": 1, "max_scale": 2**20}),
+        (jamp.GradScaler, {"init_scale": 1024, "growth_interval": 7}),
+    ):
+        for number in (np.int64, np.array):
+            made = make(**{name: number(value) for name, value in fields.items()})
+            assert repr(made) == repr(make(**fields))
+            if make is not jamp.GradScaler:
+                assert (made, hash(made)) == (make(**fields), hash(make(**fields)))
+                json.dumps(made.to_config())
+    windows = jamp.AdaptiveLossScale(windows=[np.int32(20), np.int64(100)])
+    assert windows == jamp.AdaptiveLossScale(windows=(20, 100))
+    assert jamp.loss_scale_from_config(np.float32(8)) == jamp.StaticLossScale(8.0)
+    assert jamp.DynamicLossScale(np.float32(1024)) == jamp.DynamicLossScale(1024.0)
+    with pytest.raises(ValueError, match="growth_interval must be an int"):
+        jamp.DynamicLossScale(growth_interval=np.float32(5))
+    with pytest.raises(ValueError, match="scale must be a finite number"):
+        jamp.StaticLossScale(np.bool_(True))
+
+
+NUMBER = "scale must be a finite number above 0"
 NOT_A_MAPPING = "configured by a mapping with a 'type', got"
 CELL = "AdaptiveLossScaleUpdateCell"
 
@@ -114,7 +137,7 @@ CELL = "AdaptiveLossScaleUpdateCell"
             {"type": CELL, "loss_scale_value": 1},
             f"Type '{CELL}' needs 'scale_factor', 'scale_window'; got 'loss_scale_v",
         ),
-        (DYNAMIC | {"scale_factor": 0}, "scale_factor must be a finite Python number above 1"),
+        (DYNAMIC | {"scale_factor": 0}, "scale_factor must be a finite number above 1"),
         ({"type": "static", "scale": True}, NUMBER),
         ({"scale_sense": "inf"}, NUMBER),
         *(

@@ -77,7 +77,7 @@ def test_errors_name_the_cure():
     for match, call in (
         *(("opt_state and params are in the other order", swapped(tx)) for tx in (TX, optax.sgd(0.1), optax.lion(0.1))),
         ("Give init_scale, min_scale to the loss", lambda: scaler(STATIC, init_scale=2.0, min_scale=1.0)),
-        ("growth_factor must be a finite Python number above 1", lambda: scaler(growth_factor=1.0)),
+        ("growth_factor must be a finite number above 1", lambda: scaler(growth_factor=1.0)),
         ("exactly one of grads_finite= and overflow=", lambda: small().update(grads_finite=True, overflow=True)),
         *((r"exactly one of grads= \(true gradients.*scaled_grads=", step(TX, **given)) for given in ({}, both)),
         *((r"Two scalers on one optimizer.*Step the plain optimizer with", step(tx, grads=ONES)) for tx in wrapped),

@@ -100,3 +100,9 @@ def test_errors_say_what_to_do():
         history["lr"]
     with pytest.raises(TypeError, match="outside `jit`"):
         jax.jit(history.append)(state)
+
+
+def test_its_counts_may_be_numbers_of_numpy():
+    assert jamp.History(np.int64(3), first_step=np.array(2)).first_step == 2
+    with pytest.raises(ValueError, match="every must be an int"):
+        jamp.History(np.float32(3))

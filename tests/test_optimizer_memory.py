@@ -566,3 +566,11 @@ def test_masters_are_split_for_bfloat16_only():
         jamp.interop.split_masters(state, np.dtype("float32"))
     for types in (jax.ShapeDtypeStruct((3,), BF16), BF16):
         assert jamp.interop.split_masters(state, types)[0].dtype == BF16
+
+
+def test_a_block_size_may_be_a_number_of_numpy():
+    with pytest.raises(ValueError, match="block_size must be a power of two, got block_size=100"):
+        jamp.quantized_state(optax.sgd(0.1, momentum=0.9), block_size=np.int64(100))
+    params = jnp.ones((128, 64))
+    states = [jamp.quantized_state(optax.sgd(0.1, momentum=0.9), block_size=n).init(params) for n in (64, np.int64(64))]
+    assert_equal(*states)

@@ -447,7 +447,17 @@ def test_bytes_are_those_of_one_device_in_shard_map_and_on_explicit_axes():
 def test_bytes_as_text():
     report = jamp.memory_report(MODELS["unrolled"], "1 MB")(PARAMS, X)
     assert 0.9e6 < report.kept <= 1e6
-    assert jamp.memory_report(MODELS["unrolled"], "1GiB")(PARAMS, X).kept == report.without_budget
+    for text in ("1GiB", ".5GiB", "1.GiB"):
+        assert jamp.memory_report(MODELS["unrolled"], text)(PARAMS, X).kept == report.without_budget
+
+
+def test_a_budget_may_be_a_number_of_numpy():
+    kept = lambda budget: jamp.memory_report(MODELS["unrolled"], budget)(PARAMS, X).kept
+    assert len({kept(x) for x in (0.5, np.float16(0.5), np.float32(0.5), np.float64(0.5), np.array(0.5))}) == 1
+    assert len({kept(x) for x in (1, np.int64(1), np.uint8(1), np.float32(1), np.array(1))}) == 1
+    for budget in (np.float32(0.5), np.int64(1), np.array(0.5)):
+        jamp.recompute(mean, budget)(X)
+        jamp.autocast(mean, BF16, memory_budget=budget)(X)
 
 
 @pytest.mark.parametrize(
@@ -461,6 +471,10 @@ def test_bytes_as_text():
         (None, TypeError, "got None"),
         ("12 parsec", ValueError, "12 parsec"),
         ("GiB", ValueError, "GiB"),
+        (".GiB", ValueError, ".GiB"),
+        (np.float32(12), ValueError, 'write "12GiB"'),
+        (np.bool_(True), TypeError, "got True"),
+        (np.ones(1), TypeError, "got array([1.])"),
         ("12gib", ValueError, "got '12gib'. The units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"),
         ("-1GiB", ValueError, "-1GiB"),
     ],

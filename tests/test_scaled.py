@@ -58,6 +58,12 @@ def runs(fun, *args):
     return result, len(counted.forward)
 
 
+def test_the_scale_and_the_retries_may_be_numbers_of_numpy():
+    for scale in (np.float32(2.0**10), np.int64(2**10), np.array(2.0**10)):
+        grad = jax.grad(jamp.scaled(lambda w: jnp.sum(w**2), scale, retries=np.int64(0)))
+        np.testing.assert_array_equal(grad(jnp.ones(2)), 2.0)
+
+
 def test_results_are_those_of_the_function_whatever_their_types():
     def fun(w, *, x, name):
         return {"loss": loss_fn(w, x), name: (x.astype(jnp.float16), jnp.arange(3), 2, True, None, lax.complex(w, w))}

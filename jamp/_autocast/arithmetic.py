@@ -56,7 +56,7 @@ class Rounded(NamedTuple):
 
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
         bind, params = multiply_back if product.is_gradient else multiply, dict(product.params)
-        if self.dtype == jnp.float32 and params["precision"] is None:
+        if self.dtype == jnp.float32 and params["precision"] in (None, lax.DotAlgorithmPreset.DEFAULT):
             params["precision"] = (lax.Precision.HIGHEST,) * 2
         return bind(product.primitive, operands, params, product.dtype)
 

@@ -23,6 +23,7 @@ from jamp._autocast.residuals import UNKNOWN, Kind, Point, cost, device_bytes, i
 from jamp._autocast.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of, opened
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._numbers import as_number
 from jamp._source_line import is_transposed, user_line, users_stacklevel
 
 MemoryBudget: TypeAlias = float | str
@@ -34,6 +35,7 @@ _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "Mi
 
 def check_budget(budget: MemoryBudget) -> None:
     """Raise if a budget is neither a share nor a number of bytes."""
+    budget = as_number(budget)
     if isinstance(budget, str):
         in_bytes(budget)
     elif isinstance(budget, bool) or not isinstance(budget, (int, float)):
@@ -47,7 +49,7 @@ def check_budget(budget: MemoryBudget) -> None:
 
 def in_bytes(budget: str) -> float:
     """The bytes that a text such as "12GiB" says."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(\w+)\s*", budget)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(\w+)\s*", budget)
     if not match or match[2] not in _UNITS:
         raise ValueError(
             f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}. The units are '
@@ -58,7 +60,7 @@ def in_bytes(budget: str) -> float:
 
 def bytes_of(budget: MemoryBudget, total: float) -> float:
     """The bytes of a budget, of which a share is of the `total`."""
-    return in_bytes(budget) if isinstance(budget, str) else budget * total
+    return in_bytes(budget) if isinstance(budget, str) else float(budget) * total
 
 
 def megabytes(size: float) -> str:

@@ -14,6 +14,7 @@ from jamp._autocast.decisions import warnings_of
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
 from jamp._autocast.formats import Format
 from jamp._autocast.passes import passes
+from jamp._numbers import as_number
 from jamp._source_line import users_stacklevel
 
 P = ParamSpec("P")
@@ -93,6 +94,7 @@ def autocast(
       `torch.autocast`.
     """
     check_budget(memory_budget)
+    memory_budget = as_number(memory_budget)
     if not recompute and memory_budget != 1.0:
         raise ValueError(f"memory_budget={memory_budget!r} computes values again, which recompute=False forbids.")
     trace = passes(fun, compute_dtype, rules)

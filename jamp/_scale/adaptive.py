@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._numbers import with_numbers
 from jamp._scale.checks import check_count, check_number, check_range
 from jamp._scale.dynamic import change_scale, heal, increment
 from jamp._scale.static import to_config
@@ -92,6 +93,7 @@ class AdaptiveLossScale:
     max_scale: float = math.inf
 
     def __post_init__(self) -> None:
+        with_numbers(self)
         check_range(self.init_scale, self.min_scale, self.max_scale)
         check_number("scale_factor", self.scale_factor, above=1, hint="such as 2.0")
         if self.initial_window is not None:

@@ -32,7 +32,7 @@ def check_number(name: str, value: Any, *, above: float, below: float = math.inf
     if not (is_number and TINY <= value <= HUGE and above < np.float32(value) < below):
         bounds = f"above {above}" if math.isinf(below) else f"between {above} and {below}"
         raise ValueError(
-            f"{name} must be a finite Python number {bounds} that is a normal float32, {hint}, got {name}={value!r}."
+            f"{name} must be a finite number {bounds} that is a normal float32, {hint}, got {name}={value!r}."
         )
 
 

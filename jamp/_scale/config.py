@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp._cast import check_floating
+from jamp._numbers import as_number
 from jamp._scale.adaptive import AdaptiveLossScale
 from jamp._scale.checks import check_number
 from jamp._scale.dynamic import DynamicLossScale
@@ -142,7 +143,7 @@ def _number(value: Any, *, whole: bool = False) -> Any:
     if isinstance(value, (list, tuple)):
         return [_number(x, whole=whole) for x in value]
     if not isinstance(value, str):
-        return value
+        return as_number(value)
     try:
         number = float(value)
     except ValueError:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._numbers import with_numbers
 from jamp._scale.checks import INT32_MAX, check_count, check_number, check_range
 from jamp._scale.static import to_config
 
@@ -77,6 +78,7 @@ class DynamicLossScale:
     hysteresis_refill: Literal["growth", "finite"] = "growth"
 
     def __post_init__(self) -> None:
+        with_numbers(self)
         check_range(self.init_scale, self.min_scale, self.max_scale)
         check_number("growth_factor", self.growth_factor, above=1, hint="such as 2.0")
         check_number("backoff_factor", self.backoff_factor, above=0, below=1, hint="such as 0.5")

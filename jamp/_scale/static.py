@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._numbers import with_numbers
 from jamp._scale.checks import check_scale
 
 
@@ -136,6 +137,7 @@ class StaticLossScale:
     is_constant: ClassVar[bool] = True  # as for `NoOpLossScale`
 
     def __post_init__(self) -> None:
+        with_numbers(self)
         check_scale("scale", self.scale)
 
     def init(self) -> StaticLossScaleState:

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import is_float32, is_floating
+from jamp._numbers import as_number
 from jamp._source_line import users_stacklevel
 from jamp._step.block_codes import BlockCodes, check_codes, decode, encode
 from jamp._step.moments import map_moments
@@ -87,7 +88,7 @@ def quantized_state(
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv:2110.02861): blocks.
     """
-    _check_block_size(block_size)
+    block_size = _checked_block_size(block_size)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> QuantizedState:
@@ -151,7 +152,7 @@ def quantize_state(
       >>> state.inner_state[0].nu.codes.dtype
       dtype('uint8')
     """
-    _check_block_size(block_size)
+    block_size = _checked_block_size(block_size)
     return _encoded(state, jnp.array(0, jnp.int32), block_size, keep, never_negative)
 
 
@@ -228,11 +229,13 @@ def _decoded(state: QuantizedState, block_size: int | None) -> Any:
     return tree_map_with_path(field, state.inner_state, is_leaf=_is_codes)
 
 
-def _check_block_size(block_size: Any) -> None:
+def _checked_block_size(given: Any) -> int:
+    block_size = as_number(given)
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1 or block_size.bit_count() > 1:
         raise ValueError(
             f"block_size must be a power of two, got block_size={block_size!r}. The number of blocks then tells it."
         )
+    return block_size
 
 
 def _is_codes(x: Any) -> bool:

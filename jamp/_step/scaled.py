@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from jamp import _evaluate
 from jamp._arguments import Call
+from jamp._numbers import as_number
 from jamp._step.leaves import is_gradient
 from jamp._step.misuse import scales_once
 from jamp._step.retry import Scaling
@@ -61,6 +62,7 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
     """
     if not callable(fun):
         raise TypeError(f"scaled takes a function, such as a loss function; got fun={fun!r}.")
+    scale, retries = as_number(scale), as_number(retries)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 2.0**-126 <= scale < 2.0**127:
         raise ValueError(f"scale must be a positive number, such as 2.0**15, got scale={scale!r}.")
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
