@@ -148,7 +148,7 @@ def value_and_grad(
         if scale is not None:
             grads_finite = all_finite(nnx.as_pure(grads), axis_name=getattr(optimizer, "axis_name", None))
             if isinstance(optimizer, Optimizer):
-                _CHECKED[optimizer] = [weakref.ref(x) for x in _gradients(grads)], grads_finite
+                _remember_check(optimizer, grads, grads_finite)
             _restore_unless(grads_finite, (args, kwargs), before)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -161,6 +161,12 @@ _CHECKED: weakref.WeakKeyDictionary[Any, tuple[list[Any], jax.Array]] = weakref.
 
 def _gradients(grads: Any) -> list[Any]:
     return split_gradients(nnx.as_pure(grads))[0]
+
+
+def _remember_check(optimizer: Any, grads: Any, grads_finite: jax.Array) -> None:
+    """Remember whether the gradients for an optimizer are finite, for `_known_check`."""
+    # Not in the function that `value_and_grad` returns, because cloudpickle cannot send a weak dictionary with it.
+    _CHECKED[optimizer] = [weakref.ref(x) for x in _gradients(grads)], grads_finite
 
 
 def _known_check(optimizer: Any, grads: Any) -> jax.Array | None:

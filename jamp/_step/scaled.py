@@ -67,7 +67,7 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
         raise ValueError(f"scale must be a positive number, such as 2.0**15, got scale={scale!r}.")
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise ValueError(f"retries must be a number of tries, 0 or more, got retries={retries!r}.")
-    exponent, call_function = math.frexp(scale)[1] - 1, scaled_call()
+    exponent = math.frexp(scale)[1] - 1
 
     @functools.wraps(fun)
     def with_scaled_gradients(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,7 +76,8 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
             closed = call.trace(fun, "scaled")
         jaxpr, constants = _evaluate.without_constants(closed), [True] * len(closed.consts)
         scaling = Scaling(exponent, retries, (*constants, *map(is_gradient, call.paths, call.leaves)))
-        result: R = call.finish(call_function.bind(*closed.consts, *call.leaves, jaxpr=jaxpr, scaling=scaling))
+        # The primitive is not in the closure: cloudpickle would send another one, without its rules.
+        result: R = call.finish(scaled_call().bind(*closed.consts, *call.leaves, jaxpr=jaxpr, scaling=scaling))
         return result
 
     return with_scaled_gradients
