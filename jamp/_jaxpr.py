@@ -344,11 +344,6 @@ def parameters(eqn: JaxprEqn) -> tuple[Any, ...]:
     return tuple(eqn.params.values())
 
 
-def dot_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords with which `jax.lax.dot_general` makes the same product, without precision and dtype."""
-    return {name: params[name] for name in ("dimension_numbers", "out_sharding")}
-
-
 def exponent(eqn: JaxprEqn) -> int:
     """The exponent of an integer_pow."""
     return int(eqn.params["y"])

@@ -11,6 +11,7 @@ import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
+from jax.extend.core import Var
 from jaxprs import equations, normal
 
 import jamp
@@ -407,6 +408,91 @@ def test_the_backward_pass_keeps_bytes_of_operands_and_no_float32_copy():
     jaxpr = jax.make_jaxpr(lambda w: jax.tree.leaves(jax.vjp(loss, w)[1]))(w).jaxpr
     kept = [v.aval for v in jaxpr.outvars if v not in jaxpr.invars]
     assert {str(aval.dtype) for aval in kept if aval.size > 1} == {"bfloat16", "uint8"}
+
+
+FORMATS = {
+    "Float8": F8,
+    "Float8 by row": jamp.Float8(granularity="row"),
+    "Float8, float16": jamp.Float8(carrier=jnp.float16),
+    "Float8 by row, float16": jamp.Float8(granularity="row", carrier=jnp.float16),
+    "Int8": jamp.Int8(),
+}
+POLICIES = jax.checkpoint_policies
+# Three layers, the last of which is the head: 2-D, in a batch, as a convolution that cuts patches, and in a scan.
+LAYERS = {
+    "matrices": (lambda w, x: functools.reduce(lambda x, v: jax.nn.relu(x @ v), w, x), (3, 128, 128), (256, 128)),
+    "batch": (lambda w, x: functools.reduce(lambda x, v: jax.nn.relu(x @ v), w, x), (3, 2, 128, 128), (2, 128, 128)),
+    "patches": (
+        lambda w, x: functools.reduce(
+            lambda x, v: jax.nn.relu(jax.lax.conv(x, v[:, :, None, None], (1, 1), "VALID")), w, x
+        ),
+        (3, 128, 128),
+        (2, 128, 8, 16),
+    ),
+    "scan": (lambda w, x: jax.lax.scan(lambda x, v: (jax.nn.relu(x @ v), None), x, w)[0], (3, 128, 128), (256, 128)),
+}
+
+
+def kept_by(policy, layers, w, x, compute_dtype):
+    """The bytes that a user's policy keeps around layers under autocast, or inside of it, for the gradient of `w`."""
+    loss = lambda w: jnp.mean(layers(w, x) ** 2)
+    around = jax.checkpoint(jamp.autocast(loss, compute_dtype, recompute=False), policy=policy)
+    inside = jamp.autocast(jax.checkpoint(loss, policy=policy), compute_dtype, recompute=False)
+    found = []
+    for fun in (around, inside):
+        jaxpr = jax.make_jaxpr(lambda w, fun=fun: jax.tree.leaves(jax.vjp(fun, w)[1]))(w).jaxpr
+        kept = {v for v in jaxpr.outvars if isinstance(v, Var)} - {*jaxpr.invars}
+        found.append(sum(v.aval.size * v.aval.dtype.itemsize for v in kept))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *((name, "dots_saveable") for name in LAYERS),
+        # In 8 bit, a convolution that cuts patches is a matrix product, and this policy keeps those.
+        *((name, "dots_with_no_batch_dims_saveable") for name in LAYERS if name != "patches"),
+    ],
+)
+def test_a_policy_that_keeps_products_keeps_the_bytes_of_16_bit_ones(name, policy):
+    layers, *shapes = LAYERS[name]
+    w, x = (normal(*shape, seed=i, scale=0.1) for i, shape in enumerate(shapes))
+    kept = functools.partial(kept_by, getattr(POLICIES, policy), layers, w, x)
+    wanted = kept(BF16)
+    assert min(wanted) > 0
+    for format_name, config in FORMATS.items():
+        assert kept(config) == wanted, (format_name, kept(config), wanted)
+
+
+def test_xla_removes_what_names_a_result_for_policies():
+    layers, *shapes = LAYERS["matrices"]
+    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    for config in (jamp.Int8(), FORMATS["Float8, float16"]):
+        lowered = jax.jit(jamp.autocast(layers, config)).lower(*args)
+        assert lowered.as_text().count("stablehlo.dot_general") == 3 + 2  # of the two 8-bit products
+        assert lowered.compile().as_text().count(" dot(") == 3
+
+
+def test_scales_by_row_are_at_the_places_of_the_result():
+    x, w = normal(2, 128, 3, 128), normal(128, 2, 128, seed=1)
+    x, w = x * jnp.exp2(jnp.arange(-64.0, 64.0))[:, None, None], w * jnp.exp2(jnp.arange(-60.0, 68.0))[:, None, None]
+    dimensions = ((3,), (2,)), ((0,), (1,))
+    fun = lambda x, w: jax.lax.dot_general(x, w, dimensions)  # [2, 128, 3, 128]
+    wanted = fun(x, w)
+    for config in (jamp.Float8(granularity="row", min_size=1), jamp.Int8(min_size=1)):
+        found = jamp.autocast(fun, config, rules={"dot_general": "compute"})(x, w)
+        error = jnp.abs(found - wanted).max((0, 2)) / jnp.abs(wanted).max((0, 2))
+        assert float(error.max()) < 0.06
+
+
+def test_the_report_of_a_program_as_it_runs_has_each_8_bit_product_once():
+    fun = lambda x, w: jax.nn.relu(x @ w) @ w
+    x, w = normal(128, 128), normal(128, 128, seed=1)
+    for name, config in FORMATS.items():
+        rows = jamp.autocast_report(jamp.autocast(fun, config), BF16)(x, w).rows
+        assert sum(row.count for row in rows if row.operation == "dot_general") == 2 - (name == "Int8"), (
+            name
+        )  # no floats
 
 
 def test_an_8_bit_product_has_the_scopes_of_the_traced_one_once():

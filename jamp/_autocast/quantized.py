@@ -12,14 +12,17 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jamp import _jaxpr
 from jamp._autocast.arithmetic import cotangent
+from jamp._autocast.facts import QUANTIZE
 from jamp._autocast.formats import Format
 from jamp._autocast.product import Product
 from jamp._autocast.wide_dot import multiply, multiply_back
 from jamp._jaxpr import JaxprEqn
+from jamp._shard_map import partitions
 
 Pair = tuple[Array, Array]  # 8-bit values, and the scales that bring them back
 Axes = tuple[int, ...] | None
@@ -90,7 +93,10 @@ class Quantized(NamedTuple):
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
         sizes, pairs = operands[2 : product.arity], operands[product.arity :]
         unpacked = [self._unpacked(pairs[:2]), self._unpacked(pairs[2:])]
-        return self._dot(multiply, product.primitive, dict(product.params), unpacked, sizes, product.dtype)
+        params = dict(product.params)
+        out = self._dot(multiply, product.primitive, params, unpacked, sizes, product.dtype)
+        is_wider = self._sums(params, unpacked, product.dtype).itemsize > product.dtype.itemsize
+        return _as_result(out, params) if is_wider and product.primitive.name == "dot_general" else out
 
     def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
         """The pairs of the operands that tangents are multiplied with, or with scales by row these operands.
@@ -166,22 +172,58 @@ class Quantized(NamedTuple):
         The scales are applied to the result. A product of dequantized operands would be in 16 bit on GPUs: where Triton
         computes products, as it does by default, XLA removes a cast to float8 if a cast to bfloat16 follows.
         """
-        (x, y), carrier, forward = pairs, np.dtype(self.config.carrier), self.config.forward
-        low, total = [x[0], y[0]], jnp.float32
-        terms = math.prod(x[0].shape[i] for i in _jaxpr.contracted(params)[0])
-        if forward == jnp.int8 and isinstance(terms, int) and terms <= _INT8_TERMS:
-            total = jnp.int32
-        elif forward == jnp.int8:
-            low = [q.astype(carrier) for q in low]
-        elif x[1].ndim == 0 and dtype == jnp.bfloat16:
-            total = dtype  # The scales are powers of two, and bfloat16 has the range of float32.
+        (x, y), total = pairs, self._sums(params, pairs, dtype)
+        is_int8 = self.config.forward == jnp.int8
+        low = [q.astype(self.config.carrier) if is_int8 and total != jnp.int32 else q for q in (x[0], y[0])]
         sums = multiply(primitive, [*low, *sizes], params, total).astype(jnp.float32)
-        scales = x[1], y[1]
-        if x[1].ndim != 0:  # Each at the places of the result: its product with ones.
-            outer = lambda a, b: lax.dot_general(a, b, **_jaxpr.dot_options(params), precision="highest")
-            scales = outer(x[1], jnp.ones_like(y[1])), outer(jnp.ones_like(x[1]), y[1])
+        scales = (x[1], y[1]) if x[1].ndim == 0 else _spread(params, jax.typeof(sums), x[1], y[1])
         # One after the other, because the product of two scales can be 0 or inf where the result is a number.
         return (sums * jnp.minimum(*scales) * jnp.maximum(*scales)).astype(dtype)
+
+    def _sums(self, params: dict[str, Any], pairs: Sequence[Pair], dtype: DTypeLike) -> np.dtype[Any]:
+        """The dtype of the sums of a product."""
+        values, terms = pairs[0][0], _jaxpr.contracted(params)[0]
+        n = math.prod(values.shape[i] for i in terms)
+        if self.config.forward == jnp.int8:
+            return np.dtype(np.int32 if isinstance(n, int) and n <= _INT8_TERMS else np.float32)
+        # The scales are powers of two, and bfloat16 has the range of float32.
+        return np.dtype(dtype if dtype == jnp.bfloat16 else np.float32)
+
+
+def _spread(params: dict[str, Any], out: Any, x: Array, y: Array) -> list[Array]:
+    """The scales of both operands at the places of the result, of type `out`: the batch, then the axes of each.
+
+    By shapes. A checkpoint policy that keeps products would keep their products with ones.
+    """
+    (of_x, of_y), (batch_of_x, batch_of_y) = params["dimension_numbers"]
+    rank, n = len(out.shape), len(batch_of_x)
+    first = x.ndim - len(of_x)  # where the axes of y begin
+    scales = [_moved(x, of_x, batch_of_x, range(first, rank)), _moved(y, of_y, batch_of_y, range(n, first))]
+    if params["out_sharding"] is None:
+        return scales
+    spec = partitions(out.sharding.spec)
+    lies = lambda z: PartitionSpec(*(axes if size != 1 else None for axes, size in zip(spec, z.shape, strict=True)))
+    return [jax.sharding.reshard(z, NamedSharding(out.sharding.mesh, lies(z))) for z in scales]
+
+
+def _moved(z: Array, summed: Sequence[int], batch: Sequence[int], others: Sequence[int]) -> Array:
+    """A scale with its batch axes first, without those that are summed, and with the axes of the `others`."""
+    free = [i for i in range(z.ndim) if i not in (*summed, *batch)]
+    kept = lax.squeeze(z.transpose(*batch, *free, *summed), range(len(batch) + len(free), z.ndim))
+    return lax.expand_dims(kept, others)
+
+
+def _as_result(out: Array, params: dict[str, Any]) -> Array:
+    """The result of a product as one of the primitive `dot_general`: its product with 1, which XLA removes.
+
+    So a checkpoint policy that keeps products keeps this result, and not the sums in 32 bits that it is rounded from.
+    Operands and result have equal batch axes, because a policy may look at those.
+    """
+    batch = tuple(range(len(params["dimension_numbers"][1][0])))
+    one = jnp.ones(out.shape[: len(batch)], out.dtype)
+    dimensions = ((), ()), (batch, batch)
+    with jax.named_scope(QUANTIZE):
+        return lax.dot_general(out, one, dimensions, precision=lax.Precision.DEFAULT, preferred_element_type=out.dtype)
 
 
 def _others(perturbed: Sequence[int]) -> list[int]:
