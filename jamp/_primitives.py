@@ -90,6 +90,24 @@ EXACT = (
 REARRANGES = (MOVES | COPIES | IDENTITIES) - _names("concatenate gather select_n")
 
 
+# jamp's own primitives that stand for no product, as a user knows them.
+_SHOWN = {
+    **dict.fromkeys(("barrier", "barrier_unless_tpu", "cotangents_behind_barrier"), "optimization_barrier"),
+    **dict.fromkeys(("scaled_call", "scaled_linear_call", "scaled_gradient"), "jamp.scaled"),
+    "detached": "stop_gradient",
+    "rounded": "convert_element_type",
+    "scale_tangent": "jvp",
+}
+_OF_PRODUCTS = _names("attach product product_tangent")
+
+
+def operation(eqn: JaxprEqn) -> str:
+    """What reports and warnings call an equation: the user's operation, also if the primitive is one of jamp's own."""
+    name = _jaxpr.name(eqn)
+    product = _jaxpr.params(eqn).get("product") if name in _OF_PRODUCTS else None
+    return _SHOWN.get(name, name) if product is None else product.operation
+
+
 def holds_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product, or holds one in its bodies."""
     name = _jaxpr.name(eqn)

@@ -1,5 +1,6 @@
 """autocast_report: what it says of each operation, its sums, its text, and the hints."""
 
+import functools
 import math
 
 import jax
@@ -10,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import jamp
+import jamp.debug
+from jamp import _primitives
 
 
 def rows(fun, *args, **kwargs):
@@ -298,3 +301,47 @@ ARGS8 = jnp.ones((64, 64)), jnp.ones((64, 64))
 def test_a_report_of_nothing_but_unknown_operations_can_be_printed():
     fun = lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((2, 2), jnp.float32), x)
     assert "no FLOPs counted" in str(jamp.autocast_report(fun, jnp.float16)(jnp.ones((2, 2))))
+
+
+LAYERS = [jnp.eye(32)] * 3
+mlp = lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)
+convolutions = lambda ws, x: jnp.mean(functools.reduce(lambda x, w: conv(x, w[None, None, :3, :3]), ws, x[None, None]))
+TRANSFORMED = {
+    "autocast": jamp.autocast(mlp, jnp.bfloat16),
+    "a budget": jamp.autocast(mlp, jnp.bfloat16, memory_budget=0),
+    "float8": jamp.autocast(mlp, jamp.Float8(min_size=1)),
+    "convolutions": jamp.autocast(convolutions, jnp.bfloat16),
+    "recompute": jamp.recompute(mlp, 0),
+    "scaled": jamp.scaled(jamp.autocast(mlp, jnp.float16)),
+}
+DERIVED = {
+    "value": lambda f: f,
+    "grad": jax.grad,
+    "jvp": lambda f: lambda ws, x: jax.jvp(f, (ws, x), (ws, x)),
+}
+
+
+@pytest.mark.parametrize("derived", DERIVED)
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_no_report_names_a_primitive_of_jamp(name, derived):
+    if (name, derived) == ("float8", "jvp"):
+        return  # It has none.
+    fun, x = DERIVED[derived](TRANSFORMED[name]), jnp.ones((32, 32))
+    own = _primitives._SHOWN.keys() | _primitives._OF_PRODUCTS
+    report = jamp.autocast_report(fun, jnp.bfloat16)(LAYERS, x)
+    assert not own & {row.operation.partition("[")[0] for row in report.rows}
+    assert "it is a kernel" not in " ".join(report.hints)
+    if derived == "jvp":
+        found = jamp.debug.find_nonfinite(fun)(LAYERS, x * jnp.inf).findings
+        assert found
+        assert not own & {finding.primitive for finding in found}
+
+
+def test_a_rule_for_a_scope_names_a_product_as_the_user_does():
+    scoped = jax.named_scope("head")(lambda x, w: jnp.tanh(x @ w))
+    found = rows(scoped, SQUARE, SQUARE, rules={"*[head]": "compute"})
+    assert set(found) == {"dot_general[head]", "tanh[head]"}
+    cut = lambda x, w: lax.conv(x, w, (1, 1), "VALID")
+    patches = jnp.ones((2, 4, 8, 8)), jnp.ones((4, 4, 1, 1))
+    found = rows(cut, *patches, compute_dtype=jamp.Float8(min_size=1), rules={"conv_general_dilated": "compute"})
+    assert set(found) == {"conv_general_dilated"}

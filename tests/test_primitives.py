@@ -1,5 +1,9 @@
 """The table of JAX's primitives knows all that this release of JAX has."""
 
+import re
+from pathlib import Path
+
+import jamp
 from jamp import _jaxpr, _primitives as classes
 
 NAMES = ("PRODUCTS", "MOVES", "TRANSFERS", "COPIES", "GATHERS", "ARITHMETIC", "EXPENSIVE", "OTHERS")
@@ -15,3 +19,11 @@ def test_every_primitive_of_jax_is_in_a_class():
 def test_no_primitive_is_in_two_classes():
     names = [*_jaxpr.CONSTRUCTS, *(name for names in CLASSES.values() for name in names)]
     assert len(names) == len(set(names))
+
+
+def test_every_primitive_of_jamp_has_a_name_for_users():
+    """`operation` names a product as the user's, and the others by what a user knows."""
+    sources = "".join(path.read_text() for path in Path(jamp.__file__).parent.rglob("*.py"))
+    own = set(re.findall(r'[Pp]rimitive\("(\w+)"', sources))
+    assert {"attach", "barrier", "product", "scaled_linear_call"} <= own
+    assert own - _jaxpr.primitive_names() <= classes._SHOWN.keys() | classes._OF_PRODUCTS

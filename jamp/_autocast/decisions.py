@@ -21,7 +21,7 @@ from jamp._cast import is_floating
 from jamp._dataflow import Flags
 from jamp._evaluate import CAST
 from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
-from jamp._primitives import COPIES, IDENTITIES, PRODUCTS, REARRANGES
+from jamp._primitives import COPIES, IDENTITIES, PRODUCTS, REARRANGES, operation
 from jamp._source_line import in_scope, scope, scope_path, user_line
 
 _WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
@@ -170,6 +170,8 @@ def cause(eqn: JaxprEqn) -> str:
     if name == "custom_linear_solve":
         return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec, dtype)"
     if name not in _jaxpr.CONSTRUCTS:
+        if name != operation(eqn):
+            return "it is part of a derivative of a function that jamp transformed, and runs as that made it"
         if name in _jaxpr.primitive_names() and not _jaxpr.has_body(eqn):
             return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
         return f"it is a kernel, or an operation of a library, that autocast does not know; {_WAY_OUT}"
@@ -198,7 +200,7 @@ def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
         share = x.times * flops(x.eqn) / total
         if _is_left_out(x.eqn, x.category, target) and share >= 0.01:
             where = x.source or x.scope or "an unknown line"
-            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {_jaxpr.name(x.eqn)} at {where} runs"
+            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {operation(x.eqn)} at {where} runs"
             messages.append(f"{message} as it was traced, because {cause(x.eqn)}.")
     return messages
 

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from jamp import _jaxpr
 from jamp._autocast.formats import Format
-from jamp._autocast.rules import GRADIENT
+from jamp._autocast.rules import ANY, GRADIENT
 from jamp._jaxpr import Jaxpr, JaxprEqn
 
 Dtype: TypeAlias = np.dtype[Any]
@@ -48,6 +48,12 @@ class Product:
     def arity(self) -> int:
         """The number of operands of the traced product."""
         return len(self.before) - 1
+
+    @property
+    def operation(self) -> str:
+        """The name of the primitive in the user's function. `quantize` may compute it by another one."""
+        name = self.key.partition("[")[0]
+        return self.primitive.name if name == ANY else name
 
     @property
     def is_gradient(self) -> bool:

@@ -16,9 +16,9 @@ from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.flops import flops
 from jamp._autocast.formats import Format
 from jamp._autocast.passes import Passes, passes
-from jamp._autocast.rules import ACCUMULATE, ANY, COMPUTE, WIDEST, Rule, rules_for, wide_dtype
+from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST, Rule, rules_for, wide_dtype
 from jamp._autocast.target import Target
-from jamp._primitives import CHEAP, PRODUCTS
+from jamp._primitives import CHEAP, PRODUCTS, operation
 from jamp._source_line import in_scope, is_transposed, pattern
 
 _SHOWN = 30  # rows
@@ -244,7 +244,7 @@ def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:
         reason = f"an operand of it is {target.wide}, or has other readers, or is a constant that {low} cannot hold"
     else:
         reason = target.rules[x.key].reason
-    key = f"{name}{x.key.removeprefix(ANY)}" if x.key.startswith(ANY) else x.key
+    key = (x.product.operation if x.product else operation(x.eqn)) + "".join(x.key.partition("[")[1:])
     return AutocastRow(key, category, " -> ".join(before), " -> ".join(after), x.source, reason)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
+from jamp._primitives import operation
 from jamp._source_line import Location
 from jamp.debug._numbers import FILL, Numbers, roundoff
 from jamp.debug._walk import Walker
@@ -85,7 +86,7 @@ class Observer(Walker[Value]):
         # Two kernels may round twice as much as the operations that they are compared with.
         constant = 0.0 if wides else 2 * max(roundoff(x.dtype) for x in (*_jaxpr.avals(eqn.invars), *after))
         wides = wides or _as_traced(eqn, [x.wide for x in values])
-        found = Operation(_jaxpr.name(eqn), None, here, _jaxpr.params(eqn))
+        found = Operation(operation(eqn), None, here, _jaxpr.params(eqn))
         keep = lambda i, *arrays: self._add(found._replace(dtype=after[i].dtype, equation=(id(eqn), i)), *arrays)
         return [keep(i, x, y, values, constant) for i, (x, y) in enumerate(zip(results, wides, strict=True))]
 

@@ -25,7 +25,7 @@ from jax.extend import core
 from jamp import _evaluate, _fingerprint, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import JaxprEqn
-from jamp._primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES
+from jamp._primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES, operation
 from jamp._source_line import Location, pattern
 from jamp.debug._cause import explain
 from jamp.debug._nonfinite_search import Finding, Values
@@ -114,7 +114,7 @@ class OriginWalker(Walker[Value]):
             arrays = [x.array for x in values]
             shown = [_filled(x, ~mask) if is_inexact(x) else x for x, mask in zip(results, made.masks, strict=True)]
             finding = Finding(
-                _jaxpr.name(eqn),
+                operation(eqn),
                 explain(eqn, made.operands, shown),
                 here.line,
                 tuple(filter(None, self.path)),

@@ -18,6 +18,7 @@ from jax import Array
 from jamp import _fingerprint, _jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
+from jamp._primitives import operation
 from jamp._source_line import Location, user_line
 from jamp.debug._run_steps import Damage, Data, Switches, To, damage, run_steps, widen
 from jamp.debug._steps import Body, Builder, Site, Step
@@ -155,7 +156,7 @@ class Program:
                 try:
                     pulled = compiled.run_backward(data, xs, [now[i] for i in nonzero])
                 except NotImplementedError:  # JAX has no derivative for some derivatives.
-                    self.opaque.update(user_line(step.eqn) or _jaxpr.name(step.eqn) for step in segment.steps)
+                    self.opaque.update(user_line(step.eqn) or operation(step.eqn) for step in segment.steps)
                     continue
                 for i, (damages, values) in zip(nonzero, pulled, strict=True):
                     _add(given[i], segment.active, values)

@@ -17,7 +17,7 @@ from jax.extend import core
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.flops import flops
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product
+from jamp._primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product, operation
 from jamp._source_line import Location
 from jamp.debug._wider import is_narrower
 
@@ -134,7 +134,7 @@ class Builder:
         return (any(map(is_narrow, after)) and name not in MOVING) or (name in PRODUCTS and any(map(is_narrow, before)))
 
     def _site(self, eqn: JaxprEqn, here: Site, times: float, paths: Sequence[str]) -> int:
-        own = Site(here.location, here.steps, _jaxpr.name(eqn))
+        own = Site(here.location, here.steps, operation(eqn))
         i = self._index.setdefault(own.key, len(self.sites))
         if i == len(self.sites):
             self.sites.append(own)

@@ -11,7 +11,7 @@ import numpy as np
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.facts import SEGMENT
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._primitives import IDENTITIES
+from jamp._primitives import IDENTITIES, operation
 from jamp._source_line import Location, in_scope
 
 
@@ -92,7 +92,7 @@ Bodies = Sequence[ClosedJaxpr]
 def _call(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
     kind = {"remat2": "remat", "custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}
     name = _jaxpr.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
-    step = f"{kind.get(_jaxpr.name(eqn), _jaxpr.name(eqn))}({name})"
+    step = f"{kind.get(_jaxpr.name(eqn), operation(eqn))}({name})"
     return inside("" if in_scope(eqn, SEGMENT) else step, bodies[0], values)
 
 
