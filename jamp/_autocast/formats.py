@@ -18,8 +18,8 @@ class Float8:
     The operands of a product are divided by a scale, a power of two that brings the largest absolute value of the
     tensor just below the largest float8, and rounded. Scales are computed just in time, so there is no state. Products
     of float32 and of 16-bit operands are quantized, so also those of a model that was written in bfloat16 by hand.
-    [Some products](../8-bit.md#which-products) stay in the carrier. Elements below 1e-33 become 0 in a product, because
-    the smallest scale is 2**-100.
+    [Some products](../8-bit.md#which-products) stay in the carrier. The smallest scale is 2**-100, so in a product,
+    elements below 1e-32 lose digits, and those below 7e-34 become 0.
 
     Args:
       forward: The dtype of the operands of a product. E4M3 has more digits.
