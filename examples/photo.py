@@ -16,6 +16,7 @@ float16. jamp multiplies the loss by 2**16 before the backward pass, and divides
 """
 
 import argparse
+import functools
 import math
 from pathlib import Path
 
@@ -89,16 +90,19 @@ def train(name, loss_fn, loss_scale, steps, data):
     optimizer = optax.adam(optax.cosine_decay_schedule(2e-2, steps))
     init, train_step = make_train_step(optimizer, loss_scale, loss_fn)
 
-    def body(carry, _):
-        params, opt_state, loss = train_step(*carry, *data)
-        return (params, opt_state), (loss, jamp.get_loss_scale(opt_state))
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(carry, length, *data):  # The data are arguments: as constants they would be compiled into the program.
+        def body(carry, _):
+            params, opt_state, loss = train_step(*carry, *data)
+            return (params, opt_state), (loss, jamp.get_loss_scale(opt_state))
 
-    run = jax.jit(lambda carry, length: jax.lax.scan(body, carry, length=length), static_argnums=1)
+        return jax.lax.scan(body, carry, length=length)
+
     params = init_params(jax.random.key(0))
     carry, history = (params, init(params)), []
     with tqdm(total=steps, desc=name) as bar:
         while bar.n < steps:
-            carry, out = run(carry, min(CHUNK, steps - bar.n))
+            carry, out = run(carry, min(CHUNK, steps - bar.n), *data)
             history.append(jax.device_get(out))
             losses, scales = history[-1]
             bar.set_postfix(PSNR=f"{psnr(losses[-1]):.2f} dB", scale=f"2**{math.log2(scales[-1]):g}", refresh=False)
