@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import os
 import random
 import re
 import runpy
@@ -32,21 +33,26 @@ def table(output):
     return [(accuracy, loss, zeros, skips, scale) for accuracy, loss, *zeros, skips, scale in map(numbers, lines)]
 
 
-def begin(name, *args):
-    """A process that runs an example, without a warning, compiled as XLA does by itself: they compute for long."""
+def begin(name, *args, flags=""):
+    """A process that runs an example, without a warning, compiled as XLA does by itself if it computes for long."""
     command = [sys.executable, "-W", "error", f"examples/{name}", *map(str, args)]
     # Gloo prints from threads of its own, in pieces. Buffered, the example's lines come out whole.
-    variables = environment(PYTHONUNBUFFERED="", MPLBACKEND="Agg") | {"XLA_FLAGS": ""}
+    variables = environment(PYTHONUNBUFFERED="", MPLBACKEND="Agg") | {"XLA_FLAGS": flags}
     options = {"cwd": ROOT, "env": variables, "text": True}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-def finish(name, *args):
+def finish(name, *args, flags=""):
     """What an example prints, and its progress bars."""
-    with begin(name, *args) as process:
+    with begin(name, *args, flags=flags) as process:
         output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     return output, errors
+
+
+def finish_quickly(name, *args):
+    """`finish`, compiled as the tests are: most of such a short run is compilation."""
+    return finish(name, *args, flags=os.environ["XLA_FLAGS"])
 
 
 @pytest.fixture
@@ -204,7 +210,7 @@ def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went():
         ),
         ("equinox_mlp.py", 3, r"training loss  skipped\nfloat32 .* 0\nautocast +[\d.]+% +\S+ +\d"),
     ):
-        output, progress = finish(name, "--steps", steps)
+        output, progress = finish_quickly(name, "--steps", steps)
         assert re.search(said, output), output
         assert re.search(r"100%.*loss=\S+, scale=2\*\*\d+, skipped=\d+]", progress)
 
@@ -221,7 +227,7 @@ def test_in_float32_the_sampler_and_the_trainer_of_reinforce_agree():
 
 @pytest.mark.slow
 def test_reinforce_in_float16_has_a_sixth_of_the_mismatch_of_bfloat16(tmp_path):
-    output, progress = finish("reinforce.py", "--steps", 10, "--out", tmp_path)
+    output, progress = finish_quickly("reinforce.py", "--steps", 10, "--out", tmp_path)
     means = [float(re.search(rf"^{name} +(\S+) .* 0$", output, re.MULTILINE)[1]) for name in RUNS[::2]]
     bfloat16 = float(re.search(r"^bfloat16 +(\S+) .* 0$", output, re.MULTILINE)[1])
     assert (means[0] < 1e-5, 6 * means[1] < bfloat16) == (True, True)
@@ -231,7 +237,7 @@ def test_reinforce_in_float16_has_a_sixth_of_the_mismatch_of_bfloat16(tmp_path):
 
 @pytest.mark.slow
 def test_diagnose_finds_both_faults_and_writes_the_pictures(tmp_path):
-    text, _ = finish("diagnose.py", "--steps", 60, "--out", tmp_path)
+    text, _ = finish_quickly("diagnose.py", "--steps", 60, "--out", tmp_path)
     source = (ROOT / "examples" / "diagnose.py").read_text().splitlines()
     line = next(i for i, x in enumerate(source, start=1) if "the planted fault" in x)
     said = f"diagnose.py:{line} (layer)", "overflow in float16: value would be", "scan, iteration 1 of 4"
@@ -245,7 +251,7 @@ def test_diagnose_finds_both_faults_and_writes_the_pictures(tmp_path):
 
 @pytest.mark.slow
 def test_lost_digits_names_the_fault_and_mends_it(tmp_path):
-    text, _ = finish("lost_digits.py", "--out", tmp_path)
+    text, _ = finish_quickly("lost_digits.py", "--out", tmp_path)
     source = (ROOT / "examples" / "lost_digits.py").read_text().splitlines()
     line = lambda part: next(i for i, x in enumerate(source, start=1) if part in x)
     report, decoder, sound = (part.splitlines() for part in re.split("The decoder .*:\n", text))
