@@ -9,7 +9,7 @@ from distributed.launch import STEPS, finish, start
 
 @pytest.mark.slow
 def test_a_killed_job_goes_on_with_other_processes_and_ends_as_if_undisturbed(tmp_path):
-    undisturbed, expected = finish(start(2, devices=4, checkpoints=tmp_path / "undisturbed"))
+    undisturbed, expected = finish(start(1, devices=4, checkpoints=tmp_path / "undisturbed"))
     workers = start(2, devices=4, checkpoints=tmp_path / "killed")
     while '"step": 6' not in workers[1].stdout.readline():  # after the checkpoint of step 6, amid the next steps
         assert workers[1].poll() is None, workers[1].stderr.read()
