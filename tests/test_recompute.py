@@ -191,7 +191,7 @@ def test_compiled_gradients_are_those_without_a_budget(model):
     step = lambda fun: jax.jit(jax.value_and_grad(fun))(PARAMS, X)
     truth = step(MODELS[model])
     tolerance = {"rtol": 0.02, "atol": 1e-3} if model == "bfloat16 by hand" else {"rtol": 1e-4, "atol": 1e-6}
-    for budget in BUDGETS[1:]:
+    for budget in BUDGETS[2:]:  # where something is dropped, and where all is
         found = quietly(step, jamp.recompute(MODELS[model], budget))
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), found, truth)
 
