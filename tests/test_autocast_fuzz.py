@@ -74,11 +74,16 @@ def weighed(results):
     return sum((x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)).sum() for x in leaves)
 
 
-def with_gradient(fun):
-    """The results in each domain and, if there is one, the gradient."""
+def traced(fun, *args):
+    """The results in each domain and, if there is one, the gradient. Most of the time goes into tracing: once for all."""
     loss = lambda x, w: (weighed(results := fun(x, w)), results)
     grad = jax.grad(loss, (0, 1), has_aux=True)
-    return jax.vmap(grad if is_traceable(grad, SHAPE, SHAPE) else lambda x, w: (fun(x, w),), (0, None))
+    in_each_domain = lambda f: jax.jit(jax.vmap(f, (0, None))).trace(*args)
+    try:
+        return in_each_domain(grad)
+    except Exception:
+        assert not is_traceable(grad, SHAPE, SHAPE)
+        return in_each_domain(lambda x, w: (fun(x, w),))
 
 
 def evaluate(found, dtype, change):
@@ -88,7 +93,8 @@ def evaluate(found, dtype, change):
     """
     args = [dtype(x) for x in matrices()]
     wide = lambda x: np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-    return {name: jax.tree.map(wide, jax.jit(with_gradient(change(fun)))(*args)) for name, fun in found.items()}
+    run = lambda fun: traced(fun, *args).lower().compile()(*args)
+    return {name: jax.tree.map(wide, run(change(fun))) for name, fun in found.items()}
 
 
 def check(found, dtype):

@@ -24,6 +24,7 @@ from jamp._autocast.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segm
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._numbers import as_number
+from jamp._primitives import operation
 from jamp._source_line import is_transposed, user_line, users_stacklevel
 
 MemoryBudget: TypeAlias = float | str
@@ -455,9 +456,7 @@ def _warn(memory: Memory, target: float, total: float) -> None:
         return  # `warnings_of_budget` names the cause.
     held = sorted((x for x in memory.readers if memory.readers[x] > 0 and x.eqn), key=lambda x: -x.size)[:3]
     lines = [
-        f"{_jaxpr.name(x.eqn)} at {user_line(x.eqn) or 'an unknown line'} ({megabytes(x.size)} MB)"
-        for x in held
-        if x.eqn
+        f"{operation(x.eqn)} at {user_line(x.eqn) or 'an unknown line'} ({megabytes(x.size)} MB)" for x in held if x.eqn
     ]
     advice = "A smaller batch or fewer steps of a scan keep less."
     if any(_jaxpr.name(eqn) == "remat2" for eqn in equations):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from jamp import _evaluate, _jaxpr, _table
+from jamp import _evaluate, _table
 from jamp._arguments import Call, of_types
 from jamp._autocast import recompute as _recompute
 from jamp._autocast.budget import (
@@ -23,6 +23,8 @@ from jamp._autocast.budget import (
 )
 from jamp._autocast.segments import code, opened
 from jamp._jaxpr import ClosedJaxpr
+from jamp._numbers import as_number
+from jamp._primitives import operation
 from jamp._source_line import pattern, scope, user_line, users_stacklevel
 
 P = ParamSpec("P")
@@ -80,6 +82,7 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
       Recomputation in Large Transformer Models, 2022. The budget is that of `torch._functorch.config`.
     """
     check_budget(memory_budget)
+    memory_budget = as_number(memory_budget)
 
     @functools.wraps(fun)
     def with_budget(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -204,6 +207,7 @@ def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) ->
       [('dot_general', 'float32[256,64]', 65536.0, True)]
     """
     check_budget(memory_budget)
+    memory_budget = as_number(memory_budget)
 
     return of_types(lambda *args, **kwargs: _report(fun, memory_budget, args, kwargs))
 
@@ -220,7 +224,7 @@ def _report(
         assert eqn is not None  # An argument is in no row.
         line = next(filter(None, map(user_line, (eqn, *reversed(value.around.eqns)))), "line unknown")
         shape = ",".join(map(str, value.aval.shape))
-        key = _jaxpr.name(eqn), f"{value.aval.dtype}[{shape}]", is_kept, line
+        key = operation(eqn), f"{value.aval.dtype}[{shape}]", is_kept, line
         rows.setdefault(key, []).append((value, flops))
     found = [
         MemoryRow(

@@ -211,8 +211,8 @@ class Split:
     ) -> Body:
         """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
         jaxpr = closed.jaxpr
-        key = id(jaxpr), tuple(inputs), tuple(outputs), around
-        if key in self._bodies:  # With the jaxpr, so that no other one gets its id.
+        key = _jaxpr.identity(closed), tuple(inputs), tuple(outputs), around
+        if key in self._bodies:  # With the function, so that no other one gets its ids.
             return self._bodies[key]
         alive = self._alive(jaxpr, outputs)
         known = self._origins(closed, inputs)
