@@ -75,7 +75,7 @@ def weighed(results):
 
 
 def traced(fun, *args):
-    """The results in each domain and, if there is one, the gradient. Most of the time goes into tracing: once for all."""
+    """The results in each domain and, if there is one, the gradient. Traced once, because that takes longest."""
     loss = lambda x, w: (weighed(results := fun(x, w)), results)
     grad = jax.grad(loss, (0, 1), has_aux=True)
     in_each_domain = lambda f: jax.jit(jax.vmap(f, (0, None))).trace(*args)
