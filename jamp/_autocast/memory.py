@@ -1,11 +1,14 @@
 """`recompute`, which keeps less for the backward pass of any function, and `memory_report`, which says what is kept."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+
+import jax
 
 from jamp import _evaluate, _table
 from jamp._arguments import Call, of_types
@@ -21,6 +24,9 @@ from jamp._autocast.budget import (
     megabytes,
     warnings_of_budget,
 )
+from jamp._autocast.facts import AUTOCAST
+from jamp._autocast.lower import lower
+from jamp._autocast.passes import passes_of
 from jamp._autocast.segments import code, opened
 from jamp._jaxpr import ClosedJaxpr
 from jamp._numbers import as_number
@@ -86,19 +92,28 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
 
     @functools.wraps(fun)
     def with_budget(*args: P.args, **kwargs: P.kwargs) -> R:
-        call = Call(args, kwargs)
-        closed = _traced(call, fun, memory_budget, "recompute")
-        result: R = call.finish(_evaluate.call(_recompute.recompute(closed, memory_budget), call.leaves))
+        call, closed = _traced(args, kwargs, fun, memory_budget, "recompute")
+        with jax.named_scope(AUTOCAST) if passes_of(fun) else contextlib.nullcontext():
+            values = _evaluate.call(lower(_recompute.recompute(closed, memory_budget)), call.leaves)
+        result: R = call.finish(values)
         return result
 
     return with_budget
 
 
-def _traced(call: Call, fun: Callable[..., Any], budget: MemoryBudget, caller: str) -> ClosedJaxpr:
-    closed = opened(call.trace(fun, caller))
+def _traced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], fun: Callable[..., Any], budget: MemoryBudget, caller: str
+) -> tuple[Call, ClosedJaxpr]:
+    """A call and its jaxpr, of an autocast function before its products are lowered: its own budget decides there."""
+    if trace := passes_of(fun):
+        traced = trace(args, kwargs)
+        call, closed = traced.call, opened(traced.decided if traced.is_cast else traced.traced)
+    else:
+        call = Call(args, kwargs)
+        closed = opened(call.trace(fun, caller))
     for message in warnings_of_budget(closed, budget, "recompute(loss, memory_budget)"):
         warnings.warn(message, stacklevel=users_stacklevel())
-    return closed
+    return call, closed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +230,7 @@ def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) ->
 def _report(
     fun: Callable[..., Any], budget: MemoryBudget, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> MemoryReport:
-    closed = _traced(Call(args, kwargs), fun, budget, "memory_report")
+    _, closed = _traced(args, kwargs, fun, budget, "memory_report")
     without = choose(closed, 1.0)
     memory = without if budget == 1.0 else choose(closed, budget)
     rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}

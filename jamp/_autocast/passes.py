@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +55,11 @@ class Passes(NamedTuple):
         return lower(recompute(decided, budget) if recomputes else decided)
 
 
-def passes(
-    fun: Callable[..., Any], compute_dtype: DTypeLike | Format, rules: Mapping[str, str] | None
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Passes]:
+Trace: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Passes]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def passes(fun: Callable[..., Any], compute_dtype: DTypeLike | Format, rules: Mapping[str, str] | None) -> Trace:
     """The function that traces a call of `fun`, and decides about its products."""
     _check_fun(fun)
     config: Format | None = None
@@ -75,6 +77,22 @@ def passes(
         return Passes(call, traced, quantize(decided, config, table) if config else decided, target, config, manual)
 
     return trace
+
+
+def marked_by_passes(trace: Trace) -> Callable[[F], F]:
+    """A decorator for what autocast returns, so that a budget around it finds the decisions of `trace`."""
+
+    def mark(fun: F) -> F:
+        fun.jamp_passes = fun, trace  # type: ignore[attr-defined]
+        return fun
+
+    return mark
+
+
+def passes_of(fun: Any) -> Trace | None:
+    """The function that decides about the products of an autocast function. None for any other function."""
+    marked, trace = getattr(fun, "jamp_passes", (None, None))
+    return trace if marked is fun else None  # functools.wraps copies attributes
 
 
 def _check_fun(fun: Any) -> None:

@@ -13,7 +13,7 @@ from jamp._autocast.budget import MemoryBudget, check_budget
 from jamp._autocast.decisions import warnings_of
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
 from jamp._autocast.formats import Format
-from jamp._autocast.passes import passes
+from jamp._autocast.passes import marked_by_passes, passes
 from jamp._numbers import as_number
 from jamp._source_line import users_stacklevel
 
@@ -99,6 +99,7 @@ def autocast(
         raise ValueError(f"memory_budget={memory_budget!r} computes values again, which recompute=False forbids.")
     trace = passes(fun, compute_dtype, rules)
 
+    @marked_by_passes(trace)
     @functools.wraps(fun)
     def with_casts(*args: Any, **kwargs: Any) -> Any:
         traced = trace(args, kwargs)
