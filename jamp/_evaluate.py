@@ -18,8 +18,11 @@ Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]  # an equation and its oper
 def closed_jaxpr(
     constants: dict[Var, Any], inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[JaxprEqn]
 ) -> ClosedJaxpr:
-    """Build a closed jaxpr from equations."""
+    """Build a closed jaxpr from equations. Reads and writes of a Ref that is made in it are no effects of it."""
+    made = {v for eqn in eqns for v in eqn.outvars if _jaxpr.is_ref(v)}
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    if made:
+        effects = frozenset(x for x in effects if getattr(x, "input_index", None) not in made)
     # JAX warns if a Jaxpr is made without a DebugInfo.
     debug_info = core.DebugInfo("jamp", "jamp", None, None)
     is_high = any(map(_jaxpr.is_high, eqns))

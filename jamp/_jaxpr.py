@@ -53,6 +53,11 @@ def read(env: Env, atom: Var | Literal) -> Any:
     return value(atom) if is_literal(atom) else env[atom]
 
 
+def is_ref(v: Any) -> bool:
+    """Whether a variable is a Ref, which equations read and write."""
+    return not is_literal(v) and type(v.aval).__name__ == "AbstractRef"
+
+
 def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
     """For each variable, the index of the last equation that reads it. For an output, the number of equations."""
     uses = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}

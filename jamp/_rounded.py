@@ -44,4 +44,5 @@ def may_be_wider(aval: Any) -> bool:
 
     JAX cannot round what is still to be summed over devices, and `reduce_precision` makes large float8 E4M3 NaN.
     """
-    return is_floating(aval) and aval.dtype.itemsize == 2 and not is_partial(aval)
+    is_array = isinstance(aval, jax.core.ShapedArray)  # and no Ref
+    return is_array and is_floating(aval) and aval.dtype.itemsize == 2 and not is_partial(aval)

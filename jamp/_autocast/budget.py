@@ -12,6 +12,7 @@ import math
 import re
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -156,43 +157,56 @@ class Memory:
         self._slots: dict[Any, dict[int, float]] = {}
         jaxpr = body.closed.jaxpr
         arguments = {v: _given(v) for v in (*jaxpr.constvars, *jaxpr.invars)}
-        self._add_body(body, arguments, (), Loops())
+        self._add_body(body, arguments, (), Loops(), {})
 
-    def _add_body(self, body: Body, values: dict[Any, Value], place: Place, around: Loops) -> None:
-        """Add a jaxpr. `values` are those of its inputs, and those of its outputs that have one already."""
+    def _add_body(
+        self, body: Body, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, "Loops"]
+    ) -> None:
+        """Add a jaxpr. `values` are those of its inputs, and those of its outputs that have one already.
+
+        JAX keeps what is the same in each step of a scan once, outside. `fixed` are such inputs, and what is around
+        the place where they are computed.
+        """
         plain: list[JaxprEqn] = []
         for i, part in enumerate(body.parts):
             if not isinstance(part, (Segment, Construct)):
                 plain.append(part)
                 continue
-            self._add_plain(plain, body, values, around)
+            self._add_plain(plain, body, values, around, fixed)
             plain = []
             if isinstance(part, Segment):
-                self._add_segment(part, values, (*place, i), around)
+                self._add_segment(part, values, (*place, i), around, fixed)
             else:
-                self._add_construct(part, values, (*place, i), around)
-        self._add_plain(plain, body, values, around)
+                self._add_construct(part, values, (*place, i), around, fixed)
+        self._add_plain(plain, body, values, around, fixed)
 
-    def _add_segment(self, segment: Segment, values: dict[Any, Value], place: Place, around: Loops) -> None:
+    def _add_segment(
+        self, segment: Segment, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, "Loops"]
+    ) -> None:
         key = segment.key(sources=False)
         if key not in self._known.kinds:
             self._known.kinds[key] = Kind(segment)
         kind = self._known.kinds[key]
         known = {-1 - i: values[v] for i, v in enumerate(segment.inputs)}
+        places = {inner: fixed[v] for inner, v in zip(kind.code.inputs, segment.inputs, strict=True) if v in fixed}
+        _spread(kind.code.eqns, places)
+        computed_at = lambda v, eqn: _computed(v, eqn, places.get(v, around))
         # A call in the segment may return a constant, an input, or one value several times.
         numbers_of_outputs = kind.numbers(kind.code.outputs)
         for v, number in zip(segment.outputs, numbers_of_outputs, strict=True):
             if number is not None and number >= 0:
-                known.setdefault(number, values.get(v) or _computed(v, kind.computed[number][1], around))
+                known.setdefault(number, values.get(v) or computed_at(*kind.computed[number]))
             values.setdefault(v, _given(v) if number is None else known[number])
         computed = frozenset(i for i in numbers_of_outputs if i is not None and i >= 0)
         for i in kind.kept - computed:
-            known[i] = _computed(*kind.computed[i], around)
+            known[i] = computed_at(*kind.computed[i])
         point = kind.point(kind.kept, frozenset())
         self.occurrences[place] = Occurrence(segment, kind, known, around.times, computed, point)
         self._read(self.occurrences[place], 1)
 
-    def _add_construct(self, construct: Construct, values: dict[Any, Value], place: Place, around: Loops) -> None:
+    def _add_construct(
+        self, construct: Construct, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, "Loops"]
+    ) -> None:
         eqn, name, carry = construct.eqn, _jaxpr.name(construct.eqn), _jaxpr.carry(construct.eqn)
         self.others.append((eqn, around.times))
         inside = eqn if name == "shard_map" else around.inside
@@ -206,7 +220,7 @@ class Memory:
             if name == "cond":  # It returns what it keeps, also of its operands.
                 here = here._replace(branches=(*branches, (place, j, ())))
                 inner |= {v: _computed(v, eqn, here) for v in jaxpr.invars}
-                self._add_body(body, inner, (*place, j), here)
+                self._add_body(body, inner, (*place, j), here, {})
                 continue
             for v, i in zip(jaxpr.invars, places, strict=True):
                 atom = eqn.invars[i]
@@ -222,15 +236,25 @@ class Memory:
                     inner[v] = values.setdefault(outer, _computed(v, eqn, here))
                 elif not carry and not _jaxpr.is_literal(v):
                     values.setdefault(outer, inner[v])
-            self._add_body(body, inner, (*place, j), here)
+            # The constants of a scan are fixed in it. So is what comes into another construct and is fixed outside.
+            atoms: list[Any] = [eqn.invars[i] for i in places]
+            is_fixed = lambda i, v: i < carry.start if name == "scan" else v in fixed
+            given = {
+                v: fixed.get(atom, around)
+                for v, i, atom in zip(jaxpr.invars, places, atoms, strict=True)
+                if not _jaxpr.is_literal(atom) and is_fixed(i, atom)
+            }
+            self._add_body(body, inner, (*place, j), here, given)
         for outer in eqn.outvars:
             values.setdefault(outer, _computed(outer, eqn, around))
 
-    def _add_plain(self, eqns: list[JaxprEqn], body: Body, values: dict[Any, Value], around: Loops) -> None:
+    def _add_plain(
+        self, eqns: list[JaxprEqn], body: Body, values: dict[Any, Value], around: Loops, fixed: dict[Any, "Loops"]
+    ) -> None:
         """Add equations that are in no segment. What JAX keeps for them is kept."""
         self.others.extend((eqn, around.times) for eqn in eqns)
-        defined = {v: eqn for eqn in eqns for v in eqn.outvars}
-        reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
+        defined = {v: eqn for eqn in eqns for v in eqn.outvars if not _jaxpr.is_ref(v)}
+        reads: list[Any] = [v for eqn in eqns for v in eqn.invars if not _jaxpr.is_ref(v)]
         is_given = lambda v: _jaxpr.is_literal(v) or body.origins[v].argument
         self.gathers.update(key_of(eqn) for eqn in eqns if is_gather(eqn) and all(map(is_given, eqn.invars)))
         inputs = list(dict.fromkeys(v for v in reads if not _jaxpr.is_literal(v) and v not in defined))
@@ -248,9 +272,13 @@ class Memory:
         results = found.jaxpr.outvars[: len(defined)]
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
         producers = {v: eqn for eqn in found.jaxpr.eqns for v in eqn.outvars}
+        places = {v: fixed[known[v]] for v in found.jaxpr.invars if known[v] in fixed}
+        _spread(found.jaxpr.eqns, places)
         for v in dict.fromkeys(v for v in found.jaxpr.outvars[len(defined) :] if not _jaxpr.is_literal(v)):
             if v in known or v in producers:  # A constant of the rule of a primitive is there anyway.
-                self._count(values[known[v]] if v in known else _computed(v, producers[v], around), 1)
+                is_made = v in producers and (v not in known or v in places)
+                place = places.get(v, around)
+                self._count(_computed(v, producers[v], place) if is_made else values[known[v]], 1)
 
     def _count(self, value: Value, step: int) -> None:
         before = self.readers[value]
@@ -345,6 +373,17 @@ def _price(x: Point, y: Point) -> float:
     return more / freed if freed > 0 or more == math.inf else UNKNOWN + more
 
 
+def _spread(eqns: Sequence[JaxprEqn], places: dict[Any, Loops]) -> None:
+    """Add the values that are computed only from such as have a place: the innermost of these places."""
+    if not places:
+        return
+    for eqn in eqns:
+        reads: list[Any] = [v for v in eqn.invars if not _jaxpr.is_literal(v)]
+        if reads and all(v in places for v in reads):
+            innermost = max((places[v] for v in reads), key=lambda x: len(x.eqns))
+            places.update(dict.fromkeys(eqn.outvars, innermost))
+
+
 def _given(v: Any) -> Value:
     return Value(device_bytes(v), v.aval, Loops())
 
@@ -380,7 +419,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
 
     def rank(x: Memory) -> tuple[bool, bool, float, float]:
         if x.total > target:
-            return True, True, x.total + x.largest, x.total
+            return True, True, x.total, x.largest
         return False, x.largest > largest, x.flops, x.total
 
     whole = frozenset[Any]()

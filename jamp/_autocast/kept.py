@@ -43,6 +43,8 @@ def origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
     """The origin of the results of an equation, from those of its operands. `join` is that of values that meet."""
     # A bool that depends on floats has no derivative.
     inexact = [is_inexact(v.aval) for v in eqn.invars]
+    if any(map(_jaxpr.is_ref, eqn.invars)):  # Anything may have been written to it.
+        return Origin(activation=True, perturbed=True)
     return Origin(
         all(x.argument for x in operands) and _jaxpr.name(eqn) in CHEAP & MOVING,
         any(x.activation for x in operands) or (any(inexact) and not is_recomputed(eqn)),

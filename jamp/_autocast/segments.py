@@ -236,11 +236,15 @@ class Split:
                 parts.append(_segment(members, results, origins, alive, around, piece is last, self._has_products))
             straight.clear()
 
+        with_refs = _with_refs(jaxpr.eqns)
         for i, eqn in enumerate(jaxpr.eqns):
-            if _is_plain(eqn) or (self._whole and key_of(eqn) in self._whole):
+            if i not in with_refs and (_is_plain(eqn) or (self._whole and key_of(eqn) in self._whole)):
                 straight.append(eqn)
                 continue
             close(i)
+            if i in with_refs:
+                parts.append(eqn)
+                continue
             bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in ENTERED else None
             if bodies is None:
                 parts.append(eqn)
@@ -255,8 +259,20 @@ class Split:
         return self._bodies[key]
 
 
+def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
+    """The equations from the first one that makes a Ref to the last one that uses a Ref. They stay together."""
+    makes = [i for i, eqn in enumerate(eqns) if any(map(_jaxpr.is_ref, eqn.outvars))]
+    uses = [i for i, eqn in enumerate(eqns) if any(map(_jaxpr.is_ref, eqn.invars))]
+    return range(makes[0], max([*makes, *uses]) + 1) if makes else range(0)
+
+
 def _passes_tangents(eqn: JaxprEqn, results: Sequence[bool]) -> bool:
-    """Whether the tangents of the operands reach a result of the function, if those of some results do. Backward."""
+    """Whether the tangents of the operands reach a result of the function, if those of some results do. Backward.
+
+    Those that are written to a Ref reach what reads it.
+    """
+    if any(map(_jaxpr.is_ref, eqn.invars)):
+        return True
     is_any = any(x and is_inexact(v.aval) for v, x in zip(eqn.outvars, results, strict=True))
     return is_any and _jaxpr.name(eqn) != "stop_gradient"
 
