@@ -22,7 +22,8 @@ def closed_jaxpr(
     made = {v for eqn in eqns for v in eqn.outvars if _jaxpr.is_ref(v)}
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     if made:
-        effects = frozenset(x for x in effects if getattr(x, "input_index", None) not in made)
+        is_inside = lambda effect: any(v is ref for v in vars(effect).values() for ref in made)
+        effects = frozenset(x for x in effects if not is_inside(x))
     # JAX warns if a Jaxpr is made without a DebugInfo.
     debug_info = core.DebugInfo("jamp", "jamp", None, None)
     is_high = any(map(_jaxpr.is_high, eqns))

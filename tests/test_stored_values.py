@@ -202,14 +202,14 @@ def low(q, k):
 
 
 def passed_in(budget, q, k, v):
-    weights = jamp.recompute(lambda z: jax.nn.softmax(z.astype(jnp.float32)), budget)
-    return by_hand(weights(low(q, k)), v)
+    weighed = lambda z, v: by_hand(jax.nn.softmax(z.astype(jnp.float32)), v)
+    return jamp.recompute(weighed, budget)(low(q, k), v)
 
 
 def closed_over(budget, q, k, v):
     z = low(q, k)
-    weights = jamp.recompute(lambda q: jax.nn.softmax(z.astype(jnp.float32) + q), budget)
-    return by_hand(weights(q), v)
+    weighed = lambda q: by_hand(jax.nn.softmax(z.astype(jnp.float32) + q), v)
+    return jamp.recompute(weighed, budget)(q)
 
 
 def through_a_call(budget, q, k, v):

@@ -48,6 +48,9 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
     budget of 1.0 only. Collectives are not repeated, but for an `all_gather` of an argument, as FSDP has for each
     weight. That counts as 2,000 FLOPs a byte. `memory_report` shows the choice.
 
+    A function without a product is left to JAX at 1.0, and cut into segments of about equal bytes below. What reaches a
+    result only through `stop_gradient` is not kept. The code from where a Ref is made to its last use is computed once.
+
     The choice depends on shapes only, so that a program is the same on every host. It takes every floating-point
     argument to be differentiated.
 
@@ -150,7 +153,7 @@ class MemoryReport:
       kept: The bytes that are kept.
       without_budget: The bytes that are kept at a budget of 1.0.
       flops: The FLOPs that the backward pass computes again.
-      largest: The most bytes that one segment computes again at once.
+      largest: The most bytes that one segment computes again and holds at once.
       end: The bytes of the last product and what follows, such as logits. The backward pass reads them at once, so they
         are neither dropped nor in `kept`.
       memory_budget: The budget.

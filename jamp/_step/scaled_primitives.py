@@ -19,7 +19,7 @@ from jax import Array
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jamp import _evaluate
+from jamp import _evaluate, _jaxpr
 from jamp._barrier import behind_barrier
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr
@@ -157,8 +157,7 @@ def _transpose(
         pushed = _evaluate.call(derivative.linear, [*residuals, *xs])
         return [pushed[i] for i in used]
 
-    transposed = jax.linear_transpose(of_tangents, *types)
-    pull_back = jax.make_jaxpr(lambda *xs: transposed(list(xs)))(*given)
+    pull_back = jax.make_jaxpr(lambda *xs: _pulled_back(of_tangents, types, derivative.linear, list(xs)))(*given)
 
     def again(tries: Array, scaled: Sequence[Array]) -> Sequence[Array]:
         # The barrier makes the inputs depend on the loop. Else XLA would compute the forward pass before it, always.
@@ -181,6 +180,15 @@ def _transpose(
         gradients = [_no_second_transpose().bind(x) for x in gradients]
     note_true_gradients(gradients)
     return [None] * (len(operands) - len(tangents)) + gradients
+
+
+def _pulled_back(
+    push_forward: Callable[..., Any], types: Sequence[Any], linear: ClosedJaxpr, cotangents: list[Any]
+) -> Any:
+    if any(_jaxpr.is_ref(v) for eqn in linear.jaxpr.eqns for v in eqn.outvars):
+        # `jax.linear_transpose` takes no function that makes a Ref. `jax.vjp` does.
+        return jax.vjp(push_forward, *(jnp.zeros(aval.shape, aval.dtype) for aval in types))[1](cotangents)
+    return jax.linear_transpose(push_forward, *types)(cotangents)
 
 
 def _with_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
