@@ -20,7 +20,7 @@ from jamp import _jaxpr
 from jamp._primitives import PRODUCTS
 
 X, W = normal(N, N), normal(N, N, seed=1, scale=N**-0.5)
-BUDGETS = (1.0, 0.6, 0.3, 0)
+BUDGETS = (1.0, 0.5, 0)
 SMALL_CHANGE = 1100  # bytes: a mask of N x N, and scalars
 FORMATS = {
     "float32": None,
@@ -94,6 +94,8 @@ def test_a_budget_bounds_what_jax_keeps_of_forty_programs(seed):
     first, last = (jax.grad(bounded(loss, budget), (0, 1)) for budget in (1.0, 0))
     # Each product of the forward pass runs once more at most.
     assert count_of_products(last) - count_of_products(first) <= count_of_products(bounded(loss, 1.0))
+    if seed % 4:
+        return  # Compilation takes longest.
     rtol = 1e-4 if name == "float32" else 0.1  # XLA may round values that are not products differently
     for x, y in zip(jax.jit(first)(X, W), jax.jit(last)(X, W), strict=True):
         assert np.linalg.norm(x - y) <= rtol * np.linalg.norm(x)
