@@ -188,18 +188,23 @@ class Memory:
             self._known.kinds[key] = Kind(segment)
         kind = self._known.kinds[key]
         known = {-1 - i: values[v] for i, v in enumerate(segment.inputs)}
-        places = {inner: fixed[v] for inner, v in zip(kind.code.inputs, segment.inputs, strict=True) if v in fixed}
-        _spread(kind.code.eqns, places)
-        computed_at = lambda v, eqn: _computed(v, eqn, places.get(v, around))
+        places = {-1 - i: fixed[v] for i, v in enumerate(segment.inputs) if v in fixed}
+
+        def computed_at(i: int) -> Value:
+            sources = kind.sources(i)
+            is_fixed = sources and sources <= places.keys()
+            place = max((places[j] for j in sources), key=lambda x: len(x.eqns)) if is_fixed else around
+            return _computed(*kind.computed[i], place)
+
         # A call in the segment may return a constant, an input, or one value several times.
         numbers_of_outputs = kind.numbers(kind.code.outputs)
         for v, number in zip(segment.outputs, numbers_of_outputs, strict=True):
             if number is not None and number >= 0:
-                known.setdefault(number, values.get(v) or computed_at(*kind.computed[number]))
+                known.setdefault(number, values.get(v) or computed_at(number))
             values.setdefault(v, _given(v) if number is None else known[number])
         computed = frozenset(i for i in numbers_of_outputs if i is not None and i >= 0)
         for i in kind.kept - computed:
-            known[i] = computed_at(*kind.computed[i])
+            known[i] = computed_at(i)
         point = kind.point(kind.kept, frozenset())
         self.occurrences[place] = Occurrence(segment, kind, known, around.times, computed, point)
         self._read(self.occurrences[place], 1)

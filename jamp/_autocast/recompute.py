@@ -182,7 +182,10 @@ def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[...,
         of_perturbed = lambda *xs: fun(*_evaluate.replaced(primals, perturbed, xs))
         results, push_forward = jax.linearize(of_perturbed, *(primals[i] for i in perturbed))
         values, structure = jax.tree.flatten(push_forward)
-        push_forward = jax.tree.unflatten(structure, unless_tpu(values))
+        # What is given is there anyway. Behind the barrier it would be another array, which is kept.
+        inner = [i for i, x in enumerate(values) if not any(x is given for given in primals)]
+        values = _evaluate.replaced(values, inner, unless_tpu([values[i] for i in inner]))
+        push_forward = jax.tree.unflatten(structure, values)
         return results, push_forward(*(tangents[i] for i in perturbed))
 
     call.defjvp(rule, symbolic_zeros=True)

@@ -90,6 +90,8 @@ class Kind:
                 self.sizes.append(device_bytes(v))
             self._direct.update([known[v]] if v in known else [])
         self.live = sum(self.sizes[i] for i in self._direct if i >= 0)
+        self._sources = _sources(closed)
+        self._variables = {number: v for v, number in known.items()}
         self._in_checkpoint = frozenset(self._numbers[v] for v in self.code.kept)
         self.kept = self._in_checkpoint
         if not segment.is_worth_it:
@@ -100,6 +102,10 @@ class Kind:
     def numbers(self, variables: Iterable[Any]) -> list[int | None]:
         """The numbers of some variables of the code. A literal has none."""
         return [None if _jaxpr.is_literal(v) else self._numbers[v] for v in variables]
+
+    def sources(self, i: int) -> frozenset[int]:
+        """The inputs from which a value is computed."""
+        return self._sources.get(self._variables.get(i), frozenset())
 
     def _walk(self, atoms: Iterable[Any]) -> tuple[frozenset[int], float]:
         """The values from which these are computed, and the FLOPs in between."""
@@ -187,6 +193,16 @@ def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
     values = enumerate(v for eqn in code.eqns for v in eqn.outvars)
     closed = lower(named(code, {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in values}))
     return with_residuals(closed, segment.perturbed, segment.alive, segment.around.inside)
+
+
+def _sources(closed: ClosedJaxpr) -> dict[Any, frozenset[int]]:
+    """For each value, the numbers of the inputs from which it is computed."""
+    found: dict[Any, frozenset[int]] = {v: frozenset([-1 - i]) for i, v in enumerate(closed.jaxpr.invars)}
+    for eqn in closed.jaxpr.eqns:
+        reads = [found[v] for v in eqn.invars if not _jaxpr.is_literal(v) and v in found]
+        of_all = frozenset[int]().union(*reads)
+        found.update(dict.fromkeys(eqn.outvars, of_all))
+    return found
 
 
 def _of_arguments(closed: ClosedJaxpr, segment: Segment) -> set[Any]:
