@@ -101,9 +101,14 @@ def located(eqn: JaxprEqn, like: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=like.source_info.replace(name_stack=stack), ctx=like.ctx)
 
 
-def flattened(closed: ClosedJaxpr) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations and the outputs of a jaxpr in which jit calls are inlined. Its inputs keep their variables."""
-    return _inlined(closed, closed.jaxpr.invars, inlinable, {})
+def flattened(
+    closed: ClosedJaxpr, enter: Callable[[JaxprEqn], ClosedJaxpr | None] = inlinable
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations and the outputs of a jaxpr in which jit calls are inlined. Its inputs keep their variables.
+
+    `enter` returns the body of an equation to inline, or None.
+    """
+    return _inlined(closed, closed.jaxpr.invars, enter, {})
 
 
 def _inlined(

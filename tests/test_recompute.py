@@ -158,7 +158,7 @@ def check_budgets(model, budgets):
     reports = [report_of(model, budget) for budget in budgets]
     if model != "jax.checkpoint":  # The user has decided there.
         assert all(x.kept <= budget * reports[0].kept for x, budget in zip(reports, budgets, strict=True) if budget)
-        assert reports[-1].kept < 0.3 * reports[0].kept
+        assert reports[-1].kept <= 0.3 * reports[0].kept
     assert [x.flops for x in reports] == sorted(x.flops for x in reports)
     for x in reports:  # The rows add up. Branches of a cond share what they keep.
         total = sum(row.nbytes for row in x.rows if row.kept)

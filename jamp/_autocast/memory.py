@@ -110,7 +110,8 @@ def _traced(
     """A call and its jaxpr, of an autocast function before its products are lowered: its own budget decides there."""
     if trace := passes_of(fun):
         traced = trace(args, kwargs)
-        call, closed = traced.call, opened(traced.decided if traced.is_cast else traced.traced)
+        is_unchanged = not traced.is_cast and budget == 1.0  # Then autocast opens nothing either.
+        call, closed = traced.call, traced.traced if is_unchanged else opened(traced.decided)
     else:
         call = Call(args, kwargs)
         closed = opened(call.trace(fun, caller))

@@ -50,9 +50,8 @@ class Passes(NamedTuple):
         """The jaxpr to evaluate."""
         if not self.is_cast and budget == 1.0:
             return self.traced
-        # The outermost budget decides, also about the segments of an autocast inside.
-        decided = self.decided if budget == 1.0 else opened(self.decided)
-        return lower(recompute(decided, budget) if recomputes else decided)
+        # The outermost budget decides, also about the segments of an autocast or a recompute inside.
+        return lower(recompute(opened(self.decided), budget) if recomputes else self.decided)
 
 
 Trace: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Passes]

@@ -116,24 +116,23 @@ def _is_call(segment: Segment, chosen: frozenset[int] | None) -> bool:
 def _around(
     call: Callable[..., list[Array]], segment: Segment, found: Code, has_barrier: bool
 ) -> Callable[..., list[Array]]:
-    """A segment. Inputs whose tangents reach no result have none, and cotangents may be behind a barrier.
+    """A segment, perhaps with the cotangents of its inputs behind a barrier.
 
-    `jax.checkpoint` and the barrier would give such inputs cotangents of zeros, which JAX then sends through what it
-    cannot transpose. Without a barrier, XLA:GPU computes cotangents where they are added to others, later, and what was
-    computed again stays in memory.
+    Without one, XLA:GPU computes cotangents where they are added to others, later, and what was computed again stays in
+    memory. Inputs whose tangents reach no result get none: the barrier, and JAX's next checkpoint, would give them
+    zeros, which JAX then sends through what it cannot transpose.
     """
     reaching = _reaching(found, segment.alive)
     perturbed = [i for i, is_perturbed in enumerate(segment.perturbed) if is_perturbed]
-    stopped = [i for i in perturbed if segment.inputs[i] not in reaching]
     behind = [i for i in perturbed if segment.inputs[i] in reaching] if has_barrier else []
+    is_next = getattr(jax.config, "jax_remat3", False)
+    without = [i for i in perturbed if segment.inputs[i] not in reaching] if is_next else []
 
     def around(*args: Array) -> list[Array]:
-        given = _evaluate.replaced(args, stopped, [lax.stop_gradient(args[i]) for i in stopped])
-        if behind:
-            given = _evaluate.replaced(given, behind, cotangents_behind_barrier([args[i] for i in behind]))
-        return call(*given)
+        given = _evaluate.replaced(args, without, [lax.stop_gradient(args[i]) for i in without])
+        return call(*_evaluate.replaced(given, behind, cotangents_behind_barrier([given[i] for i in behind])))
 
-    return around if stopped or behind else call
+    return around if behind or without else call
 
 
 def _reaching(found: Code, alive: Sequence[bool]) -> set[Any]:
@@ -154,8 +153,11 @@ def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) ->
     values = [v for eqn in found.eqns for v in eqn.outvars]
     kept = found.kept if chosen is None else {values[i] for i in chosen}
     body = named(found, dict.fromkeys(kept, KEPT), kept | computed_twice(found))
+    reaching = _reaching(found, piece.alive)
+    reaches = [v in reaching or not is_inexact(v.aval) for v in piece.inputs]
 
     def segment(*args: Array) -> list[Array]:
+        args = tuple(stopped(args, reaches))  # in here, because outside it would be another array, which is kept
         # The rule of a convolution is traced after all passes.
         return stopped(_evaluate.call(lower(body) if piece.convolves else body, args), piece.alive)
 

@@ -192,6 +192,7 @@ class Split:
         self._origins = _dataflow.Forward(origin, join, lambda value: CONSTANT)
         self._alive = _dataflow.Backward(_passes_tangents)
         self._bodies: dict[Any, Body] = {}
+        self._traced: list[ClosedJaxpr] = []  # so that no other one gets their ids
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True
 
@@ -210,10 +211,11 @@ class Split:
         is_function: bool = False,
     ) -> Body:
         """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
-        jaxpr = closed.jaxpr
         key = _jaxpr.identity(closed), tuple(inputs), tuple(outputs), around
         if key in self._bodies:  # With the function, so that no other one gets its ids.
             return self._bodies[key]
+        traced, closed = closed, _without_large_calls(closed)
+        jaxpr = closed.jaxpr
         alive = self._alive(jaxpr, outputs)
         known = self._origins(closed, inputs)
         origins = {v: x if v in alive else x._replace(perturbed=False) for v, x in known.items()}
@@ -256,7 +258,34 @@ class Split:
             parts.append(Construct(eqn, [self._body(*x, inner) for x in zip(bodies, into, out_of, strict=True)]))
         close(len(jaxpr.eqns))
         self._bodies[key] = Body(closed, parts, origins, alive)
+        self._traced.append(traced)
         return self._bodies[key]
+
+
+def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr in which jit calls are inlined that are too large for a segment, and the last call if it is no product.
+
+    A whole model may be in one call. It would be one segment, or the end.
+    """
+    while True:
+        eqns, jaxpr = closed.jaxpr.eqns, closed.jaxpr
+        held = {id(eqn): _held_products(eqn) for eqn in eqns if _jaxpr.inlinable(eqn)}
+        last = next((eqn for eqn in reversed(eqns) if holds_product(eqn)), None)
+        large = {i for i, n in held.items() if n > 1.5 * PRODUCTS_OF_A_SEGMENT}
+        large |= {id(last)} if last is not None and held.get(id(last), 0) > 1 else set()
+        if not large:
+            return closed
+        enter = lambda eqn, large=large: _jaxpr.inlinable(eqn) if id(eqn) in large else None
+        new, outputs = _evaluate.flattened(_evaluate.without_constants(closed), enter)
+        constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        closed = _evaluate.closed_jaxpr(constants, jaxpr.invars, outputs, new)
+
+
+def _held_products(eqn: JaxprEqn) -> int:
+    """How many products are in an equation, and in its bodies."""
+    if name_of(eqn) in PRODUCTS:
+        return 1
+    return sum(_held_products(e) for body, _ in _jaxpr.inner(eqn) for e in body.eqns if holds_product(e))
 
 
 def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
