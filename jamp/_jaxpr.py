@@ -114,7 +114,7 @@ _READ: dict[str, list[set[str]]] = {
     "cond": [{"branches"}],
     "closed_call": [{"call_jaxpr"}],
     "linear_call": [{"callee", "transpose_thunk", "num_callee_consts", "num_res"}],
-    "remat2": [{"jaxpr", "differentiated"}, {"jaxpr", "policy", "prevent_cse"}],  # the second with `jax_remat3`
+    "remat2": [{"jaxpr", "differentiated"}, {"jaxpr", "policy"}],  # the second with `jax_remat3`
     "remat_opt": [{"fwd_jaxpr", "fun_jaxpr_thunk"}],
     "custom_jvp_call": [{"call_jaxpr", "jvp_jaxpr_fun"}],
     "custom_vjp_call": [{"call_jaxpr", "fwd_jaxpr_thunk", "bwd", "num_consts"}],
