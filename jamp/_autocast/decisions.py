@@ -14,6 +14,7 @@ from jamp._autocast.constructs import is_entered
 from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT_ENTERED, QUANTIZE, REGION
 from jamp._autocast.flops import flops
 from jamp._autocast.passes import Passes
+from jamp._autocast.policies import warnings_of_policies
 from jamp._autocast.product import Product, as_traced, products
 from jamp._autocast.rules import COMPUTE, GRADIENT, YOURS, rules_for
 from jamp._autocast.target import Target
@@ -184,7 +185,7 @@ def cause(eqn: JaxprEqn) -> str:
 
 def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
     """Warnings for the user: about large parts that are not entered, or that no product is changed."""
-    target, unused = passes.target, _unused_rules(passes)
+    target, unused = passes.target, [*_unused_rules(passes), *warnings_of_policies(passes.traced)]
     if budget != 1.0:
         unused += warnings_of_budget(passes.traced, budget, "autocast(loss, compute_dtype, memory_budget=...)")
     if target.compute_dtype == np.float32:

@@ -27,6 +27,7 @@ from jamp._autocast.budget import (
 from jamp._autocast.facts import AUTOCAST
 from jamp._autocast.lower import lower
 from jamp._autocast.passes import passes_of
+from jamp._autocast.policies import warnings_of_policies
 from jamp._autocast.segments import code, opened
 from jamp._jaxpr import ClosedJaxpr
 from jamp._numbers import as_number
@@ -70,10 +71,12 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
     Raises:
       TypeError: If `memory_budget` is not a number or a string.
       ValueError: If it is not in [0, 1], or has an unknown unit.
+      NotImplementedError: If it is not 1.0, under `jax_remat3` with JAX 0.10.2.
 
     Warns:
       UserWarning: If the least that can be kept is more than the budget. The largest values are named. If the function
-        takes a gradient itself. If bytes are given where arrays are sharded automatically.
+        takes a gradient itself. If bytes are given where arrays are sharded automatically. If JAX ignores the policy
+        of a `jax.checkpoint` inside, under `jax_remat3` with JAX 0.10.2 to 0.11.1.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -115,7 +118,8 @@ def _traced(
     else:
         call = Call(args, kwargs)
         closed = opened(call.trace(fun, caller))
-    for message in warnings_of_budget(closed, budget, "recompute(loss, memory_budget)"):
+    messages = warnings_of_budget(closed, budget, "recompute(loss, memory_budget)")
+    for message in [*messages, *warnings_of_policies(closed)]:
         warnings.warn(message, stacklevel=users_stacklevel())
     return call, closed
 

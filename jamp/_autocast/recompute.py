@@ -16,6 +16,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast.budget import Chosen, MemoryBudget, Place, choose
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.lower import lower
+from jamp._autocast.policies import check_version
 from jamp._autocast.residuals import stopped
 from jamp._autocast.segments import (
     Body,
@@ -42,6 +43,7 @@ def recompute(closed: ClosedJaxpr, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
     Within a budget of 1.0 these are the results of cheap operations. No product, random number or collective is
     computed twice.
     """
+    check_version(budget)
     if budget == 1.0:
         return _Pass({}).run(Split().function(closed), ())
     memory = choose(closed, budget)
