@@ -43,8 +43,9 @@ def warnings_of_policies(closed: ClosedJaxpr) -> list[str]:
     }
     return [
         f"JAX {jax.__version__} ignores the policy {line} under jax_remat3. Values without a name are computed again. "
-        "Give those to keep a jax.ad_checkpoint.checkpoint_name and the policy "
-        f"jax.checkpoint_policies.save_only_these_names, update to JAX 0.12, or use the default jax.checkpoint: {_BACK}."
+        "Give those to keep a jax.ad_checkpoint.checkpoint_name, and use the policy "
+        "jax.checkpoint_policies.save_only_these_names. Or update to JAX 0.12, or use the default jax.checkpoint: "
+        f"{_BACK}."
         for line in lines
     ]
 
