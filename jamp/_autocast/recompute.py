@@ -16,7 +16,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast.budget import Chosen, MemoryBudget, Place, choose
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.lower import lower
-from jamp._autocast.policies import check_version
+from jamp._autocast.policies import check_version, is_next_checkpoint
 from jamp._autocast.residuals import stopped
 from jamp._autocast.segments import (
     Body,
@@ -127,8 +127,7 @@ def _around(
     reaching = _reaching(found, segment.alive)
     perturbed = [i for i, is_perturbed in enumerate(segment.perturbed) if is_perturbed]
     behind = [i for i in perturbed if segment.inputs[i] in reaching] if has_barrier else []
-    is_next = getattr(jax.config, "jax_remat3", False)
-    without = [i for i in perturbed if segment.inputs[i] not in reaching] if is_next else []
+    without = [i for i in perturbed if segment.inputs[i] not in reaching] if is_next_checkpoint() else []
 
     def around(*args: Array) -> list[Array]:
         given = _evaluate.replaced(args, without, [lax.stop_gradient(args[i]) for i in without])
