@@ -5,6 +5,7 @@ This module uses only public modules of JAX. The parameters of primitives are no
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,6 +202,15 @@ def asks_for_zeros(eqn: JaxprEqn) -> bool:
     """
     params = eqn.params
     return bool(params.get("symbolic_zeros") or (name(eqn) == "custom_vjp_call" and params["num_consts"]))
+
+
+@functools.cache
+def cond_copies_operands() -> bool:
+    """Whether a cond whose derivative reads an operand returns a copy of it. JAX 0.12 keeps the operand itself."""
+    double = lambda x, y: jax.lax.cond(y > 0, jnp.multiply, lambda x, y: x, x, y)
+    kept = lambda x, y: jax.tree.leaves(jax.vjp(lambda x: double(x, y), x)[1])
+    jaxpr = jax.make_jaxpr(kept)(1.0, 1.0).jaxpr
+    return not any(v is jaxpr.invars[1] for v in jaxpr.outvars)
 
 
 def residuals(eqn: JaxprEqn) -> int:

@@ -222,9 +222,11 @@ class Memory:
                 branches = tuple((cond, k, (*lengths, _jaxpr.iterations(eqn))) for cond, k, lengths in branches)
             here = Loops(around.times * _jaxpr.iterations(eqn), (*around.eqns, eqn), inside, branches)
             inner = {v: _given(v) for v in jaxpr.constvars}
-            if name == "cond":  # It returns what it keeps, also of its operands.
+            if name == "cond":  # It returns what it keeps, in some versions of JAX also of its operands.
                 here = here._replace(branches=(*branches, (place, j, ())))
-                inner |= {v: _computed(v, eqn, here) for v in jaxpr.invars}
+                for v, i in zip(jaxpr.invars, places, strict=True):
+                    is_copied = _jaxpr.is_literal(eqn.invars[i]) or _jaxpr.cond_copies_operands()
+                    inner[v] = _computed(v, eqn, here) if is_copied else values[eqn.invars[i]]
                 self._add_body(body, inner, (*place, j), here, {})
                 continue
             for v, i in zip(jaxpr.invars, places, strict=True):

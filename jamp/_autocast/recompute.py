@@ -125,9 +125,9 @@ def _around(
     zeros, which JAX then sends through what it cannot transpose.
     """
     reaching = _reaching(found, segment.alive)
-    perturbed = [i for i, is_perturbed in enumerate(segment.perturbed) if is_perturbed]
-    behind = [i for i in perturbed if segment.inputs[i] in reaching] if has_barrier else []
-    without = [i for i in perturbed if segment.inputs[i] not in reaching] if is_next_checkpoint() else []
+    behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and segment.inputs[i] in reaching]
+    without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and v not in reaching]
+    without = without if is_next_checkpoint() else []
 
     def around(*args: Array) -> list[Array]:
         given = _evaluate.replaced(args, without, [lax.stop_gradient(args[i]) for i in without])
