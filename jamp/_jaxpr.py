@@ -70,6 +70,11 @@ def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
 _HIGH = {"RematTraced": "remat2", "CheckpointName": "name", "CheckpointNameFwd": "name"}
 
 
+def is_next_checkpoint() -> bool:
+    """Whether `jax.checkpoint` is the next one. JAX before 0.10.2 has no such option."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
 def name(eqn: JaxprEqn) -> str:
     """The name of an equation's primitive."""
     high = eqn.params.get("_prim")

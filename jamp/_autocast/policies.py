@@ -16,14 +16,9 @@ from jamp._source_line import user_line
 _BACK = 'jax.config.update("jax_remat3", False)'
 
 
-def is_next_checkpoint() -> bool:
-    """Whether `jax.checkpoint` is the next one. JAX before 0.10.2 has no such option."""
-    return bool(getattr(jax.config, "jax_remat3", False))
-
-
 def check_version(budget: MemoryBudget) -> None:
     """Raise if the checkpoints of a budget fail in this JAX: in 0.10.2, of conds, and in a vmap."""
-    if budget != 1.0 and is_next_checkpoint() and jax.__version_info__ < (0, 11):
+    if budget != 1.0 and _jaxpr.is_next_checkpoint() and jax.__version_info__ < (0, 11):
         raise NotImplementedError(
             f"A memory budget under jax_remat3 needs JAX 0.11.0 or later, got memory_budget={budget!r} and JAX "
             f"{jax.__version__}, whose next jax.checkpoint fails in a vmap and around a cond. Update JAX, or use the "
@@ -33,7 +28,7 @@ def check_version(budget: MemoryBudget) -> None:
 
 def warnings_of_policies(closed: ClosedJaxpr) -> list[str]:
     """A warning for each policy that this JAX ignores."""
-    if not is_next_checkpoint() or jax.__version_info__ >= (0, 11, 2):
+    if not _jaxpr.is_next_checkpoint() or jax.__version_info__ >= (0, 11, 2):
         return []  # From 0.11.2 on, JAX asks every policy about some operations.
     found = [(eqn, _jaxpr.params(eqn)["policy"]) for eqn in _jaxpr.all_equations(closed.jaxpr) if _is_checkpoint(eqn)]
     lines = {

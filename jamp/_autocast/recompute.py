@@ -16,7 +16,8 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast.budget import Chosen, MemoryBudget, Place, choose
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.lower import lower
-from jamp._autocast.policies import check_version, is_next_checkpoint
+from jamp._autocast.policies import check_version
+from jamp._autocast.product import of
 from jamp._autocast.residuals import stopped
 from jamp._autocast.segments import (
     Body,
@@ -127,7 +128,7 @@ def _around(
     reaching = _reaching(found, segment.alive)
     behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and segment.inputs[i] in reaching]
     without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and v not in reaching]
-    without = without if is_next_checkpoint() else []
+    without = without if _jaxpr.is_next_checkpoint() else []
 
     def around(*args: Array) -> list[Array]:
         given = _evaluate.replaced(args, without, [lax.stop_gradient(args[i]) for i in without])
@@ -142,7 +143,9 @@ def _reaching(found: Code, alive: Sequence[bool]) -> set[Any]:
     reaching = {v for v in results if is_inexact(v.aval)}
     for eqn in reversed(found.eqns):
         if not reaching.isdisjoint(eqn.outvars) and _jaxpr.name(eqn) != "stop_gradient":
-            reaching.update(v for v in eqn.invars if not _jaxpr.is_literal(v) and is_inexact(v.aval))
+            product = of(eqn)  # Its tangent is that of its operands, and not of the scales of their 8-bit values.
+            operands: list[Any] = eqn.invars[: product.arity] if product else eqn.invars
+            reaching.update(v for v in operands if not _jaxpr.is_literal(v) and is_inexact(v.aval))
     return reaching
 
 
