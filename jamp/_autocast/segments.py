@@ -29,6 +29,8 @@ from jamp._source_line import in_scope
 
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
+_MOST = 1.5  # a segment has at most so many times that number, and at least half as many
+_SMALL = 0.1  # of the bytes that cross a cut: what may be kept in the end of a function, and never dropped
 _LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
 # JAX differentiates the bodies of these. A while has no gradient, a custom rule replaces the derivative of its body,
 # and in a `jax.checkpoint` the user has decided.
@@ -272,9 +274,9 @@ def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     while True:
         eqns, jaxpr = closed.jaxpr.eqns, closed.jaxpr
-        held = {id(eqn): _held_products(eqn) for eqn in eqns if _jaxpr.inlinable(eqn)}
+        held = {id(eqn): _runs(eqn) for eqn in eqns if _jaxpr.inlinable(eqn)}
         last = next((eqn for eqn in reversed(eqns) if holds_product(eqn)), None)
-        large = {i for i, n in held.items() if n > 1.5 * PRODUCTS_OF_A_SEGMENT}
+        large = {i for i, n in held.items() if n > _MOST * PRODUCTS_OF_A_SEGMENT}
         large |= {id(last)} if last is not None and held.get(id(last), 0) > 1 else set()
         if not large:
             return closed
@@ -282,13 +284,6 @@ def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
         new, outputs = _evaluate.flattened(_evaluate.without_constants(closed), enter)
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         closed = _evaluate.closed_jaxpr(constants, jaxpr.invars, outputs, new)
-
-
-def _held_products(eqn: JaxprEqn) -> int:
-    """How many products are in an equation, and in its bodies."""
-    if name_of(eqn) in PRODUCTS:
-        return 1
-    return sum(_held_products(e) for body, _ in _jaxpr.inner(eqn) for e in body.eqns if holds_product(e))
 
 
 def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
@@ -333,17 +328,19 @@ def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
 def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[Var, Origin]) -> int:
     """Where the end of a function begins: at its last product, or before, where fewer bytes cross.
 
-    No value in between is kept, or no budget would drop it.
+    What is kept in between is small, because no budget drops it: a random key, or the mean of a norm.
     """
     products = [i for i, eqn in enumerate(eqns) if holds_product(eqn)]
     if not products or not _is_plain(eqns[products[-1]]):
         return products[-1] + 1 if products else len(eqns)
-    last = products[-1]
-    start = next((i + 1 for i in reversed(range(last)) if not is_recomputed(eqns[i])), 0)
+    last, start = products[-1], products[-2] + 1 if len(products) > 1 else 0
     inputs = _reads(eqns[start:last])
     held = kept(eqns[start:last], inputs, [origins[v] for v in inputs])
-    start = next((i + 1 for i in reversed(range(start, last)) if not held.isdisjoint(eqns[i].outvars)), start)
-    return min(range(start, last + 1), key=_crossing(eqns, range(len(eqns)), last_uses).__getitem__)
+    crossing = _crossing(eqns, range(len(eqns)), last_uses)
+    between = [sum(nbytes(v) for v in eqn.outvars if v in held) for eqn in eqns[start:last]]
+    sizes = itertools.accumulate(reversed(between))  # kept from each equation on, the last one first
+    start = last - sum(1 for _ in itertools.takewhile(lambda size: size <= _SMALL * crossing[last], sizes))
+    return min(range(start, last + 1), key=crossing.__getitem__)
 
 
 def _reads(eqns: Sequence[JaxprEqn]) -> tuple[Var, ...]:
@@ -366,13 +363,12 @@ def _crossing(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int])
 def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
     """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut.
 
-    A whole construct counts as the products that it runs.
+    A whole construct counts as the products that it runs, from one, for a kernel, to those of a layer.
     """
-    counts = itertools.accumulate(
-        (_runs(eqns[i]) if _is_whole(eqns[i]) else holds_product(eqns[i]) for i in whole), initial=0
-    )
+    layers = lambda eqn: min(max(1, _runs(eqn)), PRODUCTS_OF_A_SEGMENT) if _is_whole(eqn) else holds_product(eqn)
+    counts = itertools.accumulate((layers(eqns[i]) for i in whole), initial=0)
     before = dict(zip([*whole, whole.stop], counts, strict=True))  # the number of products before each equation
-    least, most = 0.75 * products, 1.5 * products
+    least, most = products / 2 * _MOST, _MOST * products
     if before[whole.stop] <= most:
         return [whole]
     crossing = _crossing(eqns, whole, last_uses)
@@ -441,9 +437,11 @@ def _is_whole(eqn: JaxprEqn) -> bool:
 
 
 def _runs(eqn: JaxprEqn) -> int:
-    """How many products an equation runs, those of a layer at most. A kernel that holds none is one."""
-    held = sum(times * _runs(e) for body, times in _jaxpr.inner(eqn) for e in body.eqns if holds_product(e))
-    return min(max(1, held), PRODUCTS_OF_A_SEGMENT)
+    """How many products an equation runs."""
+    if not holds_product(eqn):
+        return 0
+    bodies = _jaxpr.inner(eqn)
+    return sum(times * _runs(e) for body, times in bodies for e in body.eqns) if bodies else 1
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
