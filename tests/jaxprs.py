@@ -39,3 +39,11 @@ def products(fun, *args):
 def normal(*shape, seed=0, scale=1.0):
     """Random numbers of NumPy, because `jax.random` compiles a program for each shape."""
     return jnp.asarray(np.float32(scale * np.random.default_rng(seed).normal(size=shape)))
+
+
+def kept_by_jax(fun, *args):
+    """The bytes that JAX keeps for the backward pass of a function, without its arguments."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
+    outvars = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)}
+    outvars -= {*jaxpr.invars, *jaxpr.constvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in outvars if v.aval.dtype != jax.dtypes.float0)

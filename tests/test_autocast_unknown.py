@@ -1,11 +1,10 @@
 """Operations that autocast does not know: those with products in them are a warning and a row, never silence."""
 
-import contextlib
-
 import jax
 import jax.extend
 import jax.numpy as jnp
 import pytest
+from configurations import next_checkpoint
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import hijax
@@ -78,20 +77,6 @@ def layer(w, x):
     return h @ w
 
 
-@contextlib.contextmanager
-def remat3(flag):
-    """JAX's next `checkpoint`, from the release on that completes it; before, the old one."""
-    if not IS_NEW:
-        yield
-        return
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", flag)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_remat3", before)
-
-
 CHECKPOINTS = {
     "default": jax.checkpoint(layer),
     "of a jit": jax.checkpoint(jax.jit(layer)),
@@ -131,13 +116,13 @@ def test_the_next_checkpoint_is_entered_like_the_old_one(fun):
         del formats[jamp.Float8()]
     for dtype, operands in formats.items():
         cast = jamp.autocast(loss, dtype, rules={"dot_general": "compute"})
-        with remat3(True):
+        with next_checkpoint(IS_NEW):
             assert products(cast, W, X) == {jnp.dtype(operands)}
             report = jamp.autocast_report(loss, dtype, rules={"dot_general": "compute"})(W, X)
             assert (report.share_8_bit if report.quantized else report.share_16_bit) > 0.9
             new = jax.jit(jax.grad(jamp.scaled(cast)))(W, X)
-        with remat3(False):
+        with next_checkpoint(False):
             old = jax.jit(jax.grad(cast))(W, X)
         assert jnp.linalg.norm(new - old) < 0.02 * jnp.linalg.norm(old)
-    with remat3(True):
+    with next_checkpoint(IS_NEW):
         assert not jamp.debug.find_nonfinite(loss)(W, X)

@@ -1,6 +1,5 @@
 """Which values the policies of `jax.checkpoint` keep: the table of docs/a-model-that-does-not-fit.md, for this JAX."""
 
-import contextlib
 from pathlib import Path
 
 import jax
@@ -8,6 +7,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from configurations import next_checkpoint
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import normal, products
@@ -17,20 +17,6 @@ import jamp
 POLICIES = jax.checkpoint_policies
 NEXT = getattr(jax.config, "jax_remat3", None) is not None  # JAX 0.10.0 and 0.10.1 have no next checkpoint
 VERSION = jax.__version_info__
-
-
-@contextlib.contextmanager
-def remat3(flag):
-    if not NEXT:
-        assert not flag
-        yield
-        return
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", flag)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_remat3", before)
 
 
 # A result of each kind has a shape of its own.
@@ -114,7 +100,7 @@ COLUMNS = {(0, 10, 2): IN_0_10_2, (0, 11, 0): IN_0_11_0, (0, 11, 2): IN_0_11_2, 
 def test_policies_keep_what_the_table_says(flag):
     nearest = max(version for version in COLUMNS if version <= max(VERSION[:3], min(COLUMNS)))
     column = COLUMNS[nearest] if flag else DEFAULT
-    with remat3(flag):
+    with next_checkpoint(flag):
         found = {name: kept(policy) for name, policy in CASES.items()}
     expected = {name: set(cell.split(", ")) - {""} for name, cell in zip(CASES, column, strict=True)}
     message = f"JAX {jax.__version__}; the nearest column of the table is {nearest}. If this JAX differs, add a column."
@@ -143,7 +129,7 @@ def loss_of(policy):
 
 @pytest.mark.parametrize("flag", [False, True] if NEXT else [False])
 def test_autocast_enters_a_checkpoint_also_the_next_one(flag):
-    with remat3(flag):
+    with next_checkpoint(flag):
         cast = jamp.autocast(loss_of(None), jnp.bfloat16)
         assert products(cast, W, X) == {jnp.dtype(jnp.bfloat16)}
         found = jax.grad(cast)(W, X)
@@ -161,7 +147,7 @@ def test_a_budget_works_with_the_next_checkpoint_or_says_which_jax_it_needs(name
     loss = lambda w, x: jnp.mean(layer(w, layer(w, x)) ** 2)
     grad = lambda: jax.grad(ways[name](loss))(W, X)
     truth = jax.grad(loss)(W, X)
-    with remat3(NEXT):
+    with next_checkpoint(NEXT):
         if NEXT and VERSION < (0, 11):
             message = r"needs JAX 0\.11\.0 or later, got memory_budget=0\.3 and JAX 0\.10.*\"jax_remat3\", False"
             with pytest.raises(NotImplementedError, match=message):
@@ -172,7 +158,7 @@ def test_a_budget_works_with_the_next_checkpoint_or_says_which_jax_it_needs(name
 
 @pytest.mark.parametrize("way", [lambda fun: jamp.autocast(fun, jnp.bfloat16), lambda fun: jamp.recompute(fun, 1.0)])
 def test_a_policy_that_jax_ignores_is_a_warning(way, recwarn):
-    with remat3(NEXT):
+    with next_checkpoint(NEXT):
         for policy in (None, POLICIES.dots_saveable, POLICIES.save_only_these_names("h")):
             jax.make_jaxpr(way(loss_of(policy)))(W, X)
         assert not recwarn.list
@@ -182,5 +168,5 @@ def test_a_policy_that_jax_ignores_is_a_warning(way, recwarn):
         else:
             jax.make_jaxpr(way(loss_of(own)))(W, X)
             assert not recwarn.list
-    with remat3(False):
+    with next_checkpoint(False):
         jax.make_jaxpr(way(loss_of(own)))(W, X)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxprs import PRODUCTS, equations, normal
+from jaxprs import PRODUCTS, equations, kept_by_jax, normal
 from processes import run_python
 from trees import assert_close
 
@@ -111,14 +111,6 @@ MODELS = {
     "bfloat16 by hand": in_bfloat16,
 }
 BUDGETS = (1.0, 0.6, 0.3, 0)
-
-
-def kept_by_jax(fun, *args):
-    """The bytes that JAX keeps for the backward pass of a function, without its arguments."""
-    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
-    outvars = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)}
-    outvars -= {*jaxpr.invars, *jaxpr.constvars}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in outvars if v.aval.dtype != jax.dtypes.float0)
 
 
 def quietly(fun, *args):

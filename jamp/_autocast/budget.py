@@ -12,7 +12,6 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +19,7 @@ from jax.sharding import AxisType
 
 from jamp import _evaluate, _fingerprint, _jaxpr
 from jamp._autocast.lower import lower
-from jamp._autocast.residuals import UNKNOWN, Kind, Point, cost, device_bytes, is_gather, with_residuals
+from jamp._autocast.residuals import UNKNOWN, Kind, Point, cost, device_bytes, is_gather, sources_of, with_residuals
 from jamp._autocast.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of, opened
 from jamp._cast import is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
@@ -160,7 +159,7 @@ class Memory:
         self._add_body(body, arguments, (), Loops(), {})
 
     def _add_body(
-        self, body: Body, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, "Loops"]
+        self, body: Body, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
     ) -> None:
         """Add a jaxpr. `values` are those of its inputs, and those of its outputs that have one already.
 
@@ -181,7 +180,7 @@ class Memory:
         self._add_plain(plain, body, values, around, fixed)
 
     def _add_segment(
-        self, segment: Segment, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, "Loops"]
+        self, segment: Segment, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
     ) -> None:
         key = segment.key(sources=False)
         if key not in self._known.kinds:
@@ -190,12 +189,7 @@ class Memory:
         known = {-1 - i: values[v] for i, v in enumerate(segment.inputs)}
         places = {-1 - i: fixed[v] for i, v in enumerate(segment.inputs) if v in fixed}
 
-        def computed_at(i: int) -> Value:
-            sources = kind.sources(i)
-            is_fixed = sources and sources <= places.keys()
-            place = max((places[j] for j in sources), key=lambda x: len(x.eqns)) if is_fixed else around
-            return _computed(*kind.computed[i], place)
-
+        computed_at = lambda i: _computed(*kind.computed[i], _innermost(kind.sources(i), places) or around)
         # A call in the segment may return a constant, an input, or one value several times.
         numbers_of_outputs = kind.numbers(kind.code.outputs)
         for v, number in zip(segment.outputs, numbers_of_outputs, strict=True):
@@ -210,7 +204,7 @@ class Memory:
         self._read(self.occurrences[place], 1)
 
     def _add_construct(
-        self, construct: Construct, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, "Loops"]
+        self, construct: Construct, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
     ) -> None:
         eqn, name, carry = construct.eqn, _jaxpr.name(construct.eqn), _jaxpr.carry(construct.eqn)
         self.others.append((eqn, around.times))
@@ -256,7 +250,7 @@ class Memory:
             values.setdefault(outer, _computed(outer, eqn, around))
 
     def _add_plain(
-        self, eqns: list[JaxprEqn], body: Body, values: dict[Any, Value], around: Loops, fixed: dict[Any, "Loops"]
+        self, eqns: list[JaxprEqn], body: Body, values: dict[Any, Value], around: Loops, fixed: dict[Any, Loops]
     ) -> None:
         """Add equations that are in no segment. What JAX keeps for them is kept."""
         self.others.extend((eqn, around.times) for eqn in eqns)
@@ -279,13 +273,13 @@ class Memory:
         results = found.jaxpr.outvars[: len(defined)]
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
         producers = {v: eqn for eqn in found.jaxpr.eqns for v in eqn.outvars}
-        places = {v: fixed[known[v]] for v in found.jaxpr.invars if known[v] in fixed}
-        _spread(found.jaxpr.eqns, places)
+        places = {-1 - i: fixed[known[v]] for i, v in enumerate(found.jaxpr.invars) if known[v] in fixed}
+        sources = sources_of(found) if places else {}
         for v in dict.fromkeys(v for v in found.jaxpr.outvars[len(defined) :] if not _jaxpr.is_literal(v)):
             if v in known or v in producers:  # A constant of the rule of a primitive is there anyway.
-                is_made = v in producers and (v not in known or v in places)
-                place = places.get(v, around)
-                self._count(_computed(v, producers[v], place) if is_made else values[known[v]], 1)
+                place = _innermost(sources.get(v, frozenset()), places)
+                is_made = v in producers and (v not in known or place is not None)
+                self._count(_computed(v, producers[v], place or around) if is_made else values[known[v]], 1)
 
     def _count(self, value: Value, step: int) -> None:
         before = self.readers[value]
@@ -380,15 +374,10 @@ def _price(x: Point, y: Point) -> float:
     return more / freed if freed > 0 or more == math.inf else UNKNOWN + more
 
 
-def _spread(eqns: Sequence[JaxprEqn], places: dict[Any, Loops]) -> None:
-    """Add the values that are computed only from such as have a place: the innermost of these places."""
-    if not places:
-        return
-    for eqn in eqns:
-        reads: list[Any] = [v for v in eqn.invars if not _jaxpr.is_literal(v)]
-        if reads and all(v in places for v in reads):
-            innermost = max((places[v] for v in reads), key=lambda x: len(x.eqns))
-            places.update(dict.fromkeys(eqn.outvars, innermost))
+def _innermost(sources: frozenset[int], places: dict[int, Loops]) -> Loops | None:
+    """The innermost of the places where what a value is computed from is fixed. None if some of that is not."""
+    is_fixed = sources and sources <= places.keys()
+    return max((places[i] for i in sources), key=lambda x: len(x.eqns)) if is_fixed else None
 
 
 def _given(v: Any) -> Value:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jamp import _evaluate, _jaxpr
 from jamp._autocast.facts import KEPT
@@ -80,6 +81,11 @@ class Kind:
         # What is read to compute each value, up to other values, and the FLOPs.
         self._needs = {number: self._walk(self._producers[v].invars) for v, number in self._named.items()}
         residuals = [v for v in closed.jaxpr.outvars[len(self.code.outputs) :] if not _jaxpr.is_literal(v)]
+        # Where named values are kept, a construct reads no operand that only they need.
+        given = [*closed.jaxpr.constvars, *closed.jaxpr.invars, *self._named]
+        between = [eqn for eqn in closed.jaxpr.eqns if self._named.keys().isdisjoint(eqn.outvars)]
+        needed, _ = dce_jaxpr(_evaluate.closed_jaxpr({}, given, residuals, between).jaxpr, [True] * len(residuals))
+        self._producers |= {v: eqn for eqn in needed.eqns for v in eqn.outvars}
         self._read = self._walk(residuals)
         known = self._inputs | self._named | of_prefix(_OTHER)
         self._direct = set[int]()
@@ -90,7 +96,7 @@ class Kind:
                 self.sizes.append(device_bytes(v))
             self._direct.update([known[v]] if v in known else [])
         self.live = sum(self.sizes[i] for i in self._direct if i >= 0)
-        self._sources = _sources(closed)
+        self._sources = sources_of(closed)
         self._variables = {number: v for v, number in known.items()}
         self._in_checkpoint = frozenset(self._numbers[v] for v in self.code.kept)
         self.kept = self._in_checkpoint
@@ -195,7 +201,7 @@ def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
     return with_residuals(closed, segment.perturbed, segment.alive, segment.around.inside)
 
 
-def _sources(closed: ClosedJaxpr) -> dict[Any, frozenset[int]]:
+def sources_of(closed: ClosedJaxpr) -> dict[Any, frozenset[int]]:
     """For each value, the numbers of the inputs from which it is computed."""
     found: dict[Any, frozenset[int]] = {v: frozenset([-1 - i]) for i, v in enumerate(closed.jaxpr.invars)}
     for eqn in closed.jaxpr.eqns:
