@@ -222,8 +222,7 @@ class Split:
         if _jaxpr.is_next_checkpoint():
             # It gives the scales of 8-bit values cotangents of zeros. The tangent of a product is that of its operands.
             alive = alive - {v for eqn in jaxpr.eqns if (product := of(eqn)) for v in eqn.invars[product.arity :]}
-        known = self._origins(closed, inputs)
-        origins = {v: x if v in alive else x._replace(perturbed=False) for v, x in known.items()}
+        origins = self._origins(closed, inputs)
         parts: list[Part] = []
         straight: list[JaxprEqn] = []
         last_uses = _jaxpr.last_uses(jaxpr)
@@ -448,8 +447,6 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
     """Whether an equation computes a large array that may be computed again. A symbolic size is large."""
     if body := _jaxpr.inlinable(eqn):
         return any(map(_is_worth_it, body.jaxpr.eqns))
-    if _is_whole(eqn):
-        return True  # Without a checkpoint, what is inside would be kept.
     sizes = [aval.size for aval in _jaxpr.avals(eqn.outvars) if is_inexact(aval)]
     is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
     return is_large and _jaxpr.name(eqn) not in MOVING and is_recomputed(eqn)
