@@ -330,3 +330,16 @@ def test_autocast_opens_a_budget_inside_and_the_report_is_of_that_program():
     loss = jamp.autocast(lambda u: jnp.mean(block(block(block(u))) ** 2), jnp.bfloat16)
     report = jamp.memory_report(loss)(U)
     assert abs(report.kept + report.end - kept_by_jax(loss, U)) < 100
+
+
+def test_a_cond_that_is_computed_again_needs_no_operand_of_its_results_alone():
+    def of_conds(v, u):
+        for _ in range(4):
+            h = jnp.tanh(u) @ v
+            u = lax.cond(u[0, 0] < 1e9, lambda h, u: jnp.tanh(jnp.sin(u @ v) @ v) + h, lambda h, u: h - u, h, u)
+            u = u / (1 + jnp.sqrt(jnp.mean(u * u)))
+        return jnp.mean(u**2)
+
+    for budget in (0.5, 0.3):
+        kept, report = kept_at(of_conds, budget, V, U)
+        assert abs(report.kept + report.end - kept) < 100
