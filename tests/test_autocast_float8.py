@@ -366,7 +366,8 @@ def test_a_configuration_is_hashable_and_what_it_cannot_be_is_an_error():
         ("forward must be a float of 8 bits, got forward='float16', of 16 bits", {"forward": jnp.float16}),
         ("forward='float4_e2m1fn', of 4 bits. Write jamp.Float8\\(forward=jnp.float8_e4m3fn\\)", {"forward": FLOAT4}),
         ("must be a float of 8 bits, got backward='float4_e2m1fn'.*backward=jnp.float8_e5m2", {"backward": FLOAT4}),
-        ("forward must be a float of 8 bits, got forward='float6_e2m3fn', of 6 bits", {"forward": "float6_e2m3fn"}),
+        # JAX 0.10.0 does not know that this one is floating.
+        ("forward must be (a float of 8 bits|floating).* got forward='float6_e2m3fn'", {"forward": "float6_e2m3fn"}),
         ("forward must be floating, such as jnp.float16, got forward='int8'", {"forward": jnp.int8}),
         ("carrier must be a float of 16 bits, got carrier='float32'", {"carrier": "float32"}),
         ("backward must be a float of 8 bits, got backward='float8_e8m0fnu'", {"backward": "float8_e8m0fnu"}),
@@ -475,14 +476,15 @@ def test_xla_removes_what_names_a_result_for_policies():
 
 def test_scales_by_row_are_at_the_places_of_the_result():
     x, w = normal(2, 128, 3, 128), normal(128, 2, 128, seed=1)
-    x, w = x * jnp.exp2(jnp.arange(-64.0, 64.0))[:, None, None], w * jnp.exp2(jnp.arange(-60.0, 68.0))[:, None, None]
+    powers = np.exp2(np.arange(-32, 32, 0.5, np.float32))  # no row has the scale of another
+    x, w = x * powers[:, None, None], w * powers[::-1, None, None]
     dimensions = ((3,), (2,)), ((0,), (1,))
     fun = lambda x, w: jax.lax.dot_general(x, w, dimensions)  # [2, 128, 3, 128]
-    wanted = fun(x, w)
+    wanted = np.float64(fun(x, w))
+    size = np.float64(fun(np.linalg.norm(x, axis=3, keepdims=True), np.linalg.norm(w, axis=2, keepdims=True)))
     for config in (jamp.Float8(granularity="row", min_size=1), jamp.Int8(min_size=1)):
-        found = jamp.autocast(fun, config, rules={"dot_general": "compute"})(x, w)
-        error = jnp.abs(found - wanted).max((0, 2)) / jnp.abs(wanted).max((0, 2))
-        assert float(error.max()) < 0.06
+        found = np.float64(jamp.autocast(fun, config, rules={"dot_general": "compute"})(x, w))
+        assert np.abs((found - wanted) / size).max() < 0.02  # a wanted result is about 0.09 of its size
 
 
 def test_the_report_of_a_program_as_it_runs_has_each_8_bit_product_once():
