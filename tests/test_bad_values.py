@@ -17,7 +17,7 @@ from trees import bits
 
 import jamp
 from jamp._step.block_codes import decode, encode
-from jamp._step.rounding import random_words
+from jamp._step.rounding import random_bits, random_words
 
 # From one vector on. XLA:CPU reduces rows of 128 and of 256 in other ways than the rest.
 SHAPES = [
@@ -38,8 +38,8 @@ def spoilt(x, place, value):
 @pytest.mark.parametrize("is_jitted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_block_that_holds_inf_or_nan_is_stored_as_that_and_no_other_is(is_jitted):
     def both(arrays):
-        word = random_words(0, jnp.int32(1))[0]
-        return [decode(encode(f(x), 128, is_square, word)) for x in arrays for f, is_square in KINDS]
+        random = random_bits(random_words(0, jnp.int32(1)), "w")
+        return [decode(encode(f(x), 128, is_square, random)) for x in arrays for f, is_square in KINDS]
 
     # Eagerly each shape is two programs of its own.
     arrays = [np.asarray(normal(*shape)) for shape in (SHAPES if is_jitted else SHAPES[3::8])]

@@ -79,7 +79,7 @@ def test_a_state_that_was_cast_is_an_error_where_that_changes_what_it_stands_for
     tx = WRAPPERS[name](ADAM)
     params = FULL if "quantized" in name else HALF
     own = tx.init(params)
-    is_bits = lambda x: x.dtype in (jnp.int8, jnp.uint8, jnp.uint16)
+    is_bits = lambda x: x.dtype in (jnp.int8, jnp.uint8, jnp.uint16, jnp.uint32)
     casts = {
         "floats to 16 bit": lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x,
         "bits to int32": lambda x: x.astype(jnp.int32) if is_bits(x) else x,
@@ -87,9 +87,7 @@ def test_a_state_that_was_cast_is_an_error_where_that_changes_what_it_stands_for
         "bits to other bits": lambda x: x.astype(jnp.int16) if is_bits(x) else x,
     }
     wrong = {
-        "split masters": {"bits to int32", "bits to float32", "bits to other bits"},
-        "quantized_state": casts.keys(),
-        "quantized_state, 64": casts.keys(),
+        **dict.fromkeys(["split masters", "quantized_state", "quantized_state, 64"], set(casts) - {"floats to 16 bit"}),
         "stochastic_rounding": set(),
     }.get(name, {"floats to 16 bit"})
     for cast, change in casts.items():
@@ -139,10 +137,27 @@ def test_codes_and_scales_that_do_not_belong_together_are_an_error():
     moment = state.inner_state[0].mu
     assert jamp.interop.dequantize_state(state)[0].mu["w"].shape == (64, 320)  # in blocks of 128, 128 and 64
     for shape in ((64, 4), (64, 0), (32, 3), (3,), (), (64, 321)):
-        other = moment._replace(scales={"w": jnp.ones(shape)})
+        other = moment._replace(scales={"w": jnp.ones(shape, jnp.uint32)})
         broken = state._replace(inner_state=(state.inner_state[0]._replace(mu=other), *state.inner_state[1:]))
         with pytest.raises(ValueError, match=r"state\[0\]\.mu\['w'\] has codes of shape \(64, 320\) and scales of sh"):
             jamp.interop.dequantize_state(broken)
+
+
+def test_a_state_with_the_codes_of_an_older_jamp_is_an_error():
+    """They had float32 scales, an `optax.MaskedNode` for an array that stays whole, and stood for other numbers."""
+    tx = jamp.quantized_state(ADAM)
+    params = {"w": jnp.ones((64, 256)), "b": jnp.ones(8)}
+    state = tx.init(params)
+    for scales in (
+        {"w": jnp.ones((64, 2)), "b": optax.MaskedNode()},
+        {"w": jnp.ones((64, 2)), "b": jnp.zeros(8, bool)},
+        {"w": jnp.ones((64, 2), jnp.uint32), "b": optax.MaskedNode()},
+    ):
+        moment = state.inner_state[0].nu._replace(scales=scales)
+        old = state._replace(inner_state=(state.inner_state[0]._replace(nu=moment), *state.inner_state[1:]))
+        for read in (lambda s: tx.update(params, s, params), jamp.interop.dequantize_state):
+            with pytest.raises(TypeError, match=r"\[0\]\.nu.* of an older jamp, whose codes stand for other numbers"):
+                read(old)
 
 
 def test_the_number_of_blocks_tells_every_power_of_two():

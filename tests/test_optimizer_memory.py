@@ -13,7 +13,7 @@ from trees import assert_equal, bits
 import jamp
 from jamp._step import block_codes, moments
 from jamp._step.block_codes import BlockCodes, decode
-from jamp._step.rounding import next_count, random_words
+from jamp._step.rounding import next_count, random_bits, random_words
 from jamp._step.split_masters import join_master, split_master, upper_half
 
 BF16 = jnp.bfloat16
@@ -23,7 +23,7 @@ of_bits = lambda x: np.asarray(x, np.uint32).view(np.float32)
 
 def encode(x, block_size, never_negative, step=0):
     """The codes of an array in a step."""
-    return block_codes.encode(x, block_size, never_negative, random_words(0, jnp.int32(step))[0])
+    return block_codes.encode(x, block_size, never_negative, random_bits(random_words(0, jnp.int32(step)), "w"))
 
 
 def stored(tree):
@@ -39,12 +39,14 @@ def test_every_float32_splits_and_joins_exactly_and_its_bfloat16_is_the_nearest(
     high, low = np.arange(2**16, dtype=np.uint32), np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xEDCB])
     u = (high[:, None] << 16 | low).ravel()
     params, low_bits = jax.jit(split_master)(of_bits(u))
-    assert not np.any(np.asarray(params).view(np.uint32) & 0xFFFF)
-    params = np.asarray(params).view(np.uint32) >> 16
-    params = params.astype(np.uint16).view(BF16)
     is_nan = np.isnan(of_bits(u))
-    joined = np.asarray(jax.jit(join_master)(params, low_bits)).view(np.uint32)
-    assert_equal(joined, np.where(is_nan, u | 0x400000, u))  # a signalling NaN becomes quiet
+    assert not np.any(np.asarray(params).view(np.uint32)[~is_nan] & 0xFFFF)
+    assert not np.any(np.asarray(low_bits)[is_nan])
+    with np.errstate(invalid="ignore"):
+        params = np.asarray(params).astype(BF16)
+    joined = np.asarray(jax.jit(join_master)(params, low_bits))
+    assert_equal(joined.view(np.uint32)[~is_nan], u[~is_nan])
+    assert_equal(np.isnan(joined), is_nan)
     with np.errstate(invalid="ignore"):
         nearest = np.asarray(of_bits(u).astype(BF16))
     is_tie = (u & 0xFFFF) == 0x8000
@@ -72,7 +74,7 @@ def test_low_bits_of_another_step_move_a_master_by_at_most_a_spacing():
     wide = np.broadcast_to(np.float32(params)[:, None], joined.shape)
     apart = np.abs(joined.astype(np.int64) - wide.view(np.uint32))
     is_number = np.isfinite(wide)
-    assert not np.isnan(joined.view(np.float32))[~np.isnan(wide)].any()
+    assert not np.isnan(joined.view(np.float32))[is_number].any()
     assert np.isfinite(joined.view(np.float32))[is_number & (np.abs(wide) < 3.3e38)].all()
     assert np.max(apart[is_number]) < 2**16  # in units of the last place of float32
 
@@ -115,7 +117,8 @@ def train(tx, params, steps, seed=0):
 @promotes
 def test_a_run_equals_that_with_whole_masters_up_to_its_first_tie():
     params = {"w": normal(60, 50, seed=2).astype(BF16), "b": normal(30, seed=3), "v": jnp.full(50, 0.01, BF16)}
-    runs = [train(jamp.master_params(optax.adamw(1e-3), split=split), params, 60) for split in (False, True)]
+    with jax.disable_jit():  # XLA may compute a master twice, and round it differently.
+        runs = [train(jamp.master_params(optax.adamw(1e-3), split=split), params, 30) for split in (False, True)]
     (whole, old, ties), (split, new, _) = jax.device_get(runs)
     ties = np.sum(jax.tree.leaves(ties), 0)
     first = int(np.argmax(ties > 0)) if ties.any() else len(ties)
@@ -205,39 +208,73 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 arrays = st.lists(floats, min_size=32, max_size=32).map(lambda x: np.float32(x).reshape(2, 16))
 
 
+def multiples(never_negative):
+    """The multiple of the unit that each code from 0 on stands for, f64: straight lines between powers of two."""
+    k = np.arange(7.0)
+    if never_negative:  # 4 is 4, and from there on a quarter of an octave of places is an octave
+        places, values = np.exp2(k + 2)[:, None] * [1, 1.25, 1.5, 1.75], np.exp2(4 * k + 2)[:, None] * [1, 2, 4, 8]
+        return np.interp(np.arange(256), [0, *places.ravel(), 512], [0, *values.ravel(), 2.0**30])
+    places, values = np.exp2(k + 1)[:, None] * [1, 1.5], np.exp2(2 * k + 1)[:, None] * [1, 2]
+    return np.interp(np.arange(128), [0, *places.ravel()], [0, *values.ravel()])
+
+
+def units(scales):
+    return np.float64(np.asarray(scales).view(np.float32))
+
+
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(arrays, st.booleans(), st.sampled_from([4, 8, 16, 128]))
 def test_a_code_is_one_of_the_two_next_to_a_number_and_stays_itself(x, never_negative, size):
-    x = np.abs(x) if never_negative else x
+    x, table = np.abs(x) if never_negative else x, multiples(never_negative)
     codes = encode(x, size, never_negative)
     found = np.asarray(decode(codes), np.float64)
     assert codes.scales.shape == (2, -(-16 // min(size, 16)))
-    assert_equal(encode(np.float32(found), size, never_negative, step=1), codes)
-    levels, power = (255, 4) if never_negative else (127, 2)
+    again = encode(np.float32(found), size, never_negative, step=1)
+    assert_equal(again, codes)
     for start in range(0, 16, min(size, 16)):
         block, got = np.float64(x[:, start : start + size]), found[:, start : start + size]
-        scale = np.abs(block).max(1, keepdims=True)
-        scale[scale < 2.0**-126] = 0
-        place = levels * np.divide(np.abs(block), scale, where=scale > 0, out=np.zeros_like(block)) ** (1 / power)
-        near = [(np.floor(place + 1e-3 * k) + up) / levels for k in (-1, 1) for up in (0, 1)]
-        ways = [scale * np.minimum(share, 1) ** power * np.sign(block) for share in near]
-        tiny = 2.0**-125  # what a device may flush
-        assert np.all(np.min([np.abs(got - way) - 1e-5 * np.abs(way) for way in ways], 0) <= tiny)
+        unit = units(codes.scales)[:, start // size, None]
+        largest = np.abs(block).max(1, keepdims=True)
+        wanted = np.clip(largest / table[-1], 2.0**-126, np.finfo(np.float32).max / table[-1])
+        assert np.all(np.abs(unit / wanted - 1) < 2.0**-17)
+        below = np.clip(np.searchsorted(table, np.abs(block) / unit * (1 + 1e-6)) - 1, 0, None)
+        ways = [unit * table[np.clip(below + up, 0, len(table) - 1)] * np.sign(block) for up in (0, 1)]
+        tiny = 2.0**-126  # what a device may flush
+        is_near = np.min([np.abs(got - way) for way in ways], 0) <= 1e-6 * np.abs(got) + tiny
+        # A number that a code represents, up to the rounding of the unit, may be on either side of it.
+        assert np.all(is_near | (np.abs(got - block) <= 1e-5 * np.abs(block)))
         if never_negative:
-            assert np.all(got[(block >= 2.0**-126)] > 0)
+            assert np.all(got[block >= 2.0**-126] > 0)
 
 
 def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
-    scales = jnp.exp(jnp.linspace(-80, 80, 4001))[:, None]
+    largest = jnp.exp(jnp.linspace(-80, 80, 4001))[:, None]
     for never_negative, codes in (
         (True, jnp.arange(256, dtype=jnp.uint8)),
         (False, jnp.arange(-127, 128, dtype=jnp.int8)),
     ):
-        stored = BlockCodes(jnp.broadcast_to(codes, (4001, codes.size)), scales)
-        found = encode(decode(stored), 256, never_negative)
-        normal_range = np.asarray(scales[:, 0]) > 1e-28  # else the smallest of a block are subnormal
-        assert_equal(found.codes[normal_range], stored.codes[normal_range])
-        assert_equal(found.scales, scales)
+        stored = BlockCodes(jnp.broadcast_to(codes, (4001, codes.size)), encode(largest, 256, never_negative).scales)
+        # Exactly these multiples of the unit, in any order of multiplication: they have few significant bits.
+        exact = np.sign(np.int32(codes)) * multiples(never_negative)[np.abs(np.int32(codes))] * units(stored.scales)
+        assert_equal(decode(stored), np.float32(exact))
+        assert_equal(np.float64(np.float32(exact)), exact)
+        for step in range(4):
+            assert_equal(encode(decode(stored), 256, never_negative, step=step), stored)
+
+
+def test_a_number_above_the_largest_of_its_block_gets_the_largest_code():
+    """The passes of a step for scales and for codes may round differently. A code that wraps is another number."""
+    random = random_bits(random_words(0, jnp.int32(0)), "w")
+    for never_negative, most in ((False, 127), (True, 255)):
+        largest = jnp.exp(jnp.linspace(-60, 80, 4001))[:, None]
+        scales = block_codes.encode(largest, 16, never_negative, random).scales
+        for ulps in (-4, -1, 1, 4, 64, 2**20):
+            x = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(largest, jnp.int32) + ulps, jnp.float32)
+            codes = block_codes.encode(x, 16, never_negative, random, scales).codes
+            assert codes.min() >= most - 1
+            if not never_negative:
+                below = np.int32(block_codes.encode(-x, 16, never_negative, random, scales).codes)
+                assert -128 < below.min() <= below.max() <= 1 - most
 
 
 def test_on_average_a_code_is_the_number_and_random_bits_differ_by_step():
@@ -308,8 +345,26 @@ def test_inf_nan_zero_and_the_smallest_numbers():
         assert not np.isfinite(found[:2, 3]).any()
         assert not np.isfinite(found[:2]).any()
         assert_equal(found[2], np.zeros(16, np.float32))
+        largest = jnp.full((1, 16), jnp.finfo(jnp.float32).max)
+        np.testing.assert_allclose(decode(encode(largest, 16, never_negative)), largest, rtol=2.0**-17)
     smallest = jnp.full((1, 16), 1e-37).at[0, 0].set(1.0)
     assert np.all(np.asarray(decode(encode(smallest, 16, True))) >= 2.0**-126)
+
+
+def test_a_negative_zero_is_0_in_a_state_that_is_converted_and_in_a_users_own():
+    x = {
+        "w": jnp.where(jnp.arange(16 * 256).reshape(16, 256) % 2 == 0, -0.0, 1.0).at[0].set(-0.0).at[1, 5].set(jnp.nan)
+    }
+    own = lambda path, x: True
+    states = [optax.ScaleByRmsState(x), {"nu": x}]
+    found = [jamp.interop.quantize_state(state, never_negative=own) for state in states]
+    plain = optax.GradientTransformation(lambda p: {"nu": p}, lambda g, s, p=None: (g, {"nu": g}))
+    tx = jamp.quantized_state(plain, never_negative=own)
+    found += [tx.init(x), tx.update(x, tx.init(x))[1]]
+    for state in found:
+        nu = jax.tree.leaves(jamp.interop.dequantize_state(state))[0]
+        assert not np.isfinite(nu[1, :128]).any()
+        np.testing.assert_allclose(nu[2:], np.abs(x["w"])[2:], rtol=0.07)
 
 
 # Which arrays are stored
@@ -487,7 +542,9 @@ def test_an_inner_optimizer_is_called_twice_only_for_codes_and_other_bytes_stay(
         assert len(calls) == times
         assert ("optimization_barrier" in text) is (times == 2)  # else XLA would merge the two
     trace = optax.TraceState({"w": jnp.ones((64, 256)), "k": jnp.ones(8, jnp.int8), "step": 3})
-    assert_equal(jamp.interop.dequantize_state(jamp.interop.quantize_state(trace)), trace)
+    again = jamp.interop.dequantize_state(jamp.interop.quantize_state(trace)).trace
+    np.testing.assert_allclose(again.pop("w"), trace.trace.pop("w"), rtol=0.02)
+    assert_equal(again, trace.trace)
 
 
 def test_rows_in_groups_of_8_have_the_codes_that_they_have_alone():
@@ -538,7 +595,7 @@ def test_states_survive_export_vmap_and_donation():
     assert_equal(jax.tree.map(lambda x: x[0], both), jax.jit(step)(PARAMS, state))
     jax.jit(step, donate_argnums=1)(PARAMS, tx.init(PARAMS))
     both = jamp.stochastic_rounding(tx, state_dtype=BF16).init(PARAMS).inner_state.inner_state[0].nu
-    assert (both.scales["w"].dtype, both.codes["b"].dtype) == (jnp.float32, BF16)  # scales are no moments
+    assert (both.scales["w"].dtype, both.codes["b"].dtype) == (jnp.uint32, BF16)  # scales are no moments
     named = optax.tree.map_params(tx, lambda x: "param", state, transform_non_params=lambda x: "-")
     assert named.inner_state[0].nu.codes["w"] == named.inner_state[0].nu.scales["w"] == "param"
     assert named.inner_state[0].count == "-"

@@ -16,10 +16,11 @@ from trees import assert_equal, avals, bits
 
 import jamp
 import jamp.debug
-from jamp._step.rounding import random_words, round_stochastically
+from jamp._step import quantized_state
+from jamp._step.rounding import RandomBits, random_bits, random_words, round_stochastically
 
 BF16 = jnp.bfloat16
-ROUND = jax.jit(round_stochastically, static_argnums=1)
+ROUND = jax.jit(lambda x, leaf, words: round_stochastically(x, random_bits(words, leaf)), static_argnums=1)
 WORDS = random_words(0, jnp.int32(1))
 floats = st.floats(width=32, allow_subnormal=True)
 
@@ -51,7 +52,7 @@ def run(tx, p, state, steps, start=0):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(floats, min_size=1, max_size=40), st.integers(0, 2**31 - 1))
 def test_the_result_is_one_of_the_two_neighbours_in_bfloat16(numbers, step):
-    payloads = np.uint32([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001]).view(np.float32)
+    payloads = np.uint32([0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFFC00001]).view(np.float32)
     x = np.float32([*numbers, *[0] * (40 - len(numbers)), *payloads])
     found = as_bits(ROUND(x, "w", random_words(3, jnp.int32(step))))
     down = as_bits(x) & 0xFFFF0000
@@ -60,7 +61,7 @@ def test_the_result_is_one_of_the_two_neighbours_in_bfloat16(numbers, step):
     up = np.where((up & 0x7F800000) == 0x7F800000, down, up)  # no finite number becomes infinite
     is_exact = as_bits(x) == down
     assert np.all(
-        np.where(is_finite, np.where(is_exact, found == down, (found == down) | (found == up)), found == as_bits(x))
+        np.where(is_finite, np.where(is_exact, found == down, (found == down) | (found == up)), found == down)
     )
 
 
@@ -100,6 +101,36 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_leaves_seed
         assert abs(np.corrcoef(base, other)[0, 1]) < 5 / 256
     steps = np.stack([random_numbers(step=k, shape=(512,)) for k in range(100)])  # of one element over the steps
     assert np.abs(steps.mean(0) / 2**16 - 0.5).max() < 5 * (1 / 12 / 100) ** 0.5
+
+
+def correlation(x, y=None):
+    """The largest correlation of two arrays over all shifts of one of them, or of one with itself."""
+    n, spectra = len(x), [np.fft.rfft(z - z.mean(), 2 * len(z)) for z in (x, x if y is None else y)]
+    found = np.abs(np.fft.irfft(spectra[0] * np.conj(spectra[1]))) / (n * x.std() * (x if y is None else y).std())
+    return found[y is None : n // 2].max()  # of an array with itself, without the shift of 0
+
+
+@pytest.mark.slow
+def test_a_million_random_bits_of_parameters_and_moments_are_not_correlated():
+    """Over all shifts: of neighbours, of rows of any length. And over leaves, steps, and the arrays of one leaf."""
+
+    def drawn(step=1, leaf="w", number=0, count=16, seed=0):
+        words, part = random_bits(random_words(seed, jnp.int32(step)), leaf, number)
+        return np.float64(jax.jit(lambda words: RandomBits(words, part).draw(like, count))(words).ravel())
+
+    like = jnp.zeros((1000, 1000))
+    for count in (13, 16):
+        arrays = [drawn(number=k, count=count) for k in range(4)]
+        for k, x in enumerate(arrays):
+            assert abs(x.mean() / 2**count - 0.5) < 0.002
+            assert abs(x.std() / 2**count - 12**-0.5) < 0.002
+            for of in (x, np.float64(x < 2**count / 2), np.float64(x < 2**count / 20)):
+                assert correlation(of) < 0.02
+            others = [drawn(2, number=k, count=count), drawn(leaf="b", number=k, count=count), *arrays[:k]]
+            assert max(correlation(x, y) for y in others) < 0.02
+    # A parameter, and the codes of its moments: with `quantized_state` inside `stochastic_rounding`.
+    codes = [drawn(number=k, count=13, seed=quantized_state._SEED) for k in (0, 1)]
+    assert max(correlation(drawn(), y) for y in codes) < 0.02
 
 
 def test_bits_follow_the_index_in_the_array_and_not_its_shape():

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.typing import ArrayLike
@@ -96,8 +97,13 @@ def loss_scaled(
             check_unscaled(grads, loss_scale)
             if not unscale and grads_finite is None:
                 warn_if_scaled(state.loss_scale_state)
-        params = params_for(state.inner_state, params)
+        args = grads, state, params_for(state.inner_state, params), grads_finite, extra_args
+        # Outside jit, the trace and each operation of a step would take longer than the step.
+        return (compiled if _is_concrete(args) else step)(*args)
 
+    def step(
+        grads: Any, state: AnyLossScaledState, params: Any, grads_finite: Any, extra_args: dict[str, Any]
+    ) -> tuple[Any, AnyLossScaledState]:
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(grads, inner_state, params, **extra_args)
 
@@ -110,6 +116,7 @@ def loss_scaled(
         scaler = scaler_of(state) if finite is None else scaler_of(state).advance(loss_scale, finite)
         return updates, type(state)(*scaler, inner_state)
 
+    compiled = jax.jit(step)
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -121,6 +128,14 @@ def _check_extra_args(extra_args: dict[str, Any], unscale: bool) -> None:
             "With unscale=True jamp does not unscale its results. Use loss_scaled without unscale=True, with gradients "
             "from jamp.grad, and a function of the true loss."
         )
+
+
+def _is_concrete(args: Any) -> bool:
+    """Whether all arguments of a step are arrays and numbers: no tracers, no functions."""
+    return all(
+        isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float)) and not isinstance(x, jax.core.Tracer)
+        for x in jax.tree.leaves(args)
+    )
 
 
 def _as_flag(grads_finite: Any) -> Array:

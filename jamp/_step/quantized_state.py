@@ -1,7 +1,9 @@
 """`quantized_state`: the moments of an Optax optimizer in eight bits."""
 
+import collections
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +17,24 @@ from jamp._numbers import as_number
 from jamp._source_line import users_stacklevel
 from jamp._step.block_codes import BlockCodes, check_codes, decode, encode
 from jamp._step.moments import map_moments
-from jamp._step.rounding import next_count, random_words
+from jamp._step.rounding import next_count, random_bits, random_words
 from jamp._step.state import check_holds_no_scaler, check_kind, contains
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 
+
+class _Choices(NamedTuple):
+    """What `quantized_state` was asked for."""
+
+    block_size: int
+    keep: Choice | None
+    never_negative: Choice | None
+
+
 # The scale of a block, four bytes, must be smaller than the saving of its codes. Small arrays save nothing.
 _MIN_SIZE, _MIN_AXIS = 4096, 16
+
+_SEED = 0x6D6F6D73  # other random bits than those of a `stochastic_rounding` around it
 
 _CURE = "If it is the state of the optimizer inside: jamp.interop.quantize_state(state, block_size)."
 
@@ -88,7 +101,7 @@ def quantized_state(
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv:2110.02861): blocks.
     """
-    block_size = _checked_block_size(block_size)
+    choices = _Choices(_checked_block_size(block_size), keep, never_negative)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> QuantizedState:
@@ -102,7 +115,7 @@ def quantized_state(
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
         state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
-        new = quantize_state(state, block_size, keep, never_negative)
+        new = QuantizedState(jnp.array(0, jnp.int32), _encoded(state, jnp.array(0, jnp.int32), choices)[0])
         _warn_if_all_are_16_bit(new)
         return new
 
@@ -111,24 +124,25 @@ def quantized_state(
     ) -> tuple[optax.Updates, QuantizedState]:
         check_kind(state, QuantizedState, _CURE)
         count = next_count(state.rounding_count)
-        step = lambda state: inner.update(grads, _decoded(state, block_size), params, **extra_args)
-        if not contains(state, _is_codes):
-            updates, new = step(state)
-            return updates, QuantizedState(count, new)
+        step = lambda state: inner.update(grads, _decoded(state, choices.block_size), params, **extra_args)
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
         # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once.
-        scaled = _encoded(step(state)[1], count, block_size, keep, never_negative)
-        barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
-        apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
-        updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
-        return updates, _with_scales_of(scaled, new, block_size)
+        updates, new = step(state)
+        _, scales = _encoded(new, count, choices, is_computed=True)
+        if scales:
+            # One barrier for all, or XLA:GPU makes kernels of a part of each pass.
+            scales = lax.optimization_barrier(scales)
+            barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
+            apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
+            updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
+        return updates, QuantizedState(count, _encoded(new, count, choices, scales, is_computed=True)[0])
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _warn_if_all_are_16_bit(state: QuantizedState) -> None:
     moments = [x for x in jax.tree.leaves(state) if is_floating(x) and x.dtype.itemsize == 2 and x.size >= _MIN_SIZE]
-    if moments and not contains(state, _is_codes):
+    if moments and not contains(state, _holds_scales):
         warnings.warn(
             f"quantized_state stores nothing in eight bits, because the moments are {moments[0].dtype.name}. Optax "
             "makes them so for parameters of that dtype. Put masters around: "
@@ -152,8 +166,9 @@ def quantize_state(
       >>> state.inner_state[0].nu.codes.dtype
       dtype('uint8')
     """
-    block_size = _checked_block_size(block_size)
-    return _encoded(state, jnp.array(0, jnp.int32), block_size, keep, never_negative)
+    choices = _Choices(_checked_block_size(block_size), keep, never_negative)
+    count = jnp.array(0, jnp.int32)
+    return QuantizedState(count, _encoded(state, count, choices)[0])
 
 
 def dequantize_state(state: QuantizedState) -> Any:
@@ -173,58 +188,64 @@ def dequantize_state(state: QuantizedState) -> Any:
 
 
 def _encoded(
-    state: Any, count: Array, block_size: int, keep: Choice | None, never_negative: Choice | None
-) -> QuantizedState:
-    """A state of the inner optimizer with its moments in codes, after `count` steps."""
-    word, _ = random_words(0, count)
+    state: Any, count: Array, choices: _Choices, scales: Sequence[Array] | None = None, *, is_computed: bool = False
+) -> tuple[Any, list[Array]]:
+    """A state of the inner optimizer after `count` steps with its moments in codes, and their scales.
 
-    def stored(path: Any, x: Any, is_square: bool | None) -> Any:
+    `scales` are those of the same state, if they are known. `is_computed` says that the optimizer computed it just now.
+    """
+    words, known = random_words(_SEED, count), iter(scales or ())
+    arrays, found = collections.Counter[str](), list[Array]()  # the arrays of each leaf so far, and their scales
+
+    def stored(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes | None:
         if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
-            return x
-        if is_square is None and never_negative is not None:
-            is_square = never_negative(path, x)
-        if is_square is None or (keep is not None and keep(path, x)):
-            return x
-        return encode(x, block_size, is_square, word)
+            return None
+        is_given = is_square is None or not is_computed
+        if is_square is None and choices.never_negative is not None:
+            is_square = choices.never_negative(path, x)
+        if is_square is None or (choices.keep is not None and choices.keep(path, x)):
+            return None
+        if is_square and is_given:  # Optax computes no -0, which has the bits of a negative number.
+            x = jnp.where(x <= 0, 0, x)
+        random = random_bits(words, leaf, arrays[leaf])
+        codes = encode(x, choices.block_size, is_square, random, next(known, None))
+        arrays[leaf] += 1
+        found.append(codes.scales)
+        return codes
 
     def field(start: Any, tree: Any, is_square: bool | None) -> Any:
-        new = tree_map_with_path(lambda path, x: stored((*start, *path), x, is_square), tree)
-        if not any(map(_is_codes, jax.tree.leaves(new, is_leaf=_is_codes))):
-            return tree
-        # Two trees of arrays and not a tree of pairs, because Flax NNX keeps each leaf of a tree in a Variable.
-        codes = jax.tree.map(lambda x: x.codes if _is_codes(x) else x, new, is_leaf=_is_codes)
-        scales = jax.tree.map(lambda x: x.scales if _is_codes(x) else optax.MaskedNode(), new, is_leaf=_is_codes)
-        return BlockCodes(codes, scales)
+        new = lambda path, x: stored((*start, *path), keystr(path or start), x, is_square) or BlockCodes(x, _whole(x))
+        pairs = tree_map_with_path(new, tree)
+        if is_square is None:  # an array of another state
+            return pairs if _is_scales(pairs.scales) else tree
+        # Two trees like the parameters and not a tree of pairs: `optax.tree.map_params` maps those, and Flax NNX keeps
+        # each leaf of one in a Variable.
+        part = lambda name: jax.tree.map(lambda x: getattr(x, name), pairs, is_leaf=_is_codes)
+        return BlockCodes(part("codes"), part("scales"))
 
-    return QuantizedState(count, map_moments(field, state))
-
-
-def _with_scales_of(scaled: QuantizedState, state: Any, block_size: int) -> QuantizedState:
-    """A state of the inner optimizer in codes, with the scales of `scaled`, which holds the same state."""
-    word, _ = random_words(0, scaled.rounding_count)
-
-    def one(code: Any, scales: Any, x: Any) -> Any:
-        return encode(x, block_size, code.dtype == jnp.uint8, word, scales).codes if _is_array(scales) else x
-
-    def field(stored: Any, tree: Any) -> Any:
-        if not _is_codes(stored):
-            return tree
-        return BlockCodes(jax.tree.map(one, stored.codes, stored.scales, tree), stored.scales)
-
-    return scaled._replace(inner_state=jax.tree.map(field, scaled.inner_state, state, is_leaf=_is_codes))
+    return map_moments(field, state), found
 
 
 def _decoded(state: QuantizedState, block_size: int | None) -> Any:
     """The state of the inner optimizer. `block_size` is checked unless it is None."""
 
     def whole(path: Any, codes: Any, scales: Any) -> Any:
-        if not _is_array(scales):
+        if not _is_scales(scales):
             return codes
         check_codes(f"The state{keystr(path)}", BlockCodes(codes, scales), block_size)
         return decode(BlockCodes(codes, scales))
 
     def field(start: Any, x: Any) -> Any:
-        return tree_map_with_path(lambda path, *y: whole((*start, *path), *y), *x) if _is_codes(x) else x
+        if not _is_codes(x):
+            return x
+        of_codes, of_scales = list[Any](map(jax.tree.structure, x))
+        if of_codes != of_scales:
+            raise TypeError(
+                f"The state{keystr(start)} has scales for some arrays and none for others: it was restored in part, or "
+                "is of an older jamp, whose codes stand for other numbers. Start with tx.init(params), or make a "
+                "float32 state of it with that version's jamp.interop.dequantize_state."
+            )
+        return tree_map_with_path(lambda path, *y: whole((*start, *path), *y), *x)
 
     return tree_map_with_path(field, state.inner_state, is_leaf=_is_codes)
 
@@ -242,6 +263,19 @@ def _is_codes(x: Any) -> bool:
     return isinstance(x, BlockCodes)
 
 
-def _is_array(scales: Any) -> bool:
-    """Whether there are scales. An array that is not stored in codes has none."""
-    return bool(jax.tree.leaves(scales))
+def _whole(x: Any) -> Array:
+    """What is in the place of the scales of an array that stays whole.
+
+    Not an empty array, which Orbax does not save. A small one has the array's shape, so that its sharding fits.
+    """
+    shape = jnp.shape(x)
+    return jnp.zeros(shape if math.prod(shape) < _MIN_SIZE else (*shape[:-1], 1), jnp.bool_)
+
+
+def _holds_scales(x: Any) -> bool:
+    return _is_codes(x) and any(map(_is_scales, jax.tree.leaves(x.scales)))
+
+
+def _is_scales(x: Any) -> bool:
+    """Whether these are scales, and not what `_whole` puts in their place."""
+    return bool(jnp.result_type(x) != jnp.bool_)

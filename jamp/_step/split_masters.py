@@ -184,12 +184,12 @@ def split_master(master: Array) -> tuple[Array, Array]:
     """A float32 array as the nearest bfloat16, ties away from zero, in f32, and its low 16 bits, u16.
 
     Ties go away from zero because the nearest even number would be the same for two masters with the same low bits.
-    The payload of a NaN stays, and a signalling NaN becomes quiet, as in any operation.
+    A NaN stays a NaN, with other bits.
     """
     bits = lax.bitcast_convert_type(master, jnp.uint32)
-    # The low bits of inf are 0. The select is there for ptxas 13.0, the assembler of CUDA 13.0, which stores 16 bits of
-    # a register that holds a float as the float rounded to an integer.
-    low_bits = jnp.where(bits & np.uint32(0x7FFFFFFF) == _INF, np.uint32(0), bits).astype(jnp.uint16)
+    # Inf and NaN have no low bits. The select is also there for ptxas 13.0, the assembler of CUDA 13.0, which stores 16
+    # bits of a register that holds a float as the float rounded to an integer.
+    low_bits = jnp.where(bits & np.uint32(0x7FFFFFFF) >= _INF, np.uint32(0), bits).astype(jnp.uint16)
     return upper_half(master, low_bits), low_bits
 
 
@@ -201,8 +201,7 @@ def upper_half(master: Array, low_bits: Array) -> Array:
     result is then some units in the last place off, and rounding it to bfloat16 makes it right.
     """
     bits, low = lax.bitcast_convert_type(master, jnp.uint32), low_bits.astype(jnp.uint32)
-    # A carry moves to the exponent where it should. Rounded up, some NaNs would become -0.
-    carry = jnp.where(_is_nan(bits), bits & np.uint32(0x400000) ^ np.uint32(0x400000), (low & np.uint32(0x8000)) << 1)
+    carry = (low & np.uint32(0x8000)) << 1  # It moves to the exponent where it should.
     size = bits & np.uint32(0x7FFFFFFF)
     # XLA may have rounded the master of the bits to a number that is not 0 or inf. This one then stays 0 or inf.
     high = jnp.where(size < low, bits - size, jnp.where(size == _INF, bits, bits - low + carry))
@@ -210,24 +209,21 @@ def upper_half(master: Array, low_bits: Array) -> Array:
 
 
 def join_master(param: Array, low_bits: Array) -> Array:
-    """The float32 array that `split_master` was given. With other low bits, at most a spacing away from `param`."""
+    """The float32 array that `split_master` was given. With other low bits, at most a spacing away from `param`.
+
+    An inf with other low bits may be NaN.
+    """
     # All in 32 bits: a TPU packs arrays of 16 bits in pairs, and reads one as another type only by a copy.
     high, low = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.uint32), low_bits.astype(jnp.uint32)
     # Low bits of a half and more mean that the bfloat16 was rounded up. No number is rounded up to 0: such a parameter
     # was flushed to 0, or is of another step, and to borrow from it would make a NaN.
-    size = high & np.uint32(0x7FFFFFFF)
-    borrow = jnp.where((low >= 0x8000) & ~_is_nan(high) & (size != 0), np.uint32(0x10000), np.uint32(0))
-    low = jnp.where((low < 0x8000) & (size == _INF), np.uint32(0), low)  # of another step; inf has none
+    borrow = jnp.minimum(low & np.uint32(0x8000), high & np.uint32(0x7FFFFFFF)) << 1
     return lax.bitcast_convert_type(high + low - borrow, jnp.float32)
 
 
 def is_split(p: Any) -> bool:
     """Whether a parameter has low bits."""
     return bool(getattr(p, "dtype", None) == jnp.bfloat16)
-
-
-def _is_nan(bits: Array) -> Array:
-    return (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
 
 
 def check_given(params: Any) -> None:

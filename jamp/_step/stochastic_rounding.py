@@ -1,5 +1,6 @@
 """`stochastic_rounding`: bfloat16 parameters without float32 masters."""
 
+import collections
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jamp._cast import check_floating, is_floating, to_float32
 from jamp._source_line import users_stacklevel
 from jamp._step.moments import NOT_MOMENTS
 from jamp._step.params import check_bfloat16, rounds_params, update_between
-from jamp._step.rounding import next_count, random_words, round_stochastically, straight_through
+from jamp._step.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
 from jamp._step.split_masters import MasterParamsState, SplitMasterParamsState
 from jamp._step.state import check_holds_no_scaler, check_kind, contains
 
@@ -117,15 +118,20 @@ def stochastic_rounding(
             return inner_state
         leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
         of_params = {path: (jnp.shape(p), spec) for (path, p), spec in leaves}
+        arrays = collections.Counter(of_params.keys())  # of each parameter so far, with itself
 
         def stored(path: Any, x: Any) -> Any:
             start = next((i for i in range(len(path) + 1) if path[i:] in of_params), None)
             dtype = choose(path, x, start) if jnp.result_type(x) == jnp.float32 else None
             if dtype is None or _check_state_dtype(dtype) == jnp.float32:
                 return x
-            shape, spec = (None, None) if start is None else of_params[path[start:]]
-            spec = spec if shape == jnp.shape(x) else PartitionSpec()
-            return round_stochastically(x, f"state{keystr(path)}", words, spec).astype(jnp.bfloat16)
+            param = () if start is None else path[start:]
+            shape, spec = (None, None) if start is None else of_params[param]
+            if shape != jnp.shape(x):
+                return round_stochastically(x, random_bits(words, f"state{keystr(path)}")).astype(jnp.bfloat16)
+            arrays[param] += 1
+            random = random_bits(words, keystr(param), arrays[param] - 1)
+            return round_stochastically(x, random, spec).astype(jnp.bfloat16)
 
         return tree_map_with_path(stored, inner_state)
 
@@ -153,7 +159,7 @@ def stochastic_rounding(
         def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
             if jnp.result_type(p) != jnp.bfloat16:
                 return step
-            new = round_stochastically((old + step).astype(jnp.float32), keystr(path), words, spec)
+            new = round_stochastically((old + step).astype(jnp.float32), random_bits(words, keystr(path)), spec)
             return straight_through(step, update_between(old, new))
 
         specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
