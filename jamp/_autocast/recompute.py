@@ -166,11 +166,11 @@ def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) ->
         return stopped(_evaluate.call(lower(body) if piece.convolves else body, args), piece.alive)
 
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
+    has_own_barrier = piece.convolves and chosen is None and not _jaxpr.is_next_checkpoint()
     # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
-    call = jax.checkpoint(
-        segment, policy=policy, prevent_cse=not (piece.around.loop or (piece.convolves and chosen is None))
-    )
-    return _behind_barrier_unless_tpu(call) if piece.convolves and chosen is None else call
+    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (piece.around.loop or has_own_barrier))
+    return _behind_barrier_unless_tpu(call) if has_own_barrier else call
 
 
 def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
