@@ -1,5 +1,7 @@
 """`optimization_barrier`, for values of any types, one that does nothing on TPUs, and one for cotangents alone.
 
+And its opposite on TPUs: values that are to be computed in one kernel.
+
 JAX's own gives all its results the mesh axes along which any of its operands varies. Here each value keeps its type.
 Where the platform matters, that of the lowered program decides, not the one that traces it.
 """
@@ -8,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -45,6 +48,18 @@ mlir.register_lowering(_identity, lambda ctx, *xs: list(xs))
 ad.primitive_jvps[_identity] = lambda xs, tangents: (list(xs), _behind(tangents))
 
 
+_one_kernel = _primitive("in_one_kernel_on_tpu")
+mlir.register_lowering(_one_kernel, lambda ctx, *xs: list(xs))
+mlir.register_lowering(_one_kernel, mlir.lower_fun(lambda *xs: [_needing(*xs), *xs[1:]]), platform="tpu")
+
+
+def _needing(x: Array, *codes: Array) -> Array:
+    """The value, computed from codes of 8 bits, none of which is 1000."""
+    for code in codes:
+        x = jnp.where(code.astype(jnp.int32) == 1000, jnp.zeros_like(x), x)
+    return x
+
+
 def _behind(values: Sequence[Any]) -> list[Any]:
     """Tangents or cotangents behind one barrier, but for symbolic zeros."""
     places = [i for i, x in enumerate(values) if type(x) is not ad.Zero]
@@ -64,6 +79,14 @@ def unless_tpu(values: Sequence[Any]) -> list[Any]:
     """The values, behind one barrier except on TPUs."""
     behind: list[Any] = _barrier_unless_tpu.bind(*values)
     return behind
+
+
+def in_one_kernel_on_tpu(x: Array, codes: Sequence[Array]) -> Array:
+    """The value, on a TPU computed in one kernel with such codes as lie as it does."""
+    kind = lambda y: (jnp.shape(y), jax.typeof(y).sharding)
+    codes = [code for code in codes if kind(code) == kind(x)]
+    same: Array = _one_kernel.bind(x, *codes)[0]
+    return same if codes else x
 
 
 def cotangents_behind_barrier(values: Sequence[Any]) -> list[Any]:

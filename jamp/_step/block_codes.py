@@ -160,11 +160,11 @@ def _scales(x: Array, block_size: int, never_negative: bool) -> Array:
     rows = _rows(bits, size)
     # One axis at a time: JAX knows how that moves the names of explicit mesh axes.
     blocks = bits.reshape(*rows, bits.shape[-1]).reshape(*rows, -1, size)
-    most = jnp.minimum(_largest(blocks).reshape(*x.shape[:-1], -1), _INF)
+    most = jnp.minimum(_largest(blocks), _INF)
     # Rounded up, but for what the division adds to a unit that has 18 bits. The largest finite number stays finite.
     unit = (_bits(_float(most) * np.float32(1 / largest)) + _U32(60)) & _U32(0xFFFFFFC0)
     limit = (np.finfo(np.float32).max / np.float32(largest)).view(_U32) & _U32(0xFFFFFFC0)
-    return jnp.where(most == _INF, _INF, jnp.clip(unit, _SMALLEST_NORMAL, limit))
+    return jnp.where(most == _INF, _INF, jnp.clip(unit, _SMALLEST_NORMAL, limit)).reshape(*x.shape[:-1], -1)
 
 
 def _largest(blocks: Array) -> Array:

@@ -1,9 +1,8 @@
 """`quantized_state`: the moments of an Optax optimizer in eight bits."""
 
-import collections
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ import optax
 from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
+from jamp._barrier import in_one_kernel_on_tpu
 from jamp._cast import is_float32, is_floating
 from jamp._numbers import as_number
 from jamp._source_line import users_stacklevel
@@ -21,6 +21,7 @@ from jamp._step.rounding import next_count, random_bits, random_words
 from jamp._step.state import check_holds_no_scaler, check_kind, contains
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
+_Scales = dict[str, list[Array]]  # those of the arrays of each leaf
 
 
 class _Choices(NamedTuple):
@@ -130,12 +131,14 @@ def quantized_state(
         updates, new = step(state)
         _, scales = _encoded(new, count, choices, is_computed=True)
         if scales:
-            # One barrier for all, or XLA:GPU makes kernels of a part of each pass.
-            scales = lax.optimization_barrier(scales)
+            # One barrier for the arrays of a leaf, or XLA:GPU makes kernels of a part of each pass. Not one for all
+            # leaves, which XLA:TPU would then read from its main memory in each pass.
+            scales = {leaf: lax.optimization_barrier(of_leaf) for leaf, of_leaf in scales.items()}
             barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
             apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
             updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
-        return updates, QuantizedState(count, _encoded(new, count, choices, scales, is_computed=True)[0])
+        inner_state, _ = _encoded(new, count, choices, scales, is_computed=True)
+        return _with_codes(updates, inner_state), QuantizedState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -188,14 +191,13 @@ def dequantize_state(state: QuantizedState) -> Any:
 
 
 def _encoded(
-    state: Any, count: Array, choices: _Choices, scales: Sequence[Array] | None = None, *, is_computed: bool = False
-) -> tuple[Any, list[Array]]:
+    state: Any, count: Array, choices: _Choices, scales: _Scales | None = None, *, is_computed: bool = False
+) -> tuple[Any, _Scales]:
     """A state of the inner optimizer after `count` steps with its moments in codes, and their scales.
 
     `scales` are those of the same state, if they are known. `is_computed` says that the optimizer computed it just now.
     """
-    words, known = random_words(_SEED, count), iter(scales or ())
-    arrays, found = collections.Counter[str](), list[Array]()  # the arrays of each leaf so far, and their scales
+    words, found = random_words(_SEED, count), _Scales()
 
     def stored(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes | None:
         if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
@@ -207,10 +209,10 @@ def _encoded(
             return None
         if is_square and is_given:  # Optax computes no -0, which has the bits of a negative number.
             x = jnp.where(x <= 0, 0, x)
-        random = random_bits(words, leaf, arrays[leaf])
-        codes = encode(x, choices.block_size, is_square, random, next(known, None))
-        arrays[leaf] += 1
-        found.append(codes.scales)
+        so_far = found.setdefault(leaf, [])
+        known = None if scales is None else scales[leaf][len(so_far)]
+        codes = encode(x, choices.block_size, is_square, random_bits(words, leaf, len(so_far)), known)
+        so_far.append(codes.scales)
         return codes
 
     def field(start: Any, tree: Any, is_square: bool | None) -> Any:
@@ -224,6 +226,22 @@ def _encoded(
         return BlockCodes(part("codes"), part("scales"))
 
     return map_moments(field, state), found
+
+
+def _with_codes(updates: Any, inner_state: Any) -> Any:
+    """The updates, each in one kernel of a TPU with the codes of the moments that are in its place in their trees.
+
+    XLA:TPU computes both in one kernel only if one needs the other. Apart, they read and decode the state twice.
+    """
+    codes: dict[str, list[Array]] = {}
+
+    for moment in filter(_is_codes, jax.tree.leaves(inner_state, is_leaf=_is_codes)):
+        for (path, x), scales in zip(
+            jax.tree.leaves_with_path(moment.codes), jax.tree.leaves(moment.scales), strict=True
+        ):
+            if _is_scales(scales):
+                codes.setdefault(keystr(path), []).append(x)
+    return tree_map_with_path(lambda path, u: in_one_kernel_on_tpu(u, codes.get(keystr(path), ())), updates)
 
 
 def _decoded(state: QuantizedState, block_size: int | None) -> Any:
