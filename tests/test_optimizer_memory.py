@@ -454,6 +454,40 @@ def test_an_optimizer_steps_as_in_float32_and_its_moments_are_bytes(which):
 
 
 @promotes
+def test_optax_maps_the_arrays_of_a_state_with_their_parameters():
+    params = {"w": jnp.ones((64, 256)), "k": jnp.ones((3, 3, 64, 128)), "b": jnp.ones(8), "s": jnp.ones(())}
+    names = {name: name for name in params}
+    for inner in (
+        optax.adamw(1e-3),
+        optax.lion(1e-3),
+        optax.sgd(0.1, momentum=0.9),
+        optax.rmsprop(0.1),
+    ):
+        for wrap in (
+            jamp.quantized_state,
+            lambda tx: jamp.loss_scaled(jamp.stochastic_rounding(jamp.quantized_state(tx))),
+        ):
+            tx = wrap(inner)
+            state = tx.init(params)
+            mapped = optax.tree.map_params(tx, lambda x, name: name, state, names, transform_non_params=lambda _: None)
+            found = jax.tree.leaves_with_path(mapped)
+            assert all(path[-1].key == name for path, name in found)
+            assert len(found) == len(params) * len({path[:-1] for path, _ in found})
+            moments = [
+                x
+                for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, BlockCodes))
+                if isinstance(x, BlockCodes)
+            ]
+            assert len(found) == 2 * len(params) * len(moments) > 0
+            # What stands for no scales takes next to no memory, and is no empty array, which Orbax does not save.
+            for moment in moments:
+                assert {x.dtype.name for x in (moment.scales["w"], moment.scales["k"])} == {"uint32"}
+                assert {moment.scales["b"].shape, moment.scales["s"].shape} == {(8,), ()}
+    kept = jamp.quantized_state(optax.adam(1e-3), keep=lambda path, x: True).init(params).inner_state[0].mu
+    assert kept.scales["k"].shape == (3, 3, 64, 1)
+
+
+@promotes
 def test_a_users_own_state_stays_whole_unless_it_says_what_it_holds_and_keep_keeps():
     own = optax.GradientTransformation(
         lambda p: {"nu": jax.tree.map(jnp.zeros_like, p)},

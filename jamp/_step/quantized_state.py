@@ -138,6 +138,7 @@ def quantized_state(
             apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
             updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
         inner_state, _ = _encoded(new, count, choices, scales, is_computed=True)
+        inner_state = jax.tree.map(_with_own_places, inner_state, state.inner_state, is_leaf=_is_codes)
         return _with_codes(updates, inner_state), QuantizedState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -288,6 +289,13 @@ def _whole(x: Any) -> Array:
     """
     shape = jnp.shape(x)
     return jnp.zeros(shape if math.prod(shape) < _MIN_SIZE else (*shape[:-1], 1), jnp.bool_)
+
+
+def _with_own_places(new: Any, old: Any) -> Any:
+    """New codes, with what an old state has in the place of scales: a new constant would lie on every device."""
+    if not _is_codes(new):
+        return new
+    return new._replace(scales=jax.tree.map(lambda x, own: x if _is_scales(x) else own, new.scales, old.scales))
 
 
 def _holds_scales(x: Any) -> bool:

@@ -396,3 +396,62 @@ def test_8_bit_states_in_shard_map_are_those_of_each_shard_alone():
     for i, j in ((0, 0), (1, 1)):
         of_shard = jax.tree.map(lambda x, i=i, j=j: part(np.asarray(x), i, j), found)
         assert_equal(of_shard, jax.device_get(jax.jit(steps)(part(w, i, j))))
+
+
+def like_params(tx, params, sharding, replicated):
+    """The shardings of a state, as docs/distributed.md has them: what a mesh does not divide is replicated."""
+
+    def fit(x, sharding):
+        try:
+            sharding.shard_shape(x.shape)
+        except ValueError:
+            return replicated
+        return sharding
+
+    state = jax.eval_shape(tx.init, params)
+    return optax.tree.map_params(tx, fit, state, sharding, transform_non_params=lambda _: replicated)
+
+
+@pytest.mark.promotes("optax")
+@pytest.mark.parametrize(
+    "wrap",
+    [jamp.quantized_state, lambda tx: jamp.loss_scaled(jamp.master_params(jamp.quantized_state(tx), split=True))],
+)
+def test_8_bit_states_are_sharded_like_their_parameters_and_restored_onto_another_mesh(wrap, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    tx, dtype = wrap(optax.adamw(0.01)), jnp.float32 if wrap is jamp.quantized_state else jnp.bfloat16
+    plain = {"up": normal(64, 512), "down": normal(512, 64, seed=1), "tokens": normal(1000, 160), "b": normal(64)}
+    plain = jax.tree.map(lambda x: x.astype(dtype), plain)
+    meshes = [
+        jax.make_mesh(*mesh, axis_types=(AxisType.Auto,) * len(mesh[0]))
+        for mesh in (((8,), ("a",)), ((4, 2), ("a", "b")))
+    ]
+    specs = {"up": P("a", "b"), "down": P("a", "b"), "tokens": P("a"), "b": P("a")}
+    step = jax.jit(lambda g, state, p: tx.update(g, state, p))
+    placed = []
+    for mesh in meshes:
+        on = lambda spec, mesh=mesh: NamedSharding(mesh, P(*(x for x in spec if x in mesh.axis_names)))
+        sharding = jax.tree.map(on, specs, is_leaf=lambda x: isinstance(x, P))
+        params = jax.device_put(plain, sharding)
+        shardings = like_params(tx, params, sharding, NamedSharding(mesh, P()))
+        placed.append((params, shardings, jax.jit(tx.init, out_shardings=shardings)(params)))
+    (params, shardings, state), (others, of_others, _) = placed
+    moment = (
+        state.inner_state[0].nu if wrap is jamp.quantized_state else state.inner_state.inner_state.inner_state[0].nu
+    )
+    for name, p in params.items():
+        assert moment.codes[name].sharding.is_equivalent_to(p.sharding, p.ndim)
+        assert moment.scales[name].sharding.is_equivalent_to(p.sharding, p.ndim)
+    assert {x.dtype.name for x in moment.codes.values()} == {"uint8", "float32"}  # "b" stays whole
+    _, state = step(params, state, params)
+    assert jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), state) == jax.tree.map(
+        lambda x, s: s.shard_shape(x.shape), state, shardings
+    )
+    with checkpoint.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+        saver.wait_until_finished()
+        onto = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, of_others)
+        restored = saver.restore(tmp_path / "state", onto)
+    assert_equal(jax.device_get(restored), jax.device_get(state))
+    first, second = step(params, state, params), step(others, restored, others)
+    assert_equal(jax.device_get(second), jax.device_get(first))

@@ -23,6 +23,7 @@ from trees import bits
 
 import jamp
 import jamp.debug
+from jamp._step.block_codes import BlockCodes
 from jamp.linen import TrainState
 
 X = np.asarray(normal(4, 4, 4, 2))
@@ -80,6 +81,19 @@ def test_on_an_overflow_the_collections_and_the_fields_of_a_subclass_stay():
 
 
 @pytest.mark.slow
+def test_optax_maps_8_bit_moments_of_a_train_state_with_its_parameters():
+    tx, params = jamp.quantized_state(optax.adam(1e-2)), {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    shapes = jax.tree.map(lambda x: str(x.shape), params)
+    found = optax.tree.map_params(state.tx, lambda x, shape: shape, state.opt_state, shapes)
+    moments = [
+        x for x in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, BlockCodes)) if isinstance(x, BlockCodes)
+    ]
+    assert len(moments) == 2
+    for moment in moments:
+        assert moment.codes == moment.scales == shapes
+
+
 def test_float16_trains_as_float32_does():
     states = [created(loss_scale=jamp.DynamicLossScale(init_scale=256.0)), created(Net(jnp.float32))]
     run = lambda state: jax.lax.scan(lambda state, _: train_step(state, X), state, length=100)[1]

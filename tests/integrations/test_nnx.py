@@ -14,6 +14,7 @@ from trees import assert_close, bits
 
 import jamp
 import jamp.nnx
+from jamp._step.block_codes import BlockCodes
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 INF = np.full_like(X, np.inf)
@@ -203,6 +204,15 @@ def test_masters_and_moments_in_fewer_bits_step_as_they_do_in_optax(kind):
     codes = [x.dtype.name for x in jax.tree.leaves(nnx.as_pure(optimizer.opt_state)) if x.dtype.itemsize == 1]
     assert sorted(codes)[-4:] == ["int8", "int8", "uint8", "uint8"]
     assert_close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), params, rtol=1e-6)
+
+
+def test_optax_maps_8_bit_moments_of_a_model_with_its_parameters():
+    model, tx = nnx.Linear(64, 128, rngs=nnx.Rngs(0)), jamp.quantized_state(optax.adam(1e-2))
+    optimizer, params = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx.as_pure(nnx.state(model, nnx.Param))
+    state, shapes = nnx.as_pure(optimizer.opt_state), jax.tree.map(lambda x: str(x.shape), params)
+    found = optax.tree.map_params(tx, lambda x, shape: shape, state, shapes, transform_non_params=lambda _: None)
+    moment = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, BlockCodes))[0]
+    assert dict(moment.codes) == dict(moment.scales) == {"bias": "(128,)", "kernel": "(64, 128)"}
 
 
 def test_a_model_under_autocast_gets_its_statistics_and_its_dropout_moves_on():
