@@ -93,7 +93,16 @@ def main() -> None:
         file = file or Path(f"docs/benchmarks/gpu_{card(device.device_kind)}.json")
     slower = 10 if options.quick else 1  # a rehearsal is not what the time-outs are for
     parts = {name: part._replace(seconds=slower * part.seconds) for name, part in PARTS.items() if name in options.only}
-    measure(parts, options.quick, file, record("benchmarks.gpu", options.quick, device.device_kind, PACKAGES))
+    found = measure(parts, options.quick, file, record("benchmarks.gpu", options.quick, device.device_kind, PACKAGES))
+    if options.quick and (failures := failed(found)):
+        raise SystemExit("\n".join(failures))
+
+
+def failed(found: dict[str, Any]) -> list[str]:
+    """What did not run, of parts and of their programs. On a GPU that is a result, in a rehearsal an error."""
+    parts = [f"{name}: {part['outcome']}" for name, part in found["parts"].items() if part["outcome"] != "complete"]
+    rows = [(name, row) for name, part in found["parts"].items() for row in part["rows"]]
+    return parts + [f"{name}, {row['name']}: {row['outcome']}" for name, row in rows if "outcome" in row]
 
 
 if __name__ == "__main__":
