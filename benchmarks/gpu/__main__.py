@@ -1,7 +1,7 @@
 """One GPU timed in at most five minutes: all that the pages say of GPUs.
 
     python -m benchmarks.gpu                                 writes docs/benchmarks/gpu_<card>.json
-    python -m benchmarks.gpu --only llama linen              replaces these parts of that file
+    python -m benchmarks.gpu --only llama linen              replaces these parts of that file, and keeps the others
     python -m benchmarks.gpu --device cpu --quick            rehearse, tiny
 
 Each part is a process with a time-out. A row is written when it arrives, so a part that is stopped keeps its earlier

@@ -1,8 +1,8 @@
 """Tables and pictures of the documentation, made of results: `python -m benchmarks.report docs/benchmarks/*.json`.
 
 A table stands between `<!-- name -->` and `<!-- /name -->`, and under it when, where and by which command its results
-were measured. It is made again if all of its results are given. A table of GPUs has a column for each `gpu_<card>.json`
-that is given and has its first part. Results of `--quick` are refused.
+were measured. It is made again if all of its results are given. A table of GPUs is made if a `gpu_<card>.json` has its
+first part, and may have a column for each of these cards. Results of `--quick` are refused.
 """
 
 import argparse
@@ -26,6 +26,7 @@ TABLES: dict[str, tuple[str, dict[str, str], Callable[..., str]]] = {
     "budgets": (FIT, {"budget_h200": "rows", "budget_tpu": "rows"}, tables.budgets),
 }
 # The same of files of `benchmarks.gpu`: the page of a table, the parts, and what makes the table of the parts' rows.
+# "llama_1024" and "steps" are finished studies, whose code has the commit that stands beside their rows.
 ONE_GPU: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
     "facts": ("README.md", ("gpt2",), tables.facts),
     "gpu_steps": (PAGE, ("steps",), tables.step),
@@ -63,7 +64,7 @@ def write(root: Path, found: dict[str, dict[str, Any]]) -> None:
             put(root / page, mark, table, [found[name] for name in files])
     cards = {name: results for name, results in found.items() if "parts" in results}
     for mark, (page, parts, make) in ONE_GPU.items():
-        if GPU in cards:
+        if GPU in cards and parts[0] in cards[GPU]["parts"]:
             put(root / page, mark, make(rows_of(cards[GPU], parts)), measured(cards[GPU], parts))
     for mark, (page, parts, make) in GPUS.items():
         if having := [results for results in cards.values() if parts[0] in results["parts"]]:
