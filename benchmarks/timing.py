@@ -32,30 +32,27 @@ class Case:
     args: tuple[Any, ...]
 
 
-def compare(cases: list[Case], rounds: int, steps: int = 1) -> Rows:
+def compare(cases: list[Case], rounds: int) -> Rows:
     """Compile and time the cases side by side; the first is the baseline. Their carries are used up.
 
-    Times are medians over rounds, the ratio is to the first case, round by round. With several steps, a round starts
-    them all and waits for the last, as a training loop on an accelerator does. "dispatch_milliseconds" is until the
-    call returns. The peak is that of arguments, results and temporaries, donated ones once.
+    Times are medians over rounds, the ratio is to the first case, round by round. The peak is that of arguments,
+    results and temporaries, donated ones once.
     """
     built = build(cases)
     carries, _padding = placed(cases)
-    calls = {case.name: runner(built[case.name][0], carries[case.name], case.args, steps) for case in cases}
+    calls = {case.name: runner(built[case.name][0], carries[case.name], case.args, 1) for case in cases}
     times = paired(calls, rounds)
-    base = times[cases[0].name][:, 1]
+    base = times[cases[0].name]
     rows = []
     for name, (compiled, traced, seconds) in built.items():
-        dispatched, done = times[name].T
         memory = compiled.memory_analysis()
         stored = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         rows.append(
             {
                 "name": name,
-                "milliseconds": float(np.median(done) * 1e3),
-                "ratio": float(np.median(done / base)),
-                "ratios": (done / base).tolist(),
-                "dispatch_milliseconds": float(np.median(dispatched) * 1e3),
+                "milliseconds": float(np.median(times[name]) * 1e3),
+                "ratio": float(np.median(times[name] / base)),
+                "ratios": (times[name] / base).tolist(),
                 "trace_seconds": traced,
                 "compile_seconds": seconds,
                 "temporary_megabytes": memory.temp_size_in_bytes / 1e6,
@@ -94,22 +91,21 @@ def placed(cases: list[Case]) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def runner(step: Callable[..., Any], carry: Any, args: tuple[Any, ...], steps: int) -> Callable[[], Any]:
-    """A function that returns the seconds of a step until the call returned and until its results were there."""
+    """A function that returns the seconds of a step: it starts several and waits for the last, as training does."""
 
-    def run() -> tuple[float, float]:
+    def run() -> float:
         nonlocal carry
         start = time.perf_counter()
         for _ in range(steps):
             carry = step(carry, *args)
-        dispatched = time.perf_counter() - start
         jax.block_until_ready(carry)
-        return dispatched / steps, (time.perf_counter() - start) / steps
+        return (time.perf_counter() - start) / steps
 
     return run
 
 
 def paired(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
-    """What each call returned in each round, f64[rounds, ...]; their order is random."""
+    """What each call returned in each round, f64[rounds]; their order is random."""
     found: dict[str, list[Any]] = {name: [] for name in calls}
     order = list(calls)
     for _ in range(rounds):
@@ -120,19 +116,17 @@ def paired(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.nda
     return {name: np.array(values) for name, values in found.items()}
 
 
-def across(
-    labels: dict[str, Any], measure: Callable[..., Rows], *args: Any, quick: bool, processes: int = PROCESSES
-) -> Rows:
+def across(labels: dict[str, Any], measure: Callable[..., Rows], *args: Any, quick: bool) -> Rows:
     """`measure(*args)` in fresh processes, one after the other, and its rows summarised by their names and labelled.
 
     `measure` returns a row for each case, the baseline first. Numbers of a row become their median; of "ratio" the
-    interval is kept too, as "ratio_low" and "ratio_high", and every single one as "ratios". Those of one process are
-    its rounds.
+    interval is kept too, as "ratio_low" and "ratio_high", and every single one as "ratios". Those of one process, with
+    --quick, are its rounds.
     """
     print()
     show(labels)
     runs = []
-    for _ in range(1 if quick else processes):
+    for _ in range(1 if quick else PROCESSES):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             runs.append(pool.apply(measure, args))
     rows = [labels | row for row in summary(runs)]

@@ -1,7 +1,8 @@
 """Tables and pictures of the documentation, made of results: `python -m benchmarks.report docs/benchmarks/*.json`.
 
 A table stands between `<!-- name -->` and `<!-- /name -->`, and under it when, where and by which command its results
-were measured. It is made again if all of its results are given. Results of `--quick` are refused.
+were measured. It is made again if all of its results are given. A table of GPUs is made if a `gpu_<card>.json` has its
+first part, and may have a column for each of these cards. Results of `--quick` are refused.
 """
 
 import argparse
@@ -12,18 +13,31 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.record import Rows
 from benchmarks.report import pictures, tables
 from benchmarks.report.markdown import fill, origin
 
 PAGE, FIT = "docs/benchmarks/index.md", "docs/a-model-that-does-not-fit.md"
+GPU = "gpu_h200"
 # By its mark: the page of a table, the files of results and the key of their rows, and what makes the table of them.
 TABLES: dict[str, tuple[str, dict[str, str], Callable[..., str]]] = {
-    "facts": ("README.md", {"gpu": "gpu_models"}, tables.facts),
     "counted": (PAGE, {"tpu_v5e": "tpu", "h200": "h200"}, tables.counted),
-    "gpu_steps": (PAGE, {"gpu": "gpu_steps"}, tables.step),
-    "gpu_models": (PAGE, {"gpu": "gpu_models"}, tables.models),
     "step": (PAGE, {"step": "step"}, tables.step),
     "budgets": (FIT, {"budget_h200": "rows", "budget_tpu": "rows"}, tables.budgets),
+}
+# The same of files of `benchmarks.gpu`: the page of a table, the parts, and what makes the table of the parts' rows.
+# "llama_1024" and "steps" are finished studies, whose code has the commit that stands beside their rows.
+ONE_GPU: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
+    "facts": ("README.md", ("gpt2",), tables.facts),
+    "gpu_steps": (PAGE, ("steps",), tables.step),
+    "gpu_models": (PAGE, ("gpt2", "llama_1024", "llama"), tables.models),
+}
+# The same, of the rows of each card, by the name of its device.
+GPUS: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
+    "gpu_loop": (PAGE, ("loop",), tables.loop),
+    "gpu_optimizers": ("docs/optimizer-memory.md", ("optimizers",), tables.optimizers),
+    "gpu_llama": ("docs/8-bit.md", ("llama", "llama_float8", "llama_float8_default_flags"), tables.llama_float8),
+    "gpu_linen": ("docs/8-bit.md", ("linen",), tables.linen),
 }
 # By its file in docs/images: the file of results and the key of their rows, and what draws them.
 PICTURES: dict[str, tuple[str, str, Callable[[Any], Figure]]] = {
@@ -47,8 +61,31 @@ def write(root: Path, found: dict[str, dict[str, Any]]) -> None:
     for mark, (page, files, make) in TABLES.items():
         if files.keys() <= found.keys():
             table = make(*(found[name][key] for name, key in files.items()))
-            text = "\n\n".join([table, *(origin(found[name]) for name in files)])
-            (root / page).write_text(fill((root / page).read_text(), mark, text))
+            put(root / page, mark, table, [found[name] for name in files])
+    cards = {name: results for name, results in found.items() if "parts" in results}
+    for mark, (page, parts, make) in ONE_GPU.items():
+        if GPU in cards and parts[0] in cards[GPU]["parts"]:
+            put(root / page, mark, make(rows_of(cards[GPU], parts)), measured(cards[GPU], parts))
+    for mark, (page, parts, make) in GPUS.items():
+        if having := [results for results in cards.values() if parts[0] in results["parts"]]:
+            table = make({results["machine"]["device"]: rows_of(results, parts) for results in having})
+            put(root / page, mark, table, [about for results in having for about in measured(results, parts)])
+
+
+def rows_of(results: dict[str, Any], parts: tuple[str, ...]) -> Rows:
+    """The rows of those parts of a file that were measured."""
+    return [row for part in parts if part in results["parts"] for row in results["parts"][part]["rows"]]
+
+
+def measured(results: dict[str, Any], parts: tuple[str, ...]) -> list[dict[str, Any]]:
+    """When, where and how each of these parts was measured."""
+    return [results | results["parts"][part] for part in parts if part in results["parts"]]
+
+
+def put(page: Path, mark: str, table: str, results: list[dict[str, Any]]) -> None:
+    """Fill a table, with a line for each run that its results are of."""
+    text = "\n\n".join([table, *dict.fromkeys(map(origin, results))])
+    page.write_text(fill(page.read_text(), mark, text))
 
 
 if __name__ == "__main__":

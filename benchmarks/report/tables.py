@@ -1,8 +1,8 @@
 """Tables of what the compilers count, and of what was timed."""
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
 
 from benchmarks.record import Rows
 from benchmarks.report.markdown import TITLES, names, number, select, table
@@ -69,16 +69,33 @@ def step(rows: Rows) -> str:
     return table(["", *map(TITLES.get, columns)], body)
 
 
+def is_timed(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """False where a program was not measured, or did not compile."""
+    return row is not None and "milliseconds" in row
+
+
+def beside(row: dict[str, Any], base: dict[str, Any]) -> float:
+    """The ratio round by round where it was measured, else that of the medians."""
+    return row["ratio"] if "ratio" in row else row["milliseconds"] / base["milliseconds"]
+
+
+def gigabytes(row: dict[str, Any]) -> str:
+    return f"{number(row['temporary_gigabytes'])} GB"
+
+
 def models(rows: Rows) -> str:
-    """Time of gradients on a GPU beside the model by hand, and their temporary memory, by model and attention."""
+    """Time of gradients on a GPU beside the model by hand, and their temporary memory, by model and attention.
+
+    The baseline of a model is that with attention written out, if it was measured.
+    """
     found = {(row["model"], row["name"]): row for row in rows if not is_again(row)}
     kernels = [
         (model, end) for model in names(rows, "model") for end in ("", CUDNN) if (model, "by hand" + end) in found
     ]
 
     def cells_of(way: str) -> list[str]:
-        of = [found.get((model, way + end)) for model, end in kernels]
-        return [f"{row['ratio']:.2f}, {number(row['temporary_megabytes'] / 1e3)} GB" if row else "" for row in of]
+        of = [(found.get((model, way + end)), found[model, "by hand"]) for model, end in kernels]
+        return [f"{beside(row, base):.2f}, {gigabytes(row)}" if is_timed(row) else "" for row, base in of]
 
     base = [number(found[model, "by hand"]["milliseconds"]) for model, _ in kernels]
     ways = dict.fromkeys(name.removesuffix(CUDNN) for _, name in found)
@@ -101,7 +118,7 @@ def facts(rows: Rows) -> str:
 
     def cell_of(name: str) -> str:
         row = found.get(name)
-        return f"{row['milliseconds']:.1f} ms, {row['temporary_megabytes'] / 1e3:.1f} GB" if row else ""
+        return f"{row['milliseconds']:.1f} ms, {row['temporary_gigabytes']:.1f} GB" if is_timed(row) else ""
 
     head = [
         "Time and temporary memory of a gradient and SGD update of GPT-2 (124 M, 8 x 1024 tokens)",
@@ -109,6 +126,100 @@ def facts(rows: Rows) -> str:
         "cuDNN's attention, in bfloat16",
     ]
     return table(head, [[way, cell_of(name), cell_of(name + CUDNN)] for way, name in ways.items()])
+
+
+def by_card(head: str, ways: dict[str, str], cards: dict[str, Rows], cell_of: Callable[..., str]) -> str:
+    """A row for each way that was measured, a column for each card. The first way is the baseline of all.
+
+    A cell is made of a row and its ratio to the baseline in medians, because the rows may be of several processes.
+    """
+    columns = []
+    for rows in cards.values():
+        found = {row["name"]: row for row in rows}
+        base = found.get(next(iter(ways)))
+
+        def cell(way: str, found: dict[str, Any] = found, base: dict[str, Any] | None = base) -> str:
+            row = found.get(way)
+            if not is_timed(row):
+                return row["outcome"] if row else ""
+            return cell_of(row, f" ({row['milliseconds'] / base['milliseconds']:.2f})" if is_timed(base) else "")
+
+        columns.append([cell(way) for way in ways])
+    body = zip(ways.values(), zip(*columns, strict=True), strict=True)
+    return table([head, *cards], [[title, *cells] for title, cells in body if any(cells)])
+
+
+OPTIMIZERS = {
+    "float32": "float32",
+    "float32, again": "float32 again (A/A)",
+    "loss_scaled": "`loss_scaled`",
+    "clip": "behind a clip",
+    "loss_scaled(clip)": "`loss_scaled`, behind a clip",
+    "masters": "`master_params`",
+    "split masters": "`master_params`, split",
+    "stochastic": "`stochastic_rounding`",
+    "loss_scaled(stochastic)": "`loss_scaled(stochastic_rounding)`",
+    "stochastic, bfloat16 state": "`stochastic_rounding`, bfloat16 state",
+    "bfloat16 to nearest": "parameters and state in bfloat16, rounded to nearest",
+    "float32, 8-bit state": "`quantized_state`, float32 parameters",
+    "split masters, 8-bit state": "`master_params`, split, of `quantized_state`",
+    "loss_scaled(split masters, 8-bit state)": "`loss_scaled` of it",
+    "stochastic, 8-bit state": "`stochastic_rounding(quantized_state)`",
+}
+
+
+def optimizers(cards: dict[str, Rows]) -> str:
+    """The time of AdamW's step in every format, beside float32's."""
+    return by_card(
+        "AdamW, 537 M parameters", OPTIMIZERS, cards, lambda row, ratio: f"{row['milliseconds']:.2f} ms{ratio}"
+    )
+
+
+def loop(cards: dict[str, Rows]) -> str:
+    """The time of a step of a small model in a loop."""
+    ways = {"plain Optax": "plain Optax", "plain Optax, again": "plain Optax again (A/A)"}
+    ways |= {"loss_scaled": "jamp", "where by hand": "where by hand"}
+    cell_of = lambda row, ratio: f"{row['milliseconds']:.3f} ms{ratio}"
+    return by_card("a step of 40 matrices of 64 x 64", ways, cards, cell_of)
+
+
+def gradient(row: dict[str, Any], ratio: str) -> str:
+    """The time, the temporary memory and the seconds of compilation."""
+    return f"{row['milliseconds']:.1f} ms{ratio}, {gigabytes(row)}, {row['compile_seconds']:.0f} s"
+
+
+def llama_float8(cards: dict[str, Rows]) -> str:
+    """Gradients of two layers of a Llama in 16 and in 8 bit."""
+    ways = {
+        "by hand": "bfloat16 by hand",
+        "by hand, again": "bfloat16 by hand again (A/A)",
+        "by hand, dots_saveable": "by hand, `dots_saveable`",
+        "by hand, each block again": "by hand, a checkpoint around each block",
+        "autocast, budget 1.0": "autocast in bfloat16",
+        "autocast, budget 0.5": "with `memory_budget=0.5`",
+        "autocast, budget 0.25": "with `memory_budget=0.25`",
+        "autocast, with the flag": "autocast in bfloat16, with the flag",
+        "Float8": "`Float8()`, with the flag",
+        "Float8, all products": "`Float8()`, the head too, with the flag",
+        "Float8, default flags": "`Float8()`, XLA's default flags",
+    }
+    return by_card("Llama, 2 layers of 4096, vocabulary 32768", ways, cards, gradient)
+
+
+def linen(cards: dict[str, Rows]) -> str:
+    """Gradients of Linen MLPs by each library for float8."""
+    ways = {
+        "bfloat16 by hand": "`dtype=bfloat16`",
+        "bfloat16 by hand, again": "`dtype=bfloat16` again (A/A)",
+        "bfloat16 by hand, default flags": "`dtype=bfloat16`, XLA's default flags",
+        "autocast": "autocast in bfloat16",
+        "Float8, float32 model": "`Float8()`, a float32 model",
+        "Float8, bfloat16 model": "`Float8()`, `dtype=bfloat16`",
+        "Flax fp8_ops": "Flax `fp8_ops`",
+        "Qwix": "Qwix, one scale for each tensor",
+    }
+    head = "four Linen MLPs, 4096 and 14336, 8192 tokens"
+    return by_card(head, ways, cards, gradient)
 
 
 BY_HAND = {

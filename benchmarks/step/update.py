@@ -12,7 +12,7 @@ import jamp
 from benchmarks.ahead_of_time import compile_for, in_shapes
 from benchmarks.record import Rows
 from benchmarks.step import peers
-from benchmarks.timing import PROCESSES, Case, across, compare
+from benchmarks.timing import Case, across, compare
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-3),
@@ -34,7 +34,6 @@ class Table(NamedTuple):
     names: tuple[str, ...] = ()
     rounds: int = 9
     grads: str = "float32"
-    steps: int = 1  # that a round waits for together
 
 
 ALL = (*peers.JAX, SKIPPED)
@@ -58,21 +57,21 @@ QUICK = [
 ]
 
 
-def step(quick: bool, tables: list[Table] | None = None, processes: int = PROCESSES) -> Rows:
+def step(quick: bool) -> Rows:
     """Every table, each in processes of its own."""
     there = [*peers.installed(peers.JAX), SKIPPED, HALF[-1]]
     rows: Rows = []
-    for table in tables or (QUICK if quick else TABLES):
+    for table in QUICK if quick else TABLES:
         table = table._replace(names=tuple(name for name in table.names if name in there))
         labels = {"optimizer": table.optimizer, **size(table.leaves, table.width), "grads": table.grads}
-        rows += across(labels, measure, table, quick=quick, processes=processes)
+        rows += across(labels, measure, table, quick=quick)
     return [row | {"limit_ratio": limit_ratio(row["optimizer"], row["name"])} for row in rows]
 
 
 def measure(table: Table) -> Rows:
     """A row for each name, in this process."""
     make = cases if table.grads == "float32" else half_cases
-    return compare(make(table), table.rounds, table.steps)
+    return compare(make(table), table.rounds)
 
 
 def ahead(target: str, quick: bool) -> Rows:

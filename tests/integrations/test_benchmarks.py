@@ -2,7 +2,9 @@
 
 import functools
 import json
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +16,10 @@ import pytest
 
 from benchmarks import ahead_of_time, timing
 from benchmarks.accuracy import intervals
-from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import __main__ as gpu, processes
+from benchmarks.gpu.measure import Way, measure
 from benchmarks.memory import budget
+from benchmarks.record import record
 from benchmarks.report import __main__ as report, tables
 from benchmarks.step import peers
 
@@ -59,12 +63,18 @@ def test_every_ratio_has_its_interval():
 
 
 def test_the_tables_of_every_page_are_those_that_the_results_give(tmp_path):
-    pages = {page for page, *_ in report.TABLES.values()}
+    every = report.TABLES | report.ONE_GPU | report.GPUS
+    pages = {page for page, *_ in every.values()}
     for page in pages:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     found = report.read(sorted(RESULTS.glob("*.json")))
     assert {name for _, files, _ in report.TABLES.values() for name in files} <= found.keys()
+    for page in pages:  # empty, so that a table that is not made is missed
+        text = (tmp_path / page).read_text()
+        for mark in every:
+            text = re.sub(rf"(<!-- {mark} -->\n).*(<!-- /{mark} -->)", r"\1\2", text, flags=re.DOTALL)
+        (tmp_path / page).write_text(text)
     report.write(tmp_path, found)
     for page in pages:
         assert (tmp_path / page).read_text() == (ROOT / page).read_text()
@@ -78,7 +88,9 @@ def test_every_result_is_shown_and_says_when_and_how_it_was_made():
     prose = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     for file in RESULTS.glob("*.json"):
         found = json.loads(file.read_text())
-        assert all(found[key] for key in ("date", "commit", "versions", "machine", "command")), file
+        for result in [found | part for part in found["parts"].values()] if "parts" in found else [found]:
+            how = ("note",) if "note" in result else ("commit", "command")
+            assert all(result[key] for key in ("date", "versions", "machine", *how)), file
         assert not found["quick"], file
         assert file.name in prose, file
 
@@ -111,14 +123,155 @@ def test_the_gpu_tables_hold_ratios_and_memory():
             "model": "ViT-B/16, batch 64",
             "name": name,
             "milliseconds": 4.0 * ratio,
-            "temporary_megabytes": 12e3,
-            "ratio": ratio,
+            "temporary_gigabytes": 12.0,
         }
         for name, ratio in ways.items()
     ]
     table = tables.models(rows)
     assert "| by hand, ms | 4 |" in table
     assert "| autocast, budget 1.0 | 0.50, 12 GB |" in table
+
+
+def test_a_gpu_table_has_a_column_for_each_card_and_says_what_did_not_compile():
+    row = lambda name, milliseconds: {
+        "name": name,
+        "milliseconds": milliseconds,
+        "temporary_gigabytes": 2.0,
+        "compile_seconds": 3.0,
+    }
+    hung = {"name": "Float8, default flags", "outcome": "did not compile in 20 s"}
+    table = tables.llama_float8({"A": [row("by hand", 4.0), row("Float8", 3.0)], "B": [row("Float8", 5.0), hung]})
+    assert table.splitlines()[0].endswith(" | A | B |")
+    assert "| 3.0 ms (0.75), 2 GB, 3 s | 5.0 ms, 2 GB, 3 s |" in table  # B has no baseline
+    assert "|  | did not compile in 20 s |" in table
+    assert "dots_saveable" not in table  # what no card has measured
+
+
+FAKE = """
+import time
+from pathlib import Path
+from benchmarks.gpu.processes import COMPILING
+
+def hangs(quick, send):
+    send(0, {"name": "a", "outcome": COMPILING})
+    send(0, {"name": "a", "milliseconds": 1.0})
+    send(1, {"name": "b", "outcome": COMPILING})
+    time.sleep(30)
+    Path(__file__).with_name("woke up").touch()
+
+def ends(quick, send):
+    send(0, {"name": "c", "milliseconds": 2.0})
+
+def crashes(quick, send):
+    ends(quick, send)
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.slow  # of a time-out that a busy machine needs to start a process
+def test_a_part_that_hangs_or_crashes_keeps_its_rows_and_loses_no_other(tmp_path, monkeypatch):
+    (tmp_path / "fake_part.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(tmp_path)  # also of the processes
+    file = tmp_path / "gpu.json"
+    parts = {
+        name: processes.Part(12 if name == "hangs" else 120, "fake_part", name) for name in ("hangs", "crashes", "ends")
+    }
+    gpu.measure(parts, False, file, record("benchmarks.gpu", False, "NVIDIA X1"))
+    found = json.loads(file.read_text())["parts"]
+    assert list(found) == ["hangs", "crashes", "ends"]
+    assert found["hangs"]["outcome"] == "stopped after 12 s"
+    timed, hung = found["hangs"]["rows"]
+    assert timed == {"name": "a", "milliseconds": 1.0}
+    assert re.fullmatch(r"did not compile in \d+ s", hung["outcome"])
+    assert not (tmp_path / "woke up").exists()  # its process was killed, and not waited for
+    assert found["crashes"]["outcome"] == "exit code 3"
+    assert found["ends"]["outcome"] == "complete"
+    assert found["crashes"]["rows"] == found["ends"]["rows"] == [{"name": "c", "milliseconds": 2.0}]
+
+
+def test_rows_are_in_the_file_before_their_part_ends(tmp_path, monkeypatch):
+    file, seen = tmp_path / "gpu.json", []
+
+    def run(part, quick, save):
+        save({"outcome": "running", "rows": [{"name": "a"}]})
+        seen.append(json.loads(file.read_text())["parts"]["x"]["rows"])
+        save({"outcome": "complete", "seconds": 1.0, "rows": [{"name": "a"}, {"name": "b"}]})
+
+    monkeypatch.setattr(gpu, "run", run)
+    gpu.measure({"x": None}, False, file, record("benchmarks.gpu", False, "NVIDIA X1"))
+    assert seen == [[{"name": "a"}]]
+
+
+def test_a_later_call_replaces_its_parts_of_the_same_card_alone(tmp_path, monkeypatch):
+    file = tmp_path / "gpu.json"
+
+    def call(part, device, date):
+        run = lambda part, quick, save: save({"outcome": "complete", "seconds": 1.0, "rows": [{"name": date}]})
+        monkeypatch.setattr(gpu, "run", run)
+        gpu.measure({part: None}, False, file, record("benchmarks.gpu", False, device) | {"date": date})
+        return {name: found["date"] for name, found in json.loads(file.read_text())["parts"].items()}
+
+    call("x", "NVIDIA X1", "first")
+    assert call("y", "NVIDIA X1", "second") == {"x": "first", "y": "second"}
+    assert call("x", "NVIDIA X1", "third") == {"x": "third", "y": "second"}
+    assert call("x", "NVIDIA X2", "fourth") == {"x": "fourth"}
+
+
+def test_a_rehearsal_fails_where_a_part_or_a_program_did(tmp_path, monkeypatch):
+    outcomes = iter(["exit code 1", "complete"])
+    rows = [{"name": "a", "outcome": "TypeError: no"}, {"name": "b", "milliseconds": 1.0}]
+    run = lambda part, quick, save: save({"outcome": next(outcomes), "seconds": 1.0, "rows": rows})
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--quick", "--only", "loop", "linen"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which the command sets
+    with pytest.raises(SystemExit, match="linen: exit code 1\nlinen, a: TypeError: no\nloop, a: TypeError: no"):
+        gpu.main()
+
+
+def test_the_time_outs_of_all_parts_are_below_five_minutes():
+    assert sum(part.seconds for part in gpu.PARTS.values()) < 300
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "4090")],
+)
+def test_a_card_has_one_file(device_kind, name):
+    assert gpu.card(device_kind) == name
+
+
+def test_a_program_that_fails_loses_its_own_row():
+    found = {}
+    make = lambda: (jnp.ones(4), (jnp.ones(4),))
+    fails = lambda carry, x: carry @ jnp.ones((3, 3))
+    ways = [Way("one", jnp.add, make), Way("fails", fails, make), Way("one, again", jnp.add, make)]
+    measure({"model": "m"}, ways, True, found.__setitem__)
+    assert [row["name"] for row in found.values()] == ["one", "fails", "one, again"]
+    assert found[1]["outcome"].startswith("TypeError: ")
+    assert found[0]["ratio"] == 1
+    assert {"milliseconds", "ratio_low", "compile_seconds", "peak_gigabytes"} <= found[2].keys()
+    assert found[2]["model"] == "m"
+    assert found[2]["peak_gigabytes"] == 32e-9  # the carry, which is donated, and the argument
+
+
+@pytest.mark.slow
+def test_a_rehearsal_writes_well_formed_parts_with_their_baseline_twice(tmp_path):
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--json", str(file)]
+    subprocess.run([*command, "--only", "loop", "linen"], cwd=ROOT, check=True)
+    found = json.loads(file.read_text())
+    assert found["quick"]
+    assert list(found["parts"]) == ["linen", "loop"]
+    for part in found["parts"].values():
+        assert part["outcome"] == "complete"
+        base = part["rows"][0]["name"]
+        assert part["rows"][1]["name"] == f"{base}, again"
+        for row in part["rows"]:
+            assert "outcome" not in row
+            assert all(row[key] > 0 for key in ("milliseconds", "ratio", "compile_seconds", "peak_gigabytes"))
+    flags = {row["name"]: row.get("flags") for row in found["parts"]["linen"]["rows"]}
+    assert flags["Float8, float32 model"] == {"xla_gpu_enable_triton_gemm": False}
+    assert flags["bfloat16 by hand, default flags"] is None
 
 
 def test_an_interval_is_that_of_student_s_distribution():
