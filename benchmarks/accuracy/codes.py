@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
+from jax import Array, lax
 
 from benchmarks.accuracy import tasks
 from benchmarks.accuracy.tasks import Task
 from benchmarks.record import Rows, parser, record, show, write
+from jamp._step.block_codes import BlockCodes, decode
 
 Levels = Any  # f32[n], what the codes stand for, as shares of the scale: ascending, from 0 to 1
 BLOCK = 128
@@ -44,6 +45,14 @@ def floats(codes: int, digits: int) -> Levels:
     return np.concatenate([[0], (2.0 ** -(1 + k // 2**digits) * (2 - (k % 2**digits) / 2**digits))[::-1]])
 
 
+def lines(dtype: Any) -> Levels:
+    """jamp's codes: powers 2 and 4, with straight lines between powers of two."""
+    codes = jnp.arange(jnp.iinfo(dtype).max + 1).astype(dtype)[None]
+    units = lax.bitcast_convert_type(jnp.ones((1, 1)), jnp.uint32)
+    found = np.asarray(decode(BlockCodes(codes, units))[0])
+    return found / found[-1]
+
+
 def softsign(codes: int) -> Levels:
     share = np.arange(codes) / (codes - 1)
     return share / (2 - share)
@@ -52,6 +61,7 @@ def softsign(codes: int) -> Levels:
 Way = tuple[Levels, Levels, bool]  # of the first moment, of the second (None: float32), and whether rounding is random
 FIRST, SECOND = power(128, 2), power(256, 4)
 WAYS: dict[str, Way] = {
+    "powers 2 and 4, in lines, stochastic": (lines(jnp.int8), lines(jnp.uint8), True),
     "powers 2 and 4, stochastic": (FIRST, SECOND, True),
     "powers 2 and 4, to nearest": (FIRST, SECOND, False),
     "dynamic tree, to nearest": (dynamic_tree(7), dynamic_tree(8), False),
