@@ -46,7 +46,7 @@ def floats(codes: int, digits: int) -> Levels:
 
 
 def lines(dtype: Any) -> Levels:
-    """jamp's codes: powers 2 and 4, with straight lines between powers of two."""
+    """The codes of jamp: powers 2 and 4, with straight lines between powers of two."""
     codes = jnp.arange(jnp.iinfo(dtype).max + 1).astype(dtype)[None]
     units = lax.bitcast_convert_type(jnp.ones((1, 1)), jnp.uint32)
     found = np.asarray(decode(BlockCodes(codes, units))[0])
