@@ -84,6 +84,40 @@ def test_extra_args_reach_inner_params_are_optional_and_grads_finite_may_be_give
 
 
 @promotes
+def test_outside_jit_a_step_is_traced_once_for_arguments_of_the_same_types():
+    traces = []
+    spy = optax.stateless(lambda updates, params: traces.append(1) or updates)
+    inner = optax.chain(spy, optax.adam(0.1), optax.scale_by_schedule(SCHEDULE))
+    tx = jamp.loss_scaled(inner)
+    state, compiled, params = tx.init(PARAMS), jax.jit(tx.update), PARAMS
+    for n, grads in enumerate((GOOD, INF, GOOD, NAN)):
+        traces.clear()
+        wanted = compiled(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        assert_equal((updates, state), wanted)
+        params = optax.apply_updates(params, updates)
+        assert len(traces) == (2 if n == 0 else 0)  # for the step of jit, and this one
+    traces.clear()
+    for value in (1.0, 2.0, np.float32(3)):  # an argument, and no constant
+        tx.update(GOOD, state, params, value=value)
+    tx.update(jamp.cast_floating(GOOD, jnp.float16), state, params)
+    assert len(traces) == 3  # of a Python number, of one of NumPy, of float16
+    # A function cannot be an argument of a compiled step. Each call is another function.
+    search = jamp.loss_scaled(optax.chain(spy, optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)))
+    loss, state = lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(p)), search.init(PARAMS)
+    for times in (2.0, 3.0):
+        fun = lambda p, times=times: times * loss(p)
+        value, grads = jax.value_and_grad(fun)(PARAMS)
+        updates, state = search.update(grads, state, PARAMS, value=value, grad=grads, value_fn=fun)
+        assert fun(optax.apply_updates(PARAMS, updates)) < value
+    # Without scaling, checks and skips, it is the optimizer.
+    traces.clear()
+    plain = jamp.loss_scaled(inner, jamp.NoOpLossScale())
+    plain.update(GOOD, plain.init(PARAMS), PARAMS)
+    assert len(traces) == 1
+
+
+@promotes
 def test_half_precision_reaches_the_inner_optimizer_as_float32():
     seen, see = [], lambda *trees: seen.extend(trees) or {"mu": trees[0]}
     spy = optax.GradientTransformation(see, lambda grads, state, params=None: (grads, see(grads, state, params)))

@@ -37,6 +37,8 @@ def loss_scaled(
     addition. A selection changes no bit: `jnp.where(jamp.get_grads_finite(state), new, old)`. `GradScaler` and the
     steps of `jamp.linen`, `jamp.nnx` and `jamp.equinox` select.
 
+    Outside `jit`, `update` is compiled, once for arguments of the same shapes and dtypes.
+
     float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32. Only
     `jamp.stochastic_rounding` gets its parameters as they are.
 
@@ -99,7 +101,7 @@ def loss_scaled(
                 warn_if_scaled(state.loss_scale_state)
         args = grads, state, params_for(state.inner_state, params), grads_finite, extra_args
         # Outside jit, the trace and each operation of a step would take longer than the step.
-        return (compiled if _is_concrete(args) else step)(*args)
+        return (compiled if not noop and _is_concrete(args) else step)(*args)
 
     def step(
         grads: Any, state: AnyLossScaledState, params: Any, grads_finite: Any, extra_args: dict[str, Any]

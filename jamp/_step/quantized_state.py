@@ -76,7 +76,7 @@ def quantized_state(
 
     Args:
       inner: The optimizer.
-      block_size: The number of elements along the last axis that share a float32 scale, a power of two. Where that
+      block_size: The number of elements along the last axis that share a scale, a power of two. Where that
         axis is sharded, make its shards multiples of it, so that no block is cut. On Explicit axes JAX demands it.
       keep: A function of the path in the inner state and the array. An array for which it returns True stays as it is.
       never_negative: For states that jamp does not know: a function of the path and the array, for each float32 array
