@@ -8,8 +8,8 @@ A code is an int8, or a uint8 if the element is never negative. It stands for so
 Powers are close together near 0, where moments need digits. They were chosen by the error of Adam's update
 (docs/optimizer-memory.md). Between two powers of two these are straight lines: a float's bits are an integer that grows
 like its logarithm, so shifting them by one or two takes a power or a root of it. Both ways take a few integer
-instructions, and have the same bits on every device. On a GPU an optimizer's step is bound by instructions, not by
-memory, once an element takes more than about sixty.
+instructions, and a code stands for the same number on every device. On a GPU an optimizer's step is bound by
+instructions, not by memory, once an element takes more than about sixty.
 
 The unit of a block is its largest magnitude over 8064 or 66060288, with 18 significant bits, so that every code times
 its unit is exact. What is stored is the unit's bits, u32: a cast of a whole state to another float leaves them alone.

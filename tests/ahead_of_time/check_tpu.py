@@ -53,12 +53,13 @@ def test_the_check_reads_the_gradients_in_the_same_pass_as_a_clips_norm():
 
 @pytest.mark.promotes("optax.adamw")
 def test_8_bit_state_halves_the_bytes_of_a_step_for_arrays_beyond_fast_memory():
-    wide = {f"layer_{i}": jax.ShapeDtypeStruct((8192, 4096), jnp.float32) for i in range(2)}
+    """With eight arrays, XLA computed the updates and the codes in two kernels, which both read the state."""
+    wide = {f"layer_{i}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for i in range(8)}
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), wide)
     small = jamp.stochastic_rounding(jamp.quantized_state(optax.adamw(1e-3)))
     found, whole = compiled_step(small, params), compiled_step(optax.adamw(1e-3), wide)
-    assert hlo.count(found.as_text()).bytes < 0.6 * hlo.count(whole.as_text()).bytes
-    assert found.memory_analysis().temp_size_in_bytes < 1.1 * 2 * 8192 * 4096
+    assert hlo.count(found.as_text()).bytes < 0.45 * hlo.count(whole.as_text()).bytes
+    assert found.memory_analysis().temp_size_in_bytes < 4 * 4096 * 4096
 
 
 def compiled_step(tx, params):
