@@ -10,8 +10,8 @@ def _names(text: str) -> frozenset[str]:
 
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 MOVES = _names(
-    "concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice pad reshape rev rounded select_n "
-    "slice split squeeze stack stop_gradient transpose unstack"
+    "concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice pad reshape rev rounded row_major "
+    "select_n slice split squeeze stack stop_gradient transpose unstack"
 )
 # Between devices or shardings, or markers for transformations. The last four are Equinox's, those before jamp's.
 TRANSFERS = _names(
@@ -96,6 +96,7 @@ _SHOWN = {
     **dict.fromkeys(("scaled_call", "scaled_linear_call", "scaled_gradient"), "jamp.scaled"),
     "detached": "stop_gradient",
     "rounded": "convert_element_type",
+    "row_major": "layout_constraint",
     "scale_tangent": "jvp",
 }
 _OF_PRODUCTS = _names("attach product product_tangent")

@@ -21,7 +21,9 @@ from jamp._autocast.facts import QUANTIZE
 from jamp._autocast.formats import Format
 from jamp._autocast.product import Product
 from jamp._autocast.wide_dot import multiply, multiply_back
+from jamp._barrier import row_major
 from jamp._jaxpr import JaxprEqn
+from jamp._rounded import as_stored
 from jamp._shard_map import partitions
 
 Pair = tuple[Array, Array]  # 8-bit values, and the scales that bring them back
@@ -69,7 +71,7 @@ def _power_of_two(amax: Array, dtype: DTypeLike) -> Array:
 def packed(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
     """`quantize`, with the values as bytes: JAX rounds floats that a checkpoint saves, which makes large E4M3 NaN."""
     values, scale = quantize(x, dtype, axes)
-    return lax.bitcast_convert_type(values, jnp.uint8), scale
+    return row_major(lax.bitcast_convert_type(values, jnp.uint8)), scale
 
 
 def summed(name: str, params: Mapping[str, Any], config: Format) -> tuple[Axes, Axes]:
@@ -120,6 +122,8 @@ class Quantized(NamedTuple):
     ) -> list[Array]:
         @jax.custom_jvp
         def pull_back(g: Array, *residuals: Array) -> list[Array]:
+            # What computed it may have more digits, and XLA:GPU would store those: in a float32 model, float32.
+            g = as_stored(g)
             sizes, rest = residuals[: product.arity - 2], residuals[product.arity - 2 :]
             # Of each operand: its 8-bit values and scales, or with scales by row, the operand and its 8-bit dtype.
             if self._is_by_row(product):
