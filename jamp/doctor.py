@@ -14,8 +14,9 @@ _PACKAGES = ("jamp-jax", "jax", "jaxlib", "optax", "flax", "equinox", "numpy")
 _FASTER = 1.2  # times float32. Below that 16 bit is not worth using.
 _FLOAT8_SINCE = 8.9  # the compute capability of the first NVIDIA GPUs with float8 products
 _FLOAT8 = (
-    'For jamp.Float8 on this GPU, compile with jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False}), or '
-    "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Without it XLA tries many Triton kernels for each float8 product, "
+    "For jamp.Float8 on this GPU, compile with "
+    'jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False}), or set '
+    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Without it XLA tries many Triton kernels for each float8 product, "
     "and compiles for minutes. 16-bit products may take longer with it."
 )
 

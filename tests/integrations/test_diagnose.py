@@ -74,8 +74,12 @@ def test_the_doctor_prints_versions_devices_native_types_speeds_and_advice(progr
 
 @pytest.mark.parametrize(
     ("platform", "capability", "is_named"),
-    [("gpu", "9.0", True), ("gpu", "8.9", True), ("gpu", "10.0", True), ("gpu", "8.0", False), ("gpu", "gfx942", False)]
-    + [("cpu", None, False), ("tpu", None, False)],
+    [
+        *(("gpu", capability, True) for capability in ("8.9", "9.0", "10.0")),
+        *(("gpu", capability, False) for capability in ("8.0", "gfx942")),
+        ("cpu", None, False),
+        ("tpu", None, False),
+    ],
 )
 def test_the_doctor_names_the_option_for_float8_where_a_gpu_has_it(monkeypatch, platform, capability, is_named):
     device = types.SimpleNamespace(platform=platform, device_kind="a device")
