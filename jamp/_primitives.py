@@ -30,7 +30,7 @@ ARITHMETIC = _names(
     "complex conj cos cosh div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow iota is_finite le "
     "le_to log log1p log2 logistic lt lt_to max min mul ne neg nextafter not one_minus_square or polynomial "
     "population_count pow real reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max "
-    "reduce_window_min reduce_window_sum reduce_xor rem round rsqrt shift_left "
+    "reduce_window_min reduce_window_sum reduce_xor rem round rsqrt scaled_sums shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
 )
 # Expensive, between devices, or on the bits of a number.
@@ -97,6 +97,7 @@ _SHOWN = {
     "detached": "stop_gradient",
     "rounded": "convert_element_type",
     "row_major": "layout_constraint",
+    "scaled_sums": "mul",
     "scale_tangent": "jvp",
 }
 _OF_PRODUCTS = _names("attach product product_tangent")
