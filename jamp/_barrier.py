@@ -1,6 +1,7 @@
 """`optimization_barrier`, for values of any types, one that does nothing on TPUs, and one for cotangents alone.
 
-And its opposite on TPUs: values that are to be computed in one kernel.
+And their opposite on TPUs: values that are to be computed in one kernel. `row_major` is for XLA's choice of layouts what
+these are for its choice of what to compute where.
 
 JAX's own gives all its results the mesh axes along which any of its operands varies. Here each value keeps its type.
 Where the platform matters, that of the lowered program decides, not the one that traces it.
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -60,6 +62,24 @@ def _needing(x: Array, *codes: Array) -> Array:
     return x
 
 
+_row_major = _primitive("row_major")
+mlir.register_lowering(_row_major, lambda ctx, x: [x])
+
+
+def _lower_row_major(ctx: Any, x: Any) -> Any:
+    """A constraint on the layout, if the program is for one device: on several, XLA would gather the value for it."""
+    is_alone = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+    return _lower_constraint(ctx, x) if is_alone else [x]
+
+
+def _constrained(x: Any) -> list[Any]:
+    return [with_layout_constraint(x, Layout(tuple(range(x.ndim))))]
+
+
+_lower_constraint = mlir.lower_fun(_constrained)
+mlir.register_lowering(_row_major, _lower_row_major, platform="cuda")
+
+
 def _behind(values: Sequence[Any]) -> list[Any]:
     """Tangents or cotangents behind one barrier, but for symbolic zeros."""
     places = [i for i, x in enumerate(values) if type(x) is not ad.Zero]
@@ -92,4 +112,15 @@ def in_one_kernel_on_tpu(x: Array, codes: Sequence[Array]) -> Array:
 def cotangents_behind_barrier(values: Sequence[Any]) -> list[Any]:
     """The values. In reverse mode their cotangents, in forward mode their tangents, are behind one barrier."""
     same: list[Any] = _identity.bind(*values)
+    return same
+
+
+def row_major(x: Array) -> Array:
+    """The value. A GPU stores it with its last axis innermost.
+
+    The two products that read an 8-bit operand want different layouts. Left alone, XLA:GPU computes the value in that
+    of the first one, for which it transposes the source, in 16 or 32 bits, and copies the result to the other layout.
+    With the layout of the source, one kernel writes both.
+    """
+    same: Array = _row_major.bind(x)[0]
     return same

@@ -10,13 +10,13 @@ def _names(text: str) -> frozenset[str]:
 
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 MOVES = _names(
-    "concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice pad reshape rev rounded select_n "
-    "slice split squeeze stack stop_gradient transpose unstack"
+    "concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice pad reshape rev rounded row_major "
+    "select_n slice split squeeze stack stop_gradient transpose unstack"
 )
 # Between devices or shardings, or markers for transformations. The last four are Equinox's, those before jamp's.
 TRANSFERS = _names(
     "all_to_all collective_permute device_put mesh_cast name optimization_barrier ppermute reshard sharding_constraint "
-    "barrier barrier_unless_tpu cotangents_behind_barrier "
+    "barrier barrier_unless_tpu cotangents_behind_barrier in_one_kernel_on_tpu "
     "nonbatchable nondifferentiable_backward nontraceable select_if_vmap"
 )
 # They may copy an element many times, on one device or to others.
@@ -30,7 +30,7 @@ ARITHMETIC = _names(
     "complex conj cos cosh div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow iota is_finite le "
     "le_to log log1p log2 logistic lt lt_to max min mul ne neg nextafter not one_minus_square or polynomial "
     "population_count pow real reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window_max "
-    "reduce_window_min reduce_window_sum reduce_xor rem round rsqrt shift_left "
+    "reduce_window_min reduce_window_sum reduce_xor rem round rsqrt scaled_sums shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
 )
 # Expensive, between devices, or on the bits of a number.
@@ -92,10 +92,14 @@ REARRANGES = (MOVES | COPIES | IDENTITIES) - _names("concatenate gather select_n
 
 # jamp's own primitives that stand for no product, as a user knows them.
 _SHOWN = {
-    **dict.fromkeys(("barrier", "barrier_unless_tpu", "cotangents_behind_barrier"), "optimization_barrier"),
+    **dict.fromkeys(
+        ("barrier", "barrier_unless_tpu", "cotangents_behind_barrier", "in_one_kernel_on_tpu"), "optimization_barrier"
+    ),
     **dict.fromkeys(("scaled_call", "scaled_linear_call", "scaled_gradient"), "jamp.scaled"),
     "detached": "stop_gradient",
     "rounded": "convert_element_type",
+    "row_major": "layout_constraint",
+    "scaled_sums": "mul",
     "scale_tangent": "jvp",
 }
 _OF_PRODUCTS = _names("attach product product_tangent")

@@ -12,6 +12,13 @@ import jax.numpy as jnp
 _DTYPES = ("float16", "bfloat16", "float32")
 _PACKAGES = ("jamp-jax", "jax", "jaxlib", "optax", "flax", "equinox", "numpy")
 _FASTER = 1.2  # times float32. Below that 16 bit is not worth using.
+_FLOAT8_SINCE = 8.9  # the compute capability of the first NVIDIA GPUs with float8 products
+_FLOAT8 = (
+    "For jamp.Float8 on this GPU, compile with "
+    'jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False}), or set '
+    "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Without it XLA tries many Triton kernels for each float8 product, "
+    "and compiles for minutes. 16-bit products may take longer with it."
+)
 
 
 def report(seconds: float = 1.0) -> str:
@@ -41,6 +48,7 @@ def report(seconds: float = 1.0) -> str:
             f"Python {platform.python_version()} on {platform.platform()}",
             ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name))),
             f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+            *([_FLOAT8] if _has_float8(devices[0]) else []),
             "",
             f"Matrix products of {_size()} x {_size()}:",
             *rows,
@@ -55,6 +63,13 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _has_float8(device: jax.Device) -> bool:
+    """Whether a device is a GPU with float8 products. AMD's name their architecture, without a number."""
+    capability = str(getattr(device, "compute_capability", ""))
+    is_number = re.fullmatch(r"\d+\.\d+", capability) is not None
+    return device.platform == "gpu" and is_number and float(capability) >= _FLOAT8_SINCE
 
 
 def _size() -> int:

@@ -136,7 +136,14 @@ def test_the_table_has_a_reason_for_every_rule_and_lists_names_of_primitives():
         "pvary",
     }
     elsewhere |= {"nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap"}  # Equinox
-    elsewhere |= {"barrier", "barrier_unless_tpu", "cotangents_behind_barrier", "rounded"}  # jamp
+    elsewhere |= {
+        "barrier",
+        "barrier_unless_tpu",
+        "cotangents_behind_barrier",
+        "rounded",
+        "row_major",
+        "scaled_sums",
+    }  # jamp
     elsewhere |= {"reshard", "psum_invariant", "reduce_scatter", "all_gather_invariant", "collective_permute"}
     elsewhere |= {"all_gather_reduced", "preduced", "unreduced_psum", "unreduced_reduce_scatter"}
     elsewhere |= {f"{cast}{end}" for cast in ("reduced_vary_cast", "vary_unreduced_cast") for end in ("", "_p")}

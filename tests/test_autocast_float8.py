@@ -133,8 +133,7 @@ def test_a_product_and_its_gradients_equal_numpys_to_the_bit(config):
         found, pull_back = jax.vjp(fun, x, w)
         return found, pull_back(g)
 
-    exact = {"xla_allow_excess_precision": False}  # Else XLA:CPU leaves out the rounding of a gradient.
-    found, cotangents = jax.jit(both, compiler_options=exact)(x, w, g)
+    found, cotangents = jax.jit(both)(x, w, g)  # XLA's default flags leave out no rounding of a gradient.
 
     def product(a, a_dtype, b, b_dtype):
         row = config.granularity == "row"
@@ -507,3 +506,46 @@ def test_an_8_bit_product_has_the_scopes_of_the_traced_one_once():
     ]
     assert stacks
     assert all(stack.count("layer") == 1 for stack in stacks)
+
+
+@pytest.mark.parametrize("config", [F8, ROW, jamp.Int8(min_size=8)], ids=["tensor", "row", "int8"])
+def test_the_layout_of_8_bit_values_is_stated_to_a_compiler_for_one_gpu_alone(config):
+    """On several devices, XLA would gather the values for it: test_autocast_meshes.py."""
+    loss = jamp.autocast(lambda w, x: jnp.sum((jnp.tanh(x @ w) @ w) ** 2), config, rules={"dot_general": "compute"})
+    stacked = lambda w, x: jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack([w, w]))[0])
+    in_loop = jamp.autocast(stacked, config, rules={"dot_general": "compute"})
+    each = jax.vmap(jax.grad(loss), (None, 0), out_axes=1)
+    for fun, x in ((jax.grad(loss), X), (jax.grad(in_loop), X), (each, jnp.stack([X, 2 * X]))):
+        for platform in ("cuda", "cpu", "tpu"):
+            text = jax.jit(fun).trace(W, x).lower(lowering_platforms=(platform,)).as_text()
+            assert ("@LayoutConstraint" in text) == (platform == "cuda")
+
+
+@pytest.mark.parametrize("config", [F8, ROW], ids=["tensor", "row"])
+def test_8_bit_gradients_are_made_of_16_bit_ones_under_any_flags(config):
+    """By default XLA leaves out roundings of bfloat16 arithmetic. That shows where both roundings meet a tie."""
+    factor = jnp.full((N, N), 1.0625, BF16)  # Its square is rounded to 1.125, between 1 and 1.25 of E5M2.
+    eye = jnp.eye(N, dtype=BF16)
+    fun = jamp.autocast(lambda x, w: (x @ w) * factor, config, rules={"dot_general": "compute"})
+    gradient = lambda g: jax.vjp(fun, eye, eye)[1](g)[0]
+    for options in (None, {"xla_allow_excess_precision": False}):
+        np.testing.assert_array_equal(jax.jit(gradient, compiler_options=options)(factor), 1.0)
+
+
+def test_the_backward_pass_keeps_the_sums_of_a_product_and_scales_them_as_the_forward_pass_does():
+    loss = lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w) @ V) @ W)
+    low = [jamp.autocast(loss, F8, recompute=again, rules={"dot_general": "compute"}) for again in (True, False)]
+    saved = jax.make_jaxpr(lambda w: jax.tree.leaves(jax.vjp(low[0], w, X)[1]))(W)
+    names = [eqn for eqn in equations(saved) if eqn.primitive.name == "name" and eqn.outvars[0].aval.dtype == BF16]
+    made_by = {v: eqn for eqn in equations(saved) for v in eqn.outvars}
+    sources = [made_by[eqn.invars[0]] for eqn in names]
+    sources = [made_by[eqn.invars[0]] if eqn.primitive.name == "rounded" else eqn for eqn in sources]
+    assert sum(eqn.primitive.name == "attach" for eqn in sources) == 2  # sums, before the scales
+    assert not any(eqn.primitive.name == "scaled_sums" for eqn in sources)
+    args = W, jnp.stack([X, 2.0**9 * X])  # Each example has a scale of its own.
+    for each in (lambda f: jax.vmap(f, (None, 0)), lambda f: jax.vmap(f, (None, 0), 1)):
+        found = [jax.jit(each(jax.grad(f, (0, 1))))(*args) for f in low]
+        for x, y in zip(*found, strict=True):
+            np.testing.assert_array_equal(x, y)
+    tiny = jax.jit(jax.grad(lambda x: low[0](W * 2.0**-50, x * 2.0**-70)))(X)
+    np.testing.assert_array_equal(tiny, jax.jit(jax.grad(lambda x: low[1](W * 2.0**-50, x * 2.0**-70)))(X))

@@ -15,6 +15,10 @@ from jamp._numbers import with_numbers
 class Float8:
     """Matrix products in float8, for `autocast(fun, jamp.Float8())`. Everything else runs in `carrier`.
 
+    On a GPU, compile with `jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False})`, an option of the
+    outermost `jit`, or set `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`. Without it XLA compiles for minutes, because
+    it tries many Triton kernels for each float8 product. Products that stay in 16 bit may take longer with it.
+
     The operands of a product are divided by a scale, a power of two that brings the largest absolute value of the
     tensor just below the largest float8, and rounded. Scales are computed just in time, so there is no state. Products
     of float32 and of 16-bit operands are quantized, so also those of a model that was written in bfloat16 by hand.
@@ -36,7 +40,8 @@ class Float8:
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
       >>> loss = jamp.autocast(lambda w, x: jnp.mean((jax.nn.relu(x @ w[0]) @ w[1]) ** 2), jamp.Float8())
-      >>> jax.grad(loss)(jnp.ones((2, 128, 128)), jnp.ones((128, 128))).dtype
+      >>> step = jax.jit(jax.grad(loss), compiler_options={"xla_gpu_enable_triton_gemm": False})
+      >>> step(jnp.ones((2, 128, 128)), jnp.ones((128, 128))).dtype
       dtype('float32')
 
     References:

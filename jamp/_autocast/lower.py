@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -26,7 +27,7 @@ from jamp import _evaluate, _jaxpr
 from jamp._autocast.arithmetic import Arithmetic, Rounded, moved, others_of
 from jamp._autocast.formats import Format
 from jamp._autocast.product import Product, of
-from jamp._autocast.quantized import Quantized
+from jamp._autocast.quantized import Quantized, scaled_sums
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn
 from jamp._primitives import PRODUCTS
 from jamp._rounded import as_stored
@@ -96,9 +97,14 @@ def multiplied(product: Product) -> Callable[..., Array]:
 
     def multiply(*operands: Array) -> Array:
         read = arithmetic.read(product, operands)
-        out = arithmetic.value(product, list(map(_detached.bind, read)))
-        result: Array = as_stored(_attach.bind(out, *read, *operands[: product.arity], product=product, vmaps=()))
-        return result
+        detached = list(map(_detached.bind, read))
+        attached = lambda out: _attach.bind(out, *read, *operands[: product.arity], product=product, vmaps=())
+        if product.kept_as and isinstance(arithmetic, Quantized):
+            sums = checkpoint_name(attached(arithmetic.sums(product, detached)), product.kept_as)
+            result: Array = scaled_sums.bind(sums, *detached[product.arity + 1 :: 2])
+        else:
+            result = attached(arithmetic.value(product, detached))
+        return as_stored(result)
 
     return multiply
 

@@ -32,6 +32,7 @@ class Product:
       weights: Which operands are read in float32 and cast by the product, so that their gradients are float32.
       dtype: The dtype of the result.
       reason: Why it is not in the format that was asked for.
+      kept_as: The name of its sums, which the backward pass keeps in place of the result that is scaled from them.
     """
 
     primitive: Any
@@ -43,6 +44,7 @@ class Product:
     weights: tuple[bool, ...]
     dtype: Dtype
     reason: str = ""
+    kept_as: str = ""
 
     @property
     def arity(self) -> int:

@@ -18,10 +18,12 @@ from jax.typing import DTypeLike
 from jamp import _jaxpr
 from jamp._autocast.arithmetic import cotangent
 from jamp._autocast.facts import QUANTIZE
-from jamp._autocast.formats import Format
+from jamp._autocast.formats import Float8, Format
 from jamp._autocast.product import Product
 from jamp._autocast.wide_dot import multiply, multiply_back
+from jamp._barrier import row_major
 from jamp._jaxpr import JaxprEqn
+from jamp._rounded import as_stored
 from jamp._shard_map import partitions
 
 Pair = tuple[Array, Array]  # 8-bit values, and the scales that bring them back
@@ -69,7 +71,7 @@ def _power_of_two(amax: Array, dtype: DTypeLike) -> Array:
 def packed(x: Array, dtype: DTypeLike, axes: Axes = None) -> Pair:
     """`quantize`, with the values as bytes: JAX rounds floats that a checkpoint saves, which makes large E4M3 NaN."""
     values, scale = quantize(x, dtype, axes)
-    return lax.bitcast_convert_type(values, jnp.uint8), scale
+    return row_major(lax.bitcast_convert_type(values, jnp.uint8)), scale
 
 
 def summed(name: str, params: Mapping[str, Any], config: Format) -> tuple[Axes, Axes]:
@@ -98,6 +100,12 @@ class Quantized(NamedTuple):
         is_wider = self._sums(params, unpacked, product.dtype).itemsize > product.dtype.itemsize
         return _as_result(out, params) if is_wider and product.primitive.name == "dot_general" else out
 
+    def sums(self, product: Product, operands: Sequence[Array]) -> Array:
+        """The product of the 8-bit values alone, in the dtype of the result: see `has_narrow_sums`."""
+        sizes, (x, _, y, _) = operands[2 : product.arity], operands[product.arity :]
+        values = [lax.bitcast_convert_type(v, self.config.forward) for v in (x, y)]
+        return multiply(product.primitive, [*values, *sizes], dict(product.params), product.dtype)
+
     def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
         """The pairs of the operands that tangents are multiplied with, or with scales by row these operands.
 
@@ -120,6 +128,8 @@ class Quantized(NamedTuple):
     ) -> list[Array]:
         @jax.custom_jvp
         def pull_back(g: Array, *residuals: Array) -> list[Array]:
+            # What computed it may have more digits, and XLA:GPU would store those: in a float32 model, float32.
+            g = as_stored(g)
             sizes, rest = residuals[: product.arity - 2], residuals[product.arity - 2 :]
             # Of each operand: its 8-bit values and scales, or with scales by row, the operand and its 8-bit dtype.
             if self._is_by_row(product):
@@ -175,10 +185,9 @@ class Quantized(NamedTuple):
         (x, y), total = pairs, self._sums(params, pairs, dtype)
         is_int8 = self.config.forward == jnp.int8
         low = [q.astype(self.config.carrier) if is_int8 and total != jnp.int32 else q for q in (x[0], y[0])]
-        sums = multiply(primitive, [*low, *sizes], params, total).astype(jnp.float32)
-        scales = (x[1], y[1]) if x[1].ndim == 0 else _spread(params, jax.typeof(sums), x[1], y[1])
-        # One after the other, because the product of two scales can be 0 or inf where the result is a number.
-        return (sums * jnp.minimum(*scales) * jnp.maximum(*scales)).astype(dtype)
+        sums = multiply(primitive, [*low, *sizes], params, total)
+        of_x, of_y = (x[1], y[1]) if x[1].ndim == 0 else _spread(params, jax.typeof(sums), x[1], y[1])
+        return _scaled_by(sums, of_x, of_y, dtype)
 
     def _sums(self, params: dict[str, Any], pairs: Sequence[Pair], dtype: DTypeLike) -> np.dtype[Any]:
         """The dtype of the sums of a product."""
@@ -226,6 +235,18 @@ def _as_result(out: Array, params: dict[str, Any]) -> Array:
         return lax.dot_general(out, one, dimensions, precision=lax.Precision.DEFAULT, preferred_element_type=out.dtype)
 
 
+def has_narrow_sums(product: Product) -> bool:
+    """Whether the sums of an 8-bit product have the dtype of its result, and one scale for each operand."""
+    is_by_tensor = isinstance(product.format, Float8) and product.format.granularity == "tensor"
+    return is_by_tensor and product.dtype == jnp.bfloat16
+
+
+def _scaled_by(sums: Array, x: Array, y: Array, dtype: DTypeLike) -> Array:
+    """The result of a product from its sums and the scales of its operands."""
+    # One after the other, because the product of two scales can be 0 or inf where the result is a number.
+    return (sums.astype(jnp.float32) * jnp.minimum(x, y) * jnp.maximum(x, y)).astype(dtype)
+
+
 def _others(perturbed: Sequence[int]) -> list[int]:
     """Which of the two operands the tangents of the perturbed ones are multiplied with."""
     return [j for j in range(2) if 1 - j in perturbed]
@@ -267,3 +288,27 @@ ad.primitive_jvps[_scale_tangent] = _no_derivative
 ad.primitive_transposes[_scale_tangent] = _no_derivative
 batching.primitive_batchers[_scale_tangent] = _batch_scale_tangent
 mlir.register_lowering(_scale_tangent, _no_derivative)
+
+
+# The result of a product from its sums, which have its derivative: its tangents and cotangents are not scaled. So the
+# backward pass can keep the sums, as a GPU writes them, and scales them in what reads the result.
+scaled_sums = core.Primitive("scaled_sums")
+
+
+def _scaled(sums: Array, x: Array, y: Array) -> Array:
+    at_batch = lambda z: z.reshape(z.shape + (1,) * (sums.ndim - z.ndim))  # under vmap, a scale for each example
+    return _scaled_by(sums, at_batch(x), at_batch(y), sums.dtype)
+
+
+def _batch_scaled_sums(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    first = lambda x, d: jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+    return scaled_sums.bind(*map(first, args, dims)), 0
+
+
+scaled_sums.def_impl(_scaled)
+scaled_sums.def_abstract_eval(lambda sums, *_: sums)
+ad.primitive_jvps[scaled_sums] = lambda xs, tangents: (scaled_sums.bind(*xs), tangents[0])
+ad.primitive_transposes[scaled_sums] = lambda ct, *_: [ct, None, None]
+batching.primitive_batchers[scaled_sums] = _batch_scaled_sums
+mlir.register_lowering(scaled_sums, mlir.lower_fun(_scaled, multiple_results=False))

@@ -4,11 +4,11 @@
 of a segment the backward pass keeps, `budget.py` which of these it drops, and `recompute.py` makes it so.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -19,7 +19,8 @@ from jax.extend import core
 from jamp import _dataflow, _evaluate, _fingerprint, _jaxpr
 from jamp._autocast.facts import KEPT, SEGMENT
 from jamp._autocast.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
-from jamp._autocast.product import name_of, of
+from jamp._autocast.product import equation, name_of, of
+from jamp._autocast.quantized import has_narrow_sums
 from jamp._cast import is_complex, is_inexact
 from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
 from jamp._primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
@@ -44,7 +45,7 @@ class Around(NamedTuple):
     inside: JaxprEqn | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
     """Straight-line code.
 
@@ -127,6 +128,9 @@ def named(code: Code, names: Mapping[Var, str], stored: Set[Var] = frozenset()) 
     """
     eqns: list[JaxprEqn] = []
     for eqn in with_rounding(code.eqns, stored):
+        if (product := of(eqn)) and has_narrow_sums(product) and (v := eqn.outvars[0]) in names:
+            eqns.append(equation(dataclasses.replace(product, kept_as=names[v]), eqn.invars, v, eqn))
+            continue
         results = [core.Var(v.aval) if v in names else v for v in eqn.outvars]
         eqns.append(eqn.replace(outvars=results))
         for value, v in zip(results, eqn.outvars, strict=True):

@@ -256,6 +256,36 @@ def test_weight_gradients_are_reduced_over_devices_in_float32():
     assert "-> tensor<64x64xf32>" not in "".join(line for line in low.splitlines() if "dot_general" in line)
 
 
+def mlps(weights, x):
+    for up, down in weights:
+        x = x + jax.nn.silu(x @ up) @ down
+    return jnp.mean(x**2)
+
+
+def fsdp():
+    """Three layers whose weights are sharded, with a batch that is, too."""
+    lies = NamedSharding(mesh_of(), P("d"))
+    weights = [(normal(i, 64, 128) / 8, normal(i + 3, 128, 64) / 11) for i in range(3)]
+    return jax.device_put((weights, X), lies)
+
+
+def test_the_scales_of_all_weights_of_fsdp_add_at_most_one_all_reduce():
+    def all_reduces(compute_dtype):
+        low = jamp.autocast(mlps, compute_dtype, rules={"dot_general": "compute"})
+        text = jax.jit(jax.grad(low)).lower(*fsdp()).compile().as_text()
+        return sum(" all-reduce(" in line for line in text.splitlines())
+
+    activations = gradients = 6  # Each waits for the product before.
+    assert all_reduces(jamp.Float8(min_size=8)) <= all_reduces(BF16) + activations + gradients + 1
+
+
+def test_on_several_gpus_8_bit_values_have_no_layout_for_which_xla_would_gather_them():
+    low = jax.grad(jamp.autocast(mlps, jamp.Float8(min_size=8)))
+    text = lambda args: jax.jit(low).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@LayoutConstraint" not in text(fsdp())
+    assert "@LayoutConstraint" in text(jax.tree.map(np.asarray, fsdp()))
+
+
 @pytest.mark.filterwarnings("ignore:Float8 changes no product")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_convolutions_of_patches_are_8_bit_where_jax_can_split_an_axis(kind):

@@ -1,6 +1,7 @@
 """jamp.debug on models of every framework, and `python -m jamp.doctor`. The page: test_docs.py."""
 
 import re
+import types
 
 import equinox as eqx
 import flax.linen as nn
@@ -69,6 +70,25 @@ def test_the_doctor_prints_versions_devices_native_types_speeds_and_advice(progr
     dtypes, speeds, ways = zip(*rows, strict=True)
     assert (dtypes, ways[2]) == (("float16", "bfloat16", "float32"), "native")
     assert min(map(float, speeds)) > 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "is_named"),
+    [
+        *(("gpu", capability, True) for capability in ("8.9", "9.0", "10.0")),
+        *(("gpu", capability, False) for capability in ("8.0", "gfx942")),
+        ("cpu", None, False),
+        ("tpu", None, False),
+    ],
+)
+def test_the_doctor_names_the_option_for_float8_where_a_gpu_has_it(monkeypatch, platform, capability, is_named):
+    device = types.SimpleNamespace(platform=platform, device_kind="a device")
+    if capability is not None:
+        device.compute_capability = capability
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    text = doctor.report(seconds=0)
+    assert ('compiler_options={"xla_gpu_enable_triton_gemm": False}' in text) == is_named
+    assert ("XLA_FLAGS=--xla_gpu_enable_triton_gemm=false" in text) == is_named
 
 
 def test_the_doctor_recommends_16_bit_only_where_it_is_native_and_faster(monkeypatch):
