@@ -1,7 +1,7 @@
 """`optimization_barrier`, for values of any types, one that does nothing on TPUs, and one for cotangents alone.
 
-And their opposite on TPUs: values that are to be computed in one kernel. `row_major` is for XLA's choice of layouts what
-these are for its choice of what to compute where.
+And their opposite on TPUs: values that are to be computed in one kernel. `row_major` is for XLA's choice of layouts
+what these are for its choice of what to compute where.
 
 JAX's own gives all its results the mesh axes along which any of its operands varies. Here each value keeps its type.
 Where the platform matters, that of the lowered program decides, not the one that traces it.
