@@ -4,11 +4,11 @@ A decoder of 1.45 M parameters reads Python's standard library for 300 steps of 
 larger one, of 8 layers of 768, that ended 0.047 nats a byte above bfloat16 after 300 steps in one run on an H200
 (float32 2.269, bfloat16 2.285, float8 2.332). A run that the file has already is not made again.
 
-Decided before the first run: the ways in `WAYS`, seeds 0 to 2, 300 steps, and `MARGIN`. The seed decides
-the initial parameters and the batches. The loss is that of held-out windows, computed in float32 whatever the way
-trained, as in the run on the H200. The difference to bfloat16 is taken seed by seed, at each of `STEPS`. A way is as
-good as bfloat16 if the 90 % interval of the mean difference at the end lies within plus and minus the margin, and
-worse if the whole interval lies above 0. Otherwise three seeds do not tell. `OTHERS` run after them on the same seeds.
+Decided before the first run: the ways in `WAYS`, seeds 0 to 2, 300 steps, and `MARGIN`. The seed decides the initial
+parameters and the batches. The loss is that of held-out windows, computed in float32 whatever the way trained, as in
+the run on the H200. The difference to bfloat16 is taken seed by seed, at each of `STEPS`. A way is as good as bfloat16
+if the 90 % interval of the mean difference at the end lies within plus and minus the margin, and worse if the whole
+interval lies above 0. Otherwise three seeds do not tell. `OTHERS` run after them on the same seeds.
 """
 
 import importlib.util
@@ -184,10 +184,10 @@ def show_differences(rows: Rows) -> None:
     for row in rows:
         curves.setdefault(row["way"], {})[row["seed"]] = np.array([*row["held_out_loss"][:-1], row["loss"]])
     base = curves.pop("bfloat16")
-    print("| way | seeds |", " | ".join(f"step {n}" for n in rows[0]["steps"]), "| 90 % interval at the end |")
+    print("| way |", " | ".join(f"step {n}" for n in rows[0]["steps"]), "| 90 % interval at the end |")
     for way, found in curves.items():
         differences = np.array([curve - base[seed] for seed, curve in found.items() if seed in base])
-        cells = [way, str(len(differences)), *(f"{x:+.4f}" for x in differences.mean(0))]
+        cells = [way, *(f"{x:+.4f}" for x in differences.mean(0))]
         if len(differences) in T:
             cells.append("{:+.4f} to {:+.4f}".format(*interval(differences[:, -1])))
         print("|", " | ".join(cells), "|")
