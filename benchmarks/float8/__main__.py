@@ -1,6 +1,6 @@
 """float8: where training ends, its gradients, and what the compiler for an H200 makes of the products.
 
-    python -m benchmarks.float8 training --json docs/benchmarks/float8_training.json   half an hour of one core, with qwix
+    python -m benchmarks.float8 training --json docs/benchmarks/float8_training.json   half an hour, with qwix
     python -m benchmarks.float8 h200 --json docs/benchmarks/float8_h200.json   with equinox, flax, dm-haiku and qwix
     python -m benchmarks.float8 tpu --json docs/benchmarks/int8_tpu.json
 
