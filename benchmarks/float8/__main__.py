@@ -1,10 +1,10 @@
 """float8: where training ends, its gradients, and what the compiler for an H200 makes of the products.
 
-    python -m benchmarks.float8 accuracy --json docs/benchmarks/float8_accuracy.json     about an hour on one core
+    python -m benchmarks.float8 training --json docs/benchmarks/float8_training.json   half an hour, with qwix
     python -m benchmarks.float8 h200 --json docs/benchmarks/float8_h200.json   with equinox, flax, dm-haiku and qwix
     python -m benchmarks.float8 tpu --json docs/benchmarks/int8_tpu.json
 
-accuracy: two of `benchmarks.accuracy.tasks`, five seeds, and the loss on data that are never trained on.
+training: a language model, three seeds, and the loss on data that are never trained on.
 h200: the gradients of `benchmarks.float8.models`, and those of other float8 libraries, compiled ahead of time.
 tpu: the same gradients in int8, compiled for a TPU v5e.
 They need `pip install "jax[cuda13]"`, for the TPU `pip install libtpu`.
@@ -27,12 +27,11 @@ COMPILED = {"h200": compiled.h200, "tpu": compiled.tpu}
 
 def main() -> None:
     arguments = parser("benchmarks.float8", __doc__)
-    arguments.add_argument("what", choices=["accuracy", *COMPILED])
+    arguments.add_argument("what", choices=["training", *COMPILED])
     arguments.add_argument("--only", nargs="+", default=[], help="parts of the names of models for h200, or peers")
     options = arguments.parse_args()
-    if options.what == "accuracy":
-        about = record("benchmarks.float8", options.quick, "cpu")
-        return write(options.json, about | training.accuracy(options.quick))
+    if options.what == "training":
+        return training.training(options.json, options.quick)
     jax.config.update("jax_platforms", "cpu")
     if not is_installed(options.what):
         return
