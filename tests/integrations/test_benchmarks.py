@@ -22,6 +22,7 @@ from benchmarks.memory import budget
 from benchmarks.record import record
 from benchmarks.report import __main__ as report, tables
 from benchmarks.step import peers
+from benchmarks.step.instructions import instructions
 
 TX = optax.sgd(1e-3, momentum=0.9)  # not Adam, which does not see a forgotten division by the loss scale
 PARAMS = {"b": jnp.array([0.5, -1.0]), "w": jnp.array([[1.0, 2.0], [3.0, -4.0]])}
@@ -311,3 +312,11 @@ def test_a_budget_is_compiled_again_only_where_its_program_is_another(monkeypatc
     again = budget.measure("tpu", [], True, before)
     assert len(compilations) == 2  # of the row without a program, and of the last, which is missing
     assert [row["temporary_megabytes"] for row in again] == [1.0, *[2.0] * (len(first) - 2), 1.0]
+
+
+def test_instructions_are_those_of_the_kernels_that_move_several_elements_at_once():
+    kernel = ".visible .entry {name}(\n\t.param .b64 p\n)\n{{\n{body}\n}}\n"
+    wide = "\tmov.u32 \t%r1, %tid.x;\n\tld.global.nc.v4.b32 \t{%r1}, [%rd2];\n\t@%p1 bra \t$L__1;\n$L__1:\n\tst.global.v4.b32 \t[%rd1], {%r1};"
+    one = "\tld.global.b32 \t%r1, [%rd2];\n\tst.global.b32 \t[%rd1], %r1;"
+    found = instructions(kernel.format(name="wide", body=wide) + kernel.format(name="one", body=one))
+    assert found == {"wide": 1.0}
