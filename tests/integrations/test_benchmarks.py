@@ -316,7 +316,13 @@ def test_a_budget_is_compiled_again_only_where_its_program_is_another(monkeypatc
 
 def test_instructions_are_those_of_the_kernels_that_move_several_elements_at_once():
     kernel = ".visible .entry {name}(\n\t.param .b64 p\n)\n{{\n{body}\n}}\n"
-    wide = "\tmov.u32 \t%r1, %tid.x;\n\tld.global.nc.v4.b32 \t{%r1}, [%rd2];\n\t@%p1 bra \t$L__1;\n$L__1:\n\tst.global.v4.b32 \t[%rd1], {%r1};"
+    wide = [
+        r"mov.u32 %r1, %tid.x;",
+        r"ld.global.nc.v4.b32 {%r1}, [%rd2];",
+        r"@%p1 bra $L__1;",
+        "st.global.v4.b32 [%rd1], {%r1};",
+    ]
+    wide = "\n".join("\t" + line for line in wide)
     one = "\tld.global.b32 \t%r1, [%rd2];\n\tst.global.b32 \t[%rd1], %r1;"
     found = instructions(kernel.format(name="wide", body=wide) + kernel.format(name="one", body=one))
     assert found == {"wide": 1.0}
