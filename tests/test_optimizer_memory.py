@@ -11,6 +11,7 @@ from steps import stepper
 from trees import assert_equal, bits
 
 import jamp
+from jamp._primitives import EXACT
 from jamp._step import block_codes, moments
 from jamp._step.block_codes import BlockCodes, decode
 from jamp._step.rounding import next_count, random_bits, random_words
@@ -260,6 +261,28 @@ def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
         assert_equal(np.float64(np.float32(exact)), exact)
         for step in range(4):
             assert_equal(encode(decode(stored), 256, never_negative, step=step), stored)
+
+
+def test_codes_are_computed_by_operations_with_the_same_bits_on_every_device():
+    """By integers and exact operations on floats: no root, no power. One division, of each scale, not of each element."""
+    integers = {
+        "bitcast_convert_type",
+        "shift_left",
+        "shift_right_logical",
+        "xor",
+        "or",
+        "cond",
+        "platform_index",
+        "jit",
+    }
+    x, random = jnp.ones((64, 256)), random_bits(random_words(0, jnp.int32(0)), "w")
+    for never_negative in (False, True):
+        encoded = jax.make_jaxpr(lambda x, n=never_negative: block_codes.encode(x, 128, n, random))(x).jaxpr
+        decoded = jax.make_jaxpr(decode)(block_codes.encode(x, 128, never_negative, random)).jaxpr
+        for jaxpr, divisions in ((encoded, [(64, 2)]), (decoded, [])):
+            eqns = list(equations(jaxpr))
+            assert {eqn.primitive.name for eqn in eqns} <= EXACT | integers
+            assert [eqn.outvars[0].aval.shape for eqn in eqns if eqn.primitive.name == "div"] == divisions
 
 
 def test_a_number_above_the_largest_of_its_block_gets_the_largest_code():
