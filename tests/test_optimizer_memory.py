@@ -264,7 +264,7 @@ def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
 
 
 def test_codes_are_computed_by_operations_with_the_same_bits_on_every_device():
-    """By integers and exact operations on floats: no root, no power. One division, of each scale, not of each element."""
+    """By integers and exact operations on floats: no root, no power. One division for each scale, none for an element."""
     integers = {
         "bitcast_convert_type",
         "shift_left",
