@@ -265,14 +265,15 @@ def test_what_every_code_stands_for_is_stored_as_that_code_at_any_scale():
 
 def test_codes_are_computed_by_operations_with_the_same_bits_on_every_device():
     """By integers and exact operations on floats, without a root or a power. One division for each scale."""
-    integers = set("bitcast_convert_type shift_left shift_right_logical xor or cond platform_index jit".split())
+    integers = {"bitcast_convert_type", "shift_left", "shift_right_logical", "xor", "or"}
+    around = {"cond", "platform_index", "jit"}
     x, random = jnp.ones((64, 256)), random_bits(random_words(0, jnp.int32(0)), "w")
     for never_negative in (False, True):
         encoded = jax.make_jaxpr(lambda x, n=never_negative: block_codes.encode(x, 128, n, random))(x).jaxpr
         decoded = jax.make_jaxpr(decode)(block_codes.encode(x, 128, never_negative, random)).jaxpr
         for jaxpr, divisions in ((encoded, [(64, 2)]), (decoded, [])):
             eqns = list(equations(jaxpr))
-            assert {eqn.primitive.name for eqn in eqns} <= EXACT | integers
+            assert {eqn.primitive.name for eqn in eqns} <= EXACT | integers | around
             assert [eqn.outvars[0].aval.shape for eqn in eqns if eqn.primitive.name == "div"] == divisions
 
 
