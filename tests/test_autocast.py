@@ -140,6 +140,7 @@ def test_the_table_has_a_reason_for_every_rule_and_lists_names_of_primitives():
         "barrier",
         "barrier_unless_tpu",
         "cotangents_behind_barrier",
+        "in_one_kernel_on_tpu",
         "rounded",
         "row_major",
         "scaled_sums",
