@@ -4,7 +4,7 @@ And their opposite on TPUs: values that are to be computed in one kernel. `row_m
 what these are for its choice of what to compute where.
 
 JAX's own gives all its results the mesh axes along which any of its operands varies. Here each value keeps its type.
-Where the platform matters, that of the lowered program decides, not the one that traces it.
+Where the platform matters, the platform of the lowered program decides, not the one that traces it.
 """
 
 from collections.abc import Sequence

@@ -53,7 +53,7 @@ class _Map(NamedTuple):
         return jnp.where(size < times, place, _float(bits))
 
     def place(self, share: Array) -> Array:
-        """The place of a share that is not negative, f32 both, at most that of the largest code."""
+        """The place of a share that is not negative, f32 both, at most the place of the largest code."""
         # The two passes of a step may round a share differently. A code that wraps around would be another number.
         share = jnp.minimum(share, np.float32(self.largest))
         root = (_bits(share) >> self.power) + _U32(self._start - (self._start >> self.power))
@@ -135,7 +135,7 @@ def _encode(
         place = _bits(_SIGNED.place(jnp.abs(x) * inverse)) | (_bits(x) & _SIGN)
         return BlockCodes(_SIGNED.code(_float(place), random).astype(jnp.int8), scales)
     code = _NEVER_NEGATIVE.code(_NEVER_NEGATIVE.place(x * inverse), random)
-    # The bits of a positive normal number are above those of the first code.
+    # A positive normal number has larger bits than the first code.
     first = jnp.minimum(lax.bitcast_convert_type(x, jnp.int32), _NEVER_NEGATIVE.zero + 1)
     return BlockCodes(jnp.maximum(code, first).astype(jnp.uint8), scales)
 
@@ -152,7 +152,7 @@ def _scales(x: Array, block_size: int, never_negative: bool) -> Array:
     """The bits of the unit of each block, u32[..., blocks]. It is inf if the block holds inf or NaN, and never 0."""
     n, largest = x.shape[-1], (_NEVER_NEGATIVE if never_negative else _SIGNED).largest
     size = min(block_size, n)
-    # The bits of floats that are not negative have their order, and those of inf and NaN are the largest: XLA:CPU's
+    # Floats that are not negative have the order of their bits, with inf and NaN at the end: XLA:CPU's
     # maximum of floats drops NaN in some shapes.
     bits = _bits(x if never_negative else jnp.abs(x))
     if missing := -n % size:
