@@ -118,8 +118,16 @@ def as_dtype(dtype: DTypeLike | None) -> np.dtype[Any] | None:
 def check_floating(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
     """The NumPy dtype of a floating dtype or its name. Otherwise raise a ValueError about argument `name`."""
     checked = as_dtype(dtype)
-    if checked is None or not jnp.issubdtype(checked, jnp.floating):
+    if checked is None or not _is_float(checked):
         got = dtype if checked is None else checked.name
         names = f" Short names: {', '.join(_SHORT)}, half." if checked is None else ""
         raise ValueError(f"{name} must be floating, such as jnp.float16, got {name}={got!r}.{names}")
     return checked
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is floating. For JAX 0.10.0, floats of 6 bits are not below `jnp.floating`."""
+    try:
+        return bool(jnp.finfo(dtype).bits) and dtype.kind != "c"
+    except ValueError:
+        return False
