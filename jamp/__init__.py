@@ -1,28 +1,33 @@
 """Automatic mixed precision for JAX."""
 
 from . import _distribution as _distribution, interop as interop, optimizers as optimizers
-from ._autocast import (
-    Float8 as Float8,
-    Int8 as Int8,
-    autocast as autocast,
-    autocast_report as autocast_report,
-    full_precision as full_precision,
-    memory_report as memory_report,
-    recompute as recompute,
-)
+from ._autocast.api import autocast as autocast, full_precision as full_precision
+from ._autocast.report import autocast_report as autocast_report
 from ._cast import cast_floating as cast_floating, check_castable as check_castable
 from ._health import LossScaleError as LossScaleError, check_health as check_health
-from ._scale.adaptive import AdaptiveLossScale as AdaptiveLossScale, AdaptiveLossScaleState as AdaptiveLossScaleState
-from ._scale.config import loss_scale_for as loss_scale_for, loss_scale_from_config as loss_scale_from_config
-from ._scale.dynamic import DynamicLossScale as DynamicLossScale, DynamicLossScaleState as DynamicLossScaleState
-from ._scale.static import (
+from ._loss_scale.adaptive import (
+    AdaptiveLossScale as AdaptiveLossScale,
+    AdaptiveLossScaleState as AdaptiveLossScaleState,
+)
+from ._loss_scale.config import loss_scale_for as loss_scale_for, loss_scale_from_config as loss_scale_from_config
+from ._loss_scale.dynamic import DynamicLossScale as DynamicLossScale, DynamicLossScaleState as DynamicLossScaleState
+from ._loss_scale.static import (
     LossScale as LossScale,
     NoOpLossScale as NoOpLossScale,
     NoOpLossScaleState as NoOpLossScaleState,
     StaticLossScale as StaticLossScale,
     StaticLossScaleState as StaticLossScaleState,
 )
-from ._scale.stats import LossScaleStats as LossScaleStats
+from ._loss_scale.stats import LossScaleStats as LossScaleStats
+from ._optimizer_state.eight_bit import QuantizedState as QuantizedState, quantized_state as quantized_state
+from ._optimizer_state.masters import master_params as master_params
+from ._optimizer_state.split_masters import MasterParamsState as MasterParamsState
+from ._optimizer_state.stochastic_rounding import (
+    StochasticRoundingState as StochasticRoundingState,
+    stochastic_rounding as stochastic_rounding,
+)
+from ._products.formats import Float8 as Float8, Int8 as Int8
+from ._recompute.api import memory_report as memory_report, recompute as recompute
 from ._step.accessors import (
     convert_loss_scale as convert_loss_scale,
     get_grads_finite as get_grads_finite,
@@ -35,16 +40,9 @@ from ._step.accessors import (
 from ._step.finite import all_finite as all_finite
 from ._step.gradients import grad as grad, value_and_grad as value_and_grad
 from ._step.loss_scaled import loss_scaled as loss_scaled
-from ._step.master_params import master_params as master_params
-from ._step.quantized_state import QuantizedState as QuantizedState, quantized_state as quantized_state
 from ._step.scale_unscale import scale_loss as scale_loss, unscale_and_check as unscale_and_check
 from ._step.scaled import scaled as scaled
-from ._step.split_masters import MasterParamsState as MasterParamsState
 from ._step.state import LossScaledState as LossScaledState
-from ._step.stochastic_rounding import (
-    StochasticRoundingState as StochasticRoundingState,
-    stochastic_rounding as stochastic_rounding,
-)
 from .grad_scaler import GradScaler as GradScaler
 from .history import History as History
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
-from jamp import _evaluate
 from jamp._cast import is_inexact
+from jamp._jaxprs import build, interpret
 from jamp._staging import is_kept, traced_anew
 
 if TYPE_CHECKING:
-    from jamp._jaxpr import ClosedJaxpr
+    from jamp._jaxprs.ir import ClosedJaxpr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -129,7 +129,7 @@ class Call:
         changed, end = set(self._changed), n + len(self._changed)
         for path, x in zip(self._paths, values[end:], strict=True):
             _replace(self._args, path, x)
-        in_boxes, start = _evaluate.replaced(self._in_boxes, self._changed, values[n:end]), 0
+        in_boxes, start = build.replaced(self._in_boxes, self._changed, values[n:end]), 0
         for box, structure in zip(self._boxes, self._structures, strict=True):
             mine = range(start, start + structure.num_leaves)
             start = mine.stop
@@ -175,7 +175,7 @@ def arrays_and_types(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[lis
     places = [i for i, x in enumerate(leaves) if is_array(x) or _is_type(x)]
 
     def rebuild(values: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(treedef, _evaluate.replaced(leaves, places, values))
+        return jax.tree.unflatten(treedef, build.replaced(leaves, places, values))
 
     return [leaves[i] for i in places], rebuild
 
@@ -266,7 +266,7 @@ def _flatten_result(fun: Callable[..., Any], result: Any) -> tuple[list[Any], An
 def _as_result(x: Any, aval: Any) -> Any:
     """A result as a `jax.Array` of its traced type. Outside `jit`, a constant of a jaxpr may not be a `jax.Array`."""
     x = x if isinstance(x, jax.Array) or aval.dtype == jax.dtypes.float0 else jnp.asarray(x)
-    return _evaluate.weaken(x) if aval.weak_type and not jax.typeof(x).weak_type else x
+    return interpret.weaken(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
 
 def _inside_haiku() -> bool:

@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jamp._shard_map import is_partial
+from jamp._jaxprs.manual_axes import is_partial
 
 
 def _primitive(name: str) -> core.Primitive:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._scale.static import LossScale
+from jamp._loss_scale.static import LossScale
 
 
 def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:

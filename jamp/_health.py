@@ -11,8 +11,8 @@ import optax
 from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
 from jamp._cast import is_inexact
-from jamp._scale.static import LossScale
-from jamp._scale.stats import LossScaleStats
+from jamp._loss_scale.static import LossScale
+from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.accessors import get_loss_scale, get_stats
 from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite

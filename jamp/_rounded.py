@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jamp._cast import is_floating
-from jamp._shard_map import is_partial
+from jamp._jaxprs.manual_axes import is_partial
 
 ROUNDED = "rounded"
 

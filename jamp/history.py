@@ -9,8 +9,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._loss_scale.checks import check_count
 from jamp._numbers import as_number
-from jamp._scale.checks import check_count
 from jamp._step.accessors import metrics
 from jamp._step.find import find_scaler_state
 from jamp._step.leaves import with_leaves

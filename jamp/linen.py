@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale
-from jamp._shard_map import hashable
+from jamp._jaxprs.manual_axes import hashable
+from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.static import LossScale
 from jamp._step import gradients
 from jamp._step.accessors import metrics
 from jamp._step.find import step_applied

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import optax
 
-from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale
+from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.static import LossScale
 from jamp._step.find import find_state_to_unscale, scale_of, step_applied
 from jamp._step.finite import all_finite
 from jamp._step.leaves import split_gradients

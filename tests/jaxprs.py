@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._jaxpr import params
+from jamp._jaxprs.ir import params
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

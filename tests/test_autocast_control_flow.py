@@ -18,11 +18,11 @@ from pairs import of_pair
 from programs import by_operation, reference
 
 import jamp
-from jamp import _jaxpr
 from jamp._autocast.cast import cast
-from jamp._autocast.lower import lower
 from jamp._autocast.rules import RULES
 from jamp._autocast.target import Target
+from jamp._jaxprs import ir
+from jamp._products.lower import lower
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 MESH = Mesh(np.array(jax.devices()[:1]), ("i",))
@@ -31,7 +31,7 @@ W, X, SQUARE = normal(4, 4, scale=0.5), normal(3, 4, seed=1), normal(4, 4)
 
 def found(name, fun, *args):
     """The equations of a primitive."""
-    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if _jaxpr.name(e) == name]
+    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if ir.name(e) == name]
 
 
 def step(w, x):
@@ -101,7 +101,7 @@ def test_products_inside_control_flow_are_narrow_and_so_are_those_of_the_gradien
         assert products(low, *args) == {dtype}, name
         loops = [e for kind in ("scan", "while") for e in found(kind, low, *args)]
         assert loops or name not in LOOPS
-        assert dtype not in [v.aval.dtype for e in loops for v in e.outvars[: len(_jaxpr.carry(e))]]
+        assert dtype not in [v.aval.dtype for e in loops for v in e.outvars[: len(ir.carry(e))]]
         if name in ("while", "counting", "a loop whose end is batched"):  # without a gradient
             assert distance(*jax.jit(lambda *args: (low(*args), fun(*args)))(*args)) < 5 * eps
         else:
@@ -138,7 +138,7 @@ def test_remat_keeps_its_policy_and_recomputes():
         counts.append(ops[0][0])
     assert counts[1] > counts[2]
     (remat,) = found("remat2", jamp.autocast(fun, jnp.float16), W, X)
-    assert _jaxpr.params(remat)["policy"] is not None
+    assert ir.params(remat)["policy"] is not None
 
 
 def test_a_jit_inside_stays_one_function_and_keeps_its_shardings():
@@ -295,7 +295,7 @@ def test_a_construct_without_what_jamp_reads_is_not_entered_and_reported(monkeyp
     assert products(jamp.autocast(by_scan, jnp.float16, rules={"scan": "float32"}), W, X) == {
         F32
     }  # A rule keeps it out, too.
-    monkeypatch.setitem(_jaxpr._READ, "scan", [{"jaxpr", "a parameter that is gone"}])
+    monkeypatch.setitem(ir._READ, "scan", [{"jaxpr", "a parameter that is gone"}])
     with pytest.warns(UserWarning, match=r"scan at .* gives it parameters that autocast does not know; cast its"):
         assert products(jamp.autocast(by_scan, jnp.float16), W, X) == {F32}
     (row,) = jamp.autocast_report(by_scan, jnp.float16)(W, X).rows
@@ -305,7 +305,7 @@ def test_a_construct_without_what_jamp_reads_is_not_entered_and_reported(monkeyp
 def test_a_parameter_that_a_later_release_invents_is_carried_through():
     for fun in (jax.jit(step), LOOPS["scan"], ENTERED["cond"], jax.checkpoint(step), ENTERED["shard_map"]):
         closed = jax.make_jaxpr(fun)(W, X)
-        eqns = [e.replace(params={**e.params, "invented": 3}) if _jaxpr.bodies(e) else e for e in closed.jaxpr.eqns]
+        eqns = [e.replace(params={**e.params, "invented": 3}) if ir.bodies(e) else e for e in closed.jaxpr.eqns]
         later = jax.extend.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
         rewritten = lower(cast(later, Target(F16, RULES)))
         assert operand_dtypes(rewritten, ["dot_general"]) == {F16}
@@ -436,7 +436,7 @@ def test_calls_of_one_jaxpr_have_their_own_constants(operation, dtype):
     outer = jax.make_jaxpr(lambda x: [*(call(x)[0] for call in calls), x @ x])(SQUARE)
     given = iter(constants)
     of_one = lambda e: e.replace(params={**e.params, "jaxpr": jax.extend.core.ClosedJaxpr(body, [next(given)])})
-    eqns = [of_one(e) if _jaxpr.name(e) == "jit" else e for e in outer.jaxpr.eqns]
+    eqns = [of_one(e) if ir.name(e) == "jit" else e for e in outer.jaxpr.eqns]
     made = jax.extend.core.ClosedJaxpr(outer.jaxpr.replace(eqns=eqns), outer.consts)
     fun = lambda x: jax.extend.core.jaxpr_as_fun(made)(x)
     rules = {} if isinstance(dtype, jnp.dtype) else {"dot_general": "compute"}  # Else they are the head.

@@ -15,8 +15,8 @@ from jax.extend.core import Var
 from jaxprs import equations, normal
 
 import jamp
-from jamp import _jaxpr
-from jamp._autocast.quantized import quantize
+from jamp._jaxprs import ir
+from jamp._products.quantized import quantize
 
 E4, E5, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 F8 = jamp.Float8(min_size=8)
@@ -536,7 +536,7 @@ def test_the_backward_pass_keeps_the_sums_of_a_product_and_scales_them_as_the_fo
     loss = lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w) @ V) @ W)
     low = [jamp.autocast(loss, F8, recompute=again, rules={"dot_general": "compute"}) for again in (True, False)]
     saved = jax.make_jaxpr(lambda w: jax.tree.leaves(jax.vjp(low[0], w, X)[1]))(W)
-    names = [eqn for eqn in equations(saved) if _jaxpr.name(eqn) == "name" and eqn.outvars[0].aval.dtype == BF16]
+    names = [eqn for eqn in equations(saved) if ir.name(eqn) == "name" and eqn.outvars[0].aval.dtype == BF16]
     made_by = {v: eqn for eqn in equations(saved) for v in eqn.outvars}
     sources = [made_by[eqn.invars[0]] for eqn in names]
     sources = [made_by[eqn.invars[0]] if eqn.primitive.name == "rounded" else eqn for eqn in sources]

@@ -13,9 +13,9 @@ from jaxprs import equations, normal
 
 import jamp
 from benchmarks import mixture
-from jamp import _evaluate
-from jamp._autocast.matrix_product import as_matrix_product
-from jamp._autocast.quantized import quantize
+from jamp._jaxprs import interpret
+from jamp._products.matrix_product import as_matrix_product
+from jamp._products.quantized import quantize
 
 BF16 = jnp.bfloat16
 F8, I8 = jamp.Float8(min_size=8), jamp.Int8(min_size=8)
@@ -154,7 +154,7 @@ def test_a_convolution_whose_windows_are_apart_is_a_matrix_product(layout, acros
         assert found is None
         return
     move_x, move_w, back = (move or (lambda x: x) for move in found.moves)
-    (product,) = _evaluate.bind(found.eqn, [move_x(x), move_w(w)], [v.aval for v in found.eqn.outvars])
+    (product,) = interpret.bind(found.eqn, [move_x(x), move_w(w)], [v.aval for v in found.eqn.outvars])
     np.testing.assert_allclose(back(product), fun(x, w), rtol=1e-5, atol=1e-5)
 
 

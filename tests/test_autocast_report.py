@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 import jamp
 import jamp.debug
-from jamp import _primitives
+from jamp._jaxprs import primitives
 
 
 def rows(fun, *args, **kwargs):
@@ -327,7 +327,7 @@ def test_no_report_names_a_primitive_of_jamp(name, derived):
     if (name, derived) == ("float8", "jvp"):
         return  # It has none.
     fun, x = DERIVED[derived](TRANSFORMED[name]), jnp.ones((32, 32))
-    own = _primitives._SHOWN.keys() | _primitives._OF_PRODUCTS
+    own = primitives._SHOWN.keys() | primitives._OF_PRODUCTS
     report = jamp.autocast_report(fun, jnp.bfloat16)(LAYERS, x)
     assert not own & {row.operation.partition("[")[0] for row in report.rows}
     assert "it is a kernel" not in " ".join(report.hints)

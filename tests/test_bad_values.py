@@ -16,8 +16,8 @@ from steps import together
 from trees import bits
 
 import jamp
-from jamp._step.block_codes import decode, encode
-from jamp._step.rounding import random_bits, random_words
+from jamp._optimizer_state.codes import decode, encode
+from jamp._optimizer_state.rounding import random_bits, random_words
 
 # From one vector on. XLA:CPU reduces rows of 128 and of 256 in other ways than the rest.
 SHAPES = [

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jamp import _jaxpr
-from jamp._dataflow import Backward, Forward, flags, spreads
+from jamp._jaxprs import ir
+from jamp._jaxprs.dataflow import Backward, Forward, flags, spreads
 
 X = jnp.ones((4, 4))
 # The property starts at a tangent and a sine: after one going forward, before the other going backward.
-forward = spreads(lambda eqn, operands: any(operands) or _jaxpr.name(eqn) == "tan")
-backward = Backward(lambda eqn, results: any(results) or _jaxpr.name(eqn) == "sin")
+forward = spreads(lambda eqn, operands: any(operands) or ir.name(eqn) == "tan")
+backward = Backward(lambda eqn, results: any(results) or ir.name(eqn) == "sin")
 
 
 def rotate(start, times):
@@ -87,7 +87,7 @@ def test_backward_follows_readers_into_constructs_and_around_loops(name):
 
 def test_the_inputs_and_outputs_of_bodies_are_those_of_every_step():
     (eqn,) = jax.make_jaxpr(rotate(jnp.tan, 9))(X, X, X).eqns
-    n = _jaxpr.carry(eqn).start
+    n = ir.carry(eqn).start
     assert forward.into(eqn, [False] * len(eqn.invars)) == [[False] * n + [True] * 3]
     (eqn,) = jax.make_jaxpr(READS["carry"][0])(X, X, X).eqns
     assert backward.into(eqn, [False] * 3) == [[True, True, False]]  # Of the carry, JAX made one element a constant.
@@ -107,7 +107,7 @@ def test_a_body_is_analysed_once_for_equal_flags():
 def test_any_fact_that_can_be_joined_is_followed():
     """The largest element of a value of integers: a constant, the maximum, and unknown (None) of anything else."""
     largest = lambda x, y: None if x is None or y is None else max(x, y)
-    rule = lambda eqn, operands: functools.reduce(largest, operands) if _jaxpr.name(eqn) == "max" else None
+    rule = lambda eqn, operands: functools.reduce(largest, operands) if ir.name(eqn) == "max" else None
     analysis = Forward(rule, largest, lambda value: int(np.max(value)))
 
     def fun(x, y):

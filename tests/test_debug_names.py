@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jamp
-from jamp import _source_line
+from jamp._jaxprs import source
 from jamp.debug import find_nonfinite
 
 LAYERS = [f"h_{i}" for i in range(12)]
@@ -75,9 +75,9 @@ def test_a_run_of_cheap_operations_under_autocast_is_not_a_construct_of_the_user
 )
 def test_whose_code_a_file_is(file, package, monkeypatch):
     """`jamp_train.py` lies beside the package in a checkout."""
-    monkeypatch.setattr(_source_line, "_JAMP", "/repo/jamp/")
-    assert _source_line._file.__wrapped__(file).package == package
+    monkeypatch.setattr(source, "_JAMP", "/repo/jamp/")
+    assert source._file.__wrapped__(file).package == package
 
 
 def test_the_folder_of_jamp_is_no_prefix_of_another():
-    assert _source_line._JAMP.endswith(("jamp/", "jamp\\"))
+    assert source._JAMP.endswith(("jamp/", "jamp\\"))

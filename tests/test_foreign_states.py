@@ -11,7 +11,7 @@ from steps import with_masters
 from trees import assert_equal
 
 import jamp
-from jamp._step import block_codes
+from jamp._optimizer_state import codes as block_codes
 
 ADAM = optax.adam(1e-3)
 HALF = {"w": normal(64, 256).astype(jnp.bfloat16), "b": jnp.ones(256, jnp.bfloat16)}

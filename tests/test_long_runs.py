@@ -13,7 +13,7 @@ from jaxprs import normal
 from steps import together, with_masters
 
 import jamp
-from jamp._step.split_masters import SplitMasterParamsState
+from jamp._optimizer_state.split_masters import SplitMasterParamsState
 
 BF16 = jnp.bfloat16
 STEPS, ROWS, WIDTH = 3000, 16, 64  # rows of a group; a row is a block of `quantized_state`

@@ -11,11 +11,11 @@ from steps import stepper
 from trees import assert_equal, bits
 
 import jamp
-from jamp._primitives import EXACT
-from jamp._step import block_codes, moments
-from jamp._step.block_codes import BlockCodes, decode
-from jamp._step.rounding import next_count, random_bits, random_words
-from jamp._step.split_masters import join_master, split_master, upper_half
+from jamp._jaxprs.primitives import EXACT
+from jamp._optimizer_state import codes as block_codes, moments
+from jamp._optimizer_state.codes import BlockCodes, decode
+from jamp._optimizer_state.rounding import next_count, random_bits, random_words
+from jamp._optimizer_state.split_masters import join_master, split_master, upper_half
 
 BF16 = jnp.bfloat16
 promotes = pytest.mark.promotes("optax.apply_updates, and Optax's optimizers")
@@ -411,7 +411,7 @@ def test_every_tree_in_a_state_of_optax_is_a_moment_or_known_not_to_be_one():
         for field, annotation in kind.__annotations__.items():
             is_tree = "ArrayTree" in str(annotation) or annotation in (optax.Updates, optax.Params)
             is_listed = field in named.get(name, ()) or {field, f"{name}.{field}"} & (whole | moments.NOT_MOMENTS)
-            assert is_listed or not is_tree, f"Is {name}.{field} a moment? jamp._step.moments does not say."
+            assert is_listed or not is_tree, f"Is {name}.{field} a moment? jamp._optimizer_state.moments does not say."
 
 
 PARAMS = {"w": normal(64, 256) / 8, "e": normal(130, 40, seed=1) / 8, "b": jnp.zeros(256)}

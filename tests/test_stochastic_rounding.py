@@ -16,8 +16,8 @@ from trees import assert_equal, avals, bits
 
 import jamp
 import jamp.debug
-from jamp._step import quantized_state
-from jamp._step.rounding import RandomBits, random_bits, random_words, round_stochastically
+from jamp._optimizer_state import eight_bit
+from jamp._optimizer_state.rounding import RandomBits, random_bits, random_words, round_stochastically
 
 BF16 = jnp.bfloat16
 ROUND = jax.jit(lambda x, leaf, words: round_stochastically(x, random_bits(words, leaf)), static_argnums=1)
@@ -129,7 +129,7 @@ def test_a_million_random_bits_of_parameters_and_moments_are_not_correlated():
             others = [drawn(2, number=k, count=count), drawn(leaf="b", number=k, count=count), *arrays[:k]]
             assert max(correlation(x, y) for y in others) < 0.02
     # A parameter, and the codes of its moments: with `quantized_state` inside `stochastic_rounding`.
-    codes = [drawn(number=k, count=13, seed=quantized_state._SEED) for k in (0, 1)]
+    codes = [drawn(number=k, count=13, seed=eight_bit._SEED) for k in (0, 1)]
     assert max(correlation(drawn(), y) for y in codes) < 0.02
 
 

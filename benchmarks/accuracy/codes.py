@@ -20,7 +20,7 @@ from jax import Array, lax
 from benchmarks.accuracy import tasks
 from benchmarks.accuracy.tasks import Task
 from benchmarks.record import Rows, parser, record, show, write
-from jamp._step.block_codes import BlockCodes, decode
+from jamp._optimizer_state.codes import BlockCodes, decode
 
 Levels = Any  # f32[n], what the codes stand for, as shares of the scale: ascending, from 0 to 1
 BLOCK = 128

@@ -33,7 +33,7 @@ from benchmarks.accuracy.tasks import spread, windows
 from benchmarks.accuracy.text_model import COMPILER_OPTIONS, text
 from benchmarks.models import attend_written_out, cross_entropy, train_step
 from benchmarks.record import Rows, record, show, write
-from jamp._autocast import quantized
+from jamp._products import quantized
 
 MARGIN = 0.02  # nats a byte
 SEEDS = (0, 1, 2)

@@ -33,7 +33,7 @@ from benchmarks.memory import convolutions, llama
 from benchmarks.memory.large_models import fused_attention
 from benchmarks.models import SHAPES, Shape, attend_written_out, problem
 from benchmarks.record import Rows, parser, record, show, write
-from jamp._autocast.flops import of_products
+from jamp._products.flops import of_products
 
 POLICIES = jax.checkpoint_policies
 BF16 = jnp.bfloat16

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend import core
 
-from jamp import _dataflow, _evaluate, _jaxpr
 from jamp._autocast import facts
-from jamp._autocast.constructs import KEEPS_RESULTS, Rewritten, enter, is_entered
+from jamp._autocast.custom_rules import KEEPS_RESULTS, Rewritten, enter, is_entered
 from jamp._autocast.facts import Constant, Input, Place
-from jamp._autocast.product import Product, equation
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST
 from jamp._autocast.target import Target
 from jamp._cast import is_inexact
-from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
-from jamp._primitives import COPIES, PRODUCTS
-from jamp._shard_map import splits
-from jamp._source_line import in_scope, is_transposed, scope_path
+from jamp._jaxprs import build, dataflow, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
+from jamp._jaxprs.manual_axes import splits
+from jamp._jaxprs.primitives import COPIES, PRODUCTS
+from jamp._jaxprs.source import in_scope, is_transposed, scope_path
+from jamp._products.product import Product, equation
 
 Atom: TypeAlias = Any  # Var | Literal
 
@@ -57,15 +57,15 @@ class _Pass:
 
     def __init__(self, target: Target):
         self.target = target
-        self.consumed = _dataflow.Backward(facts.consumes)
-        self.computed = _dataflow.spreads(functools.partial(facts.computes, target.is_wide))
+        self.consumed = dataflow.Backward(facts.consumes)
+        self.computed = dataflow.spreads(functools.partial(facts.computes, target.is_wide))
         as_constant = functools.partial(facts.as_constant, target.is_out_of_range)
         fills = functools.partial(facts.fills, target.is_wide)
-        self.constants = _dataflow.Forward(fills, facts.join_constants, as_constant)
+        self.constants = dataflow.Forward(fills, facts.join_constants, as_constant)
         self._done: dict[Any, tuple[ClosedJaxpr, Rewritten]] = {}
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, outputs: Sequence[Output]) -> Rewritten:
-        key = _jaxpr.identity(closed), tuple(inputs), place, tuple(outputs)
+        key = ir.identity(closed), tuple(inputs), place, tuple(outputs)
         if key not in self._done:  # With the function, so that no other one gets its ids.
             self._done[key] = closed, _Body(self, closed, inputs, place, outputs).rewritten()
         return self._done[key][1]
@@ -89,7 +89,7 @@ class _Body:
         self._constants = all_bodies.constants(closed, [x.constant for x in inputs])
         self._outputs = outputs
         reads: list[Any] = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
-        self._readers = Counter(v for v in reads if not _jaxpr.is_literal(v))
+        self._readers = Counter(v for v in reads if not ir.is_literal(v))
         self._low: dict[Var, Var] = {}  # the values that are stored in 16 bit
         self._wide: set[Var] = set()  # those of them that were cast to float32 already
         self._eqns: list[JaxprEqn] = []
@@ -110,14 +110,14 @@ class _Body:
         if not self._changed:
             return Rewritten(self._traced, low, self._traced.out_avals, False)
         constants = dict(zip(jaxpr.constvars, self._traced.consts, strict=True))
-        closed = _evaluate.closed_jaxpr(constants, self._inputs, results, self._eqns)
+        closed = build.closed_jaxpr(constants, self._inputs, results, self._eqns)
         return Rewritten(closed, low, self._traced.out_avals, True)
 
     def _add(self, eqn: JaxprEqn) -> None:
-        name, rules = _jaxpr.name(eqn), self._target.rules
+        name, rules = ir.name(eqn), self._target.rules
         if in_scope(eqn, facts.FULL_PRECISION):
             self._copy(eqn, low=False)
-        elif name in _jaxpr.CONSTRUCTS and name not in rules:
+        elif name in ir.CONSTRUCTS and name not in rules:
             self._enter(eqn)
         else:
             is_product = name in PRODUCTS
@@ -129,7 +129,7 @@ class _Body:
             key = self._target.rule_key(eqn, self._place.scope, is_gradient, is_out_of_range)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
-            is_low = self._runs_low(eqn, category) and not _jaxpr.has_body(eqn)
+            is_low = self._runs_low(eqn, category) and not ir.has_body(eqn)
             if is_product:
                 self._multiply(eqn, key, category, is_low)
             else:
@@ -139,7 +139,7 @@ class _Body:
         """Whether an equation of a category reads and writes its float32 values in 16 bit."""
         floats = [v for v in eqn.invars if self._target.is_wide(v.aval)]
         if category in (COMPUTE, ACCUMULATE):
-            others = {aval.dtype for aval in _jaxpr.avals(eqn.invars) if is_inexact(aval)}
+            others = {aval.dtype for aval in ir.avals(eqn.invars) if is_inexact(aval)}
             return bool(floats) and others <= {self._target.wide, self._target.compute_dtype}
         if category != WIDEST:
             return False
@@ -151,11 +151,11 @@ class _Body:
 
     def _copy(self, eqn: JaxprEqn, low: bool) -> None:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
-        if low and _jaxpr.name(eqn) in COPIES:
+        if low and ir.name(eqn) in COPIES:
             return self._copy_elements(eqn)
         reads = [self._read(v, low and self._target.is_wide(v.aval), eqn) for v in eqn.invars]
         writes = [self._define(v, low and self._target.is_wide(v.aval)) for v in eqn.outvars]
-        run = _evaluate.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if low else eqn
+        run = build.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if low else eqn
         is_same = reads == eqn.invars and writes == eqn.outvars
         self._eqns.append(run if is_same else run.replace(invars=reads, outvars=writes))
         self._changed |= low
@@ -168,12 +168,12 @@ class _Body:
         (v,), reads = eqn.outvars, [self._read(x, False, eqn) for x in eqn.invars]
         wide = core.Var(v.aval)
         self._eqns.append(eqn.replace(invars=reads, outvars=[wide]))
-        self._eqns.append(_evaluate.convert(wide, self._define(v, True), eqn))
+        self._eqns.append(build.convert(wide, self._define(v, True), eqn))
         self._changed = True
 
     def _multiply(self, eqn: JaxprEqn, key: str, category: str, is_low: bool) -> None:
         """Add a product with the decision about it."""
-        operands, (result,) = eqn.invars, _jaxpr.avals(eqn.outvars)
+        operands, (result,) = eqn.invars, ir.avals(eqn.outvars)
         widens = is_low and self._target.widens_gradients(eqn)
         weights = [widens and self._target.is_wide(v.aval) and self._is_weight(v) for v in operands]
         casts = [is_low and self._target.is_wide(v.aval) and not x for v, x in zip(operands, weights, strict=True)]
@@ -182,8 +182,8 @@ class _Body:
         is_stored = is_low and written == self._target.compute_dtype and self._target.is_wide(result)
         product = Product(
             eqn.primitive,
-            tuple(_jaxpr.params(eqn).items()),
-            tuple(aval.dtype for aval in (*_jaxpr.avals(operands), result)),
+            tuple(ir.params(eqn).items()),
+            tuple(aval.dtype for aval in (*ir.avals(operands), result)),
             key,
             category,
             self._target.compute_dtype if is_low else None,
@@ -198,7 +198,7 @@ class _Body:
         if not is_entered(eqn, self._place.manual, self._target):
             return self._copy(eqn, low=False)
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
-        name, carry = _jaxpr.name(eqn), _jaxpr.carry(eqn)
+        name, carry = ir.name(eqn), ir.carry(eqn)
         wide = range(carry.stop) if name != "shard_map" else [i for i, x in enumerate(splits(eqn)) if not x]
         known = [
             Input(i not in wide and self._is_low(v), self._constant(v), not self._is_weight(v))
@@ -216,12 +216,10 @@ class _Body:
             outputs = [Output(stored=x) for x in stored]
             return self._pass.run(closed, inputs, place._replace(backward=backward or place.backward), outputs)
 
-        consumed = self._pass.consumed.into(eqn, _dataflow.flags(eqn.outvars, self._consumed))
+        consumed = self._pass.consumed.into(eqn, dataflow.flags(eqn.outvars, self._consumed))
         bodies = [
             self._pass.run(closed, [known[i] for i in operands], place, list(map(Output, flags)))
-            for closed, operands, flags in zip(
-                _jaxpr.bodies(eqn) or (), _jaxpr.body_operands(eqn), consumed, strict=True
-            )
+            for closed, operands, flags in zip(ir.bodies(eqn) or (), ir.body_operands(eqn), consumed, strict=True)
         ]
         if not any(body.changed for body in bodies):
             return self._copy(eqn, low=False)
@@ -256,7 +254,7 @@ class _Body:
 
     def _is_stored(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit."""
-        return not _jaxpr.is_literal(atom) and atom in self._low
+        return not ir.is_literal(atom) and atom in self._low
 
     def _is_low(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit and has a single reader."""
@@ -264,7 +262,7 @@ class _Body:
 
     def _is_weight(self, atom: Atom) -> bool:
         """Whether a value is an argument of the function, perhaps moved, and not computed."""
-        return _jaxpr.is_literal(atom) or not self._target.is_wide(atom.aval) or not self._computed[atom]
+        return ir.is_literal(atom) or not self._target.is_wide(atom.aval) or not self._computed[atom]
 
     def _define(self, v: Var, low: bool) -> Var:
         self._low |= {v: self._target.low_var(v)} if low else {}
@@ -272,15 +270,15 @@ class _Body:
 
     def _read(self, atom: Atom, low: bool, eqn: JaxprEqn | None) -> Atom:
         """A value for an equation, in 16 bit or as it was traced."""
-        if low and _jaxpr.is_literal(atom):
+        if low and ir.is_literal(atom):
             return self._target.low_literal(atom)
         if low and self._is_low(atom):
             return self._low[atom]
         if self._is_stored(atom) and atom not in self._wide:
             self._wide.add(atom)
-            self._eqns.append(_evaluate.convert(self._low[atom], atom, eqn))
+            self._eqns.append(build.convert(self._low[atom], atom, eqn))
         if low:
             target = self._target.low_var(atom)
-            self._eqns.append(_evaluate.convert(atom, target, eqn))
+            self._eqns.append(build.convert(atom, target, eqn))
             return target
         return atom

@@ -7,23 +7,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jamp import _dataflow, _jaxpr
-from jamp._autocast import product as _product
-from jamp._autocast.budget import MemoryBudget, warnings_of_budget
-from jamp._autocast.constructs import is_entered
-from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT_ENTERED, QUANTIZE, REGION
-from jamp._autocast.flops import flops
+from jamp._autocast.custom_rules import is_entered
+from jamp._autocast.facts import AUTOCAST, ENTERED, FULL_PRECISION, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.passes import Passes
-from jamp._autocast.policies import warnings_of_policies
-from jamp._autocast.product import Product, as_traced, products
 from jamp._autocast.rules import COMPUTE, GRADIENT, YOURS, rules_for
 from jamp._autocast.target import Target
 from jamp._cast import is_floating
-from jamp._dataflow import Flags
-from jamp._evaluate import CAST
-from jamp._jaxpr import ClosedJaxpr, Jaxpr, JaxprEqn
-from jamp._primitives import COPIES, IDENTITIES, PRODUCTS, REARRANGES, operation
-from jamp._source_line import in_scope, scope, scope_path, user_line
+from jamp._jaxprs import dataflow, ir
+from jamp._jaxprs.build import CAST
+from jamp._jaxprs.dataflow import Flags
+from jamp._jaxprs.ir import ClosedJaxpr, Jaxpr, JaxprEqn
+from jamp._jaxprs.primitives import COPIES, IDENTITIES, PRODUCTS, REARRANGES, operation
+from jamp._jaxprs.source import in_scope, scope, scope_path, user_line
+from jamp._products import product as _product
+from jamp._products.flops import flops
+from jamp._products.product import Product, as_traced, products
+from jamp._products.quantized import QUANTIZE
+from jamp._recompute.budget import MemoryBudget, warnings_of_budget
+from jamp._recompute.policies import warnings_of_policies
 
 _WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
 
@@ -85,7 +86,7 @@ class _Around(NamedTuple):
 class _Walk:
     def __init__(self, target: Target):
         self._target = target
-        self._stored = _dataflow.spreads(self._is_stored)
+        self._stored = dataflow.spreads(self._is_stored)
 
     def walk(self, closed: ClosedJaxpr, parameters: dict[Any, str], low: Flags, around: _Around) -> Iterator[Decision]:
         """The decisions about a jaxpr. `low` inputs are stored in 16 bit."""
@@ -93,20 +94,20 @@ class _Walk:
         casts = {eqn.invars[0]: eqn.outvars[0] for eqn in closed.jaxpr.eqns if _is_cast(eqn)}
         for eqn in closed.jaxpr.eqns:
             product, line, place = _product.of(eqn), user_line(eqn) or around.source, scope(eqn, around.scope)
-            reads = [None if _jaxpr.is_literal(v) else parameters.get(v) for v in eqn.invars]
-            if _jaxpr.name(eqn) in REARRANGES and reads[0]:
+            reads = [None if ir.is_literal(v) else parameters.get(v) for v in eqn.invars]
+            if ir.name(eqn) in REARRANGES and reads[0]:
                 parameters.update(dict.fromkeys(eqn.outvars, reads[0]))
-            if _jaxpr.name(eqn) in IDENTITIES or (in_scope(eqn, QUANTIZE) and not product):
+            if ir.name(eqn) in IDENTITIES or (in_scope(eqn, QUANTIZE) and not product):
                 continue
             key, category = self._decide(eqn, product, around)
             operands = self._stored.read(stored, eqn.invars)
             if category == ENTERED:
-                carry, name = _jaxpr.carry(eqn), _jaxpr.name(eqn)
+                carry, name = ir.carry(eqn), ir.name(eqn)
                 into, path = self._stored.into(eqn, operands), scope_path(eqn, around.path)
                 inner = _Around(
-                    around.times * _jaxpr.iterations(eqn), line, place, path, around.manual or name == "shard_map"
+                    around.times * ir.iterations(eqn), line, place, path, around.manual or name == "shard_map"
                 )
-                bodies = zip(_jaxpr.bodies(eqn) or (), _jaxpr.body_operands(eqn), into, strict=True)
+                bodies = zip(ir.bodies(eqn) or (), ir.body_operands(eqn), into, strict=True)
                 for body, places, inputs in bodies:
                     given = zip(body.jaxpr.invars, places, strict=True)
                     known = {v: x for v, j in given if j not in carry and (x := reads[j])}
@@ -114,7 +115,7 @@ class _Walk:
                 continue
             results = self._stored.read(stored, eqn.outvars)
             before = self._dtypes(eqn.invars, operands), self._dtypes(eqn.outvars, results)
-            is_cast = category == COMPUTE and _jaxpr.name(eqn) in COPIES
+            is_cast = category == COMPUTE and ir.name(eqn) in COPIES
             after = self._dtypes(eqn.invars), self._dtypes([casts.get(v, v) if is_cast else v for v in eqn.outvars])
             if product:
                 before = ", ".join(map(str, product.before[:-1])), str(product.before[-1])
@@ -126,23 +127,23 @@ class _Walk:
         """The key of the rule for an equation, and the category, as `cast` decides."""
         if product:
             return product.key, product.category
-        name, rules = _jaxpr.name(eqn), self._target.rules
+        name, rules = ir.name(eqn), self._target.rules
         if in_scope(eqn, FULL_PRECISION):
             return name, REGION
-        if name in _jaxpr.CONSTRUCTS and name not in rules:
+        if name in ir.CONSTRUCTS and name not in rules:
             return name, ENTERED if is_entered(eqn, around.manual, self._target) else NOT_ENTERED
-        literals = [_jaxpr.number(v) for v in eqn.invars if self._target.is_wide(v.aval)]
+        literals = [ir.number(v) for v in eqn.invars if self._target.is_wide(v.aval)]
         key = self._target.rule_key(eqn, around.path, is_out_of_range=any(map(self._target.is_out_of_range, literals)))
         return key, rules[key].category if key in rules else NO_RULE
 
     def _is_stored(self, eqn: JaxprEqn, operands: Flags) -> bool:
         """Whether the results of an equation are 16 bit where the traced ones are float32. Forward."""
-        product, (result, *_) = _product.of(eqn), _jaxpr.avals(eqn.outvars) or [None]
+        product, (result, *_) = _product.of(eqn), ir.avals(eqn.outvars) or [None]
         if product:
             return product.before[-1] != product.dtype
         if not is_floating(result) or result.dtype.itemsize != self._target.compute_dtype.itemsize:
             return False
-        return _is_cast(eqn) if _jaxpr.name(eqn) == "convert_element_type" else any(operands)
+        return _is_cast(eqn) if ir.name(eqn) == "convert_element_type" else any(operands)
 
     def _as_multiplied(self, eqn: JaxprEqn, product: Product) -> str:
         """The dtypes of the operands that a product multiplies."""
@@ -167,18 +168,18 @@ def _is_cast(eqn: JaxprEqn) -> bool:
 
 def cause(eqn: JaxprEqn) -> str:
     """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
-    name = _jaxpr.name(eqn)
+    name = ir.name(eqn)
     if name == "custom_linear_solve":
         return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec, dtype)"
-    if name not in _jaxpr.CONSTRUCTS:
+    if name not in ir.CONSTRUCTS:
         if name != operation(eqn):
             return "it is part of a derivative of a function that jamp transformed, and runs as that made it"
-        if name in _jaxpr.primitive_names() and not _jaxpr.has_body(eqn):
+        if name in ir.primitive_names() and not ir.has_body(eqn):
             return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
         return f"it is a kernel, or an operation of a library, that autocast does not know; {_WAY_OUT}"
-    if _jaxpr.bodies(eqn) is not None:
+    if ir.bodies(eqn) is not None:
         return f"it is a custom rule with symbolic zeros, or that closes over arrays, inside shard_map; {_WAY_OUT}"
-    if _jaxpr.is_known(eqn):
+    if ir.is_known(eqn):
         return f"it reads or writes a Ref; {_WAY_OUT}"
     return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"
 
@@ -195,7 +196,7 @@ def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
         return unused
     every = decisions(passes.decided, target, {}, passes.manual)
     total = sum(x.times * flops(x.eqn) for x in every) or 1
-    has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in _jaxpr.all_equations(passes.traced.jaxpr))
+    has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in ir.all_equations(passes.traced.jaxpr))
     messages = unused + ([] if is_used or has_autocast else _unchanged(every, passes, budget))
     for x in every:
         share = x.times * flops(x.eqn) / total
@@ -214,13 +215,13 @@ def _is_asked_for(product: Product, passes: Passes) -> bool:
 def _holds_left_out(jaxpr: Jaxpr, target: Target, manual: bool) -> bool:
     """Whether some equation with float32 products in it runs as it was traced."""
     for eqn in jaxpr.eqns:
-        name = _jaxpr.name(eqn)
+        name = ir.name(eqn)
         if name in target.rules or _product.of(eqn) or in_scope(eqn, FULL_PRECISION):
             continue
-        is_construct = name in _jaxpr.CONSTRUCTS
+        is_construct = name in ir.CONSTRUCTS
         if is_construct and is_entered(eqn, manual, target):
             inner = manual or name == "shard_map"
-            if any(_holds_left_out(body.jaxpr, target, inner) for body in _jaxpr.bodies(eqn) or ()):
+            if any(_holds_left_out(body.jaxpr, target, inner) for body in ir.bodies(eqn) or ()):
                 return True
         elif _is_left_out(eqn, NOT_ENTERED if is_construct else NO_RULE, target):
             return True
@@ -232,7 +233,7 @@ def _unused_rules(passes: Passes) -> list[str]:
     rules = {key for key, rule in passes.target.rules.items() if rule.reason == YOURS}
     unused = sorted(rules - passes.target.used)
     # The derivatives of custom rules are traced later, and the gradients of weights only by a gradient.
-    is_custom = lambda eqn: _jaxpr.name(eqn) in ("custom_jvp_call", "custom_vjp_call", "linear_call")
+    is_custom = lambda eqn: ir.name(eqn) in ("custom_jvp_call", "custom_vjp_call", "linear_call")
     paths = [(path, is_custom(eqn)) for eqn, path in _paths(passes.traced.jaxpr, "")] if unused else []
     messages = []
     for key in unused:
@@ -257,20 +258,20 @@ def _paths(jaxpr: Jaxpr, around: str) -> Iterator[tuple[JaxprEqn, str]]:
     for eqn in jaxpr.eqns:
         path = scope_path(eqn, around)
         yield eqn, path
-        for inner, _ in _jaxpr.inner(eqn):
+        for inner, _ in ir.inner(eqn):
             yield from _paths(inner, path)
 
 
 def _unchanged(every: list[Decision], passes: Passes, budget: MemoryBudget) -> list[str]:
     """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
-    changeable = [x for x in every if _jaxpr.name(x.eqn) in PRODUCTS]
+    changeable = [x for x in every if ir.name(x.eqn) in PRODUCTS]
     candidates = [x for x in changeable if x.product and x.product.reason]
     largest = max(candidates or changeable, key=lambda x: x.times * flops(x.eqn), default=None)
     if largest is None:
         return []
     name = type(passes.format).__name__ if passes.format else "autocast"
     why = largest.product.reason if largest.product else ""
-    if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in _jaxpr.avals(largest.eqn.invars)):
+    if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in ir.avals(largest.eqn.invars)):
         why = "its operands are 16 bit already, by a cast in the code, by dtype=... of a module, or as arguments"
     if not why:  # The code asked for float32, or for a 16-bit result.
         return []
@@ -282,7 +283,7 @@ def _unchanged(every: list[Decision], passes: Passes, budget: MemoryBudget) -> l
 
 def _is_left_out(eqn: JaxprEqn, category: str, target: Target) -> bool:
     """Whether an equation with float32 products in it runs as it was traced."""
-    if category not in (NOT_ENTERED, NO_RULE) or not any(map(target.is_wide, _jaxpr.avals(eqn.invars))):
+    if category not in (NOT_ENTERED, NO_RULE) or not any(map(target.is_wide, ir.avals(eqn.invars))):
         return False
-    inner = [e for jaxpr, _ in _jaxpr.inner(eqn) for e in _jaxpr.all_equations(jaxpr)]
-    return any(_jaxpr.name(e) in PRODUCTS and any(map(target.is_wide, _jaxpr.avals(e.invars))) for e in inner)
+    inner = [e for jaxpr, _ in ir.inner(eqn) for e in ir.all_equations(jaxpr)]
+    return any(ir.name(e) in PRODUCTS and any(map(target.is_wide, ir.avals(e.invars))) for e in inner)

@@ -7,18 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp import _jaxpr
 from jamp._cast import is_floating, is_inexact
-from jamp._dataflow import Flags
-from jamp._fingerprint import Bits
-from jamp._jaxpr import JaxprEqn
-from jamp._primitives import COPIES, MOVES, MOVING
+from jamp._jaxprs import ir
+from jamp._jaxprs.dataflow import Flags
+from jamp._jaxprs.equality import Bits
+from jamp._jaxprs.ir import JaxprEqn
+from jamp._jaxprs.primitives import COPIES, MOVES, MOVING
 
 # Name scopes, which an operation keeps through every transformation: of a function marked by the user, of everything in
-# an autocast function, of what `quantize` adds, and of a call that `recompute` made.
+# an autocast function.
 FULL_PRECISION, AUTOCAST = "jamp.full_precision", "jamp.autocast"
-QUANTIZE, SEGMENT = "jamp.quantize", "jamp.segment"
-KEPT = "jamp.kept"  # the name of the values that a segment keeps
 # The categories of equations that no rule decides.
 ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
 _SUMS = frozenset({"add", "add_any", "psum", "psum_invariant", "reduce_scatter", "reduce_sum"})
@@ -74,8 +72,8 @@ def computes(is_wide: IsWide, eqn: JaxprEqn, operands: Flags) -> bool:
 
     Forward. An argument that a product reads is a weight.
     """
-    floats = [is_wide(aval) and x for aval, x in zip(_jaxpr.avals(eqn.invars), operands, strict=True)]
-    return any(floats) or _jaxpr.name(eqn) not in MOVING
+    floats = [is_wide(aval) and x for aval, x in zip(ir.avals(eqn.invars), operands, strict=True)]
+    return any(floats) or ir.name(eqn) not in MOVING
 
 
 def consumes(eqn: JaxprEqn, results: Flags) -> bool:
@@ -83,14 +81,14 @@ def consumes(eqn: JaxprEqn, results: Flags) -> bool:
 
     Backward. The gradient of a weight that nothing consumes is kept in float32.
     """
-    return any(results) or _jaxpr.name(eqn) not in MOVING | _SUMS
+    return any(results) or ir.name(eqn) not in MOVING | _SUMS
 
 
 def fills(is_wide: IsWide, eqn: JaxprEqn, operands: list[Constant | None]) -> Constant | None:
     """The constant that the results of an equation are, if any. `join_constants` is for values that meet."""
-    if len(eqn.invars) != 1 or _jaxpr.name(eqn) not in MOVES | COPIES:
+    if len(eqn.invars) != 1 or ir.name(eqn) not in MOVES | COPIES:
         return None
-    (constant,), (before,), (after, *_) = operands, _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+    (constant,), (before,), (after, *_) = operands, ir.avals(eqn.invars), ir.avals(eqn.outvars)
     if constant is None or before.dtype == after.dtype:
         return constant
     if constant.number is None:

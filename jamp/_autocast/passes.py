@@ -10,20 +10,20 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
-from jamp import _jaxpr
 from jamp._arguments import Call
-from jamp._autocast.budget import MemoryBudget
 from jamp._autocast.cast import cast
-from jamp._autocast.formats import Float8, Format, Int8
-from jamp._autocast.lower import lower
-from jamp._autocast.product import products
 from jamp._autocast.quantize import quantize
-from jamp._autocast.recompute import recompute
 from jamp._autocast.rules import ANY, COMPUTE, GRADIENT, YOURS, Rule, categories, rules_for, wide_dtype
-from jamp._autocast.segments import opened
 from jamp._autocast.target import Target
 from jamp._cast import as_dtype
-from jamp._jaxpr import ClosedJaxpr
+from jamp._jaxprs import ir
+from jamp._jaxprs.ir import ClosedJaxpr
+from jamp._products.formats import Float8, Format, Int8
+from jamp._products.lower import lower
+from jamp._products.product import products
+from jamp._recompute.budget import MemoryBudget
+from jamp._recompute.checkpoint import recompute
+from jamp._recompute.segments import opened
 
 
 class Passes(NamedTuple):
@@ -130,16 +130,16 @@ def _merge(rules: Mapping[str, str], wide: np.dtype[Any]) -> dict[str, Rule]:
         if category not in categories(wide):
             names = ", ".join(categories(wide))
             raise ValueError(f"The rule for {name!r} must be one of {names}, got {category!r}.")
-        known = {*table, *(key.split("[")[0] for key in table), *_jaxpr.CONSTRUCTS, *_jaxpr.primitive_names()}
+        known = {*table, *(key.split("[")[0] for key in table), *ir.CONSTRUCTS, *ir.primitive_names()}
         base = name.partition("[")[0] if name.endswith("]") else ""
         if base == ANY:
             continue
-        if name not in known and (base not in known or base in _jaxpr.CONSTRUCTS):
+        if name not in known and (base not in known or base in ir.CONSTRUCTS):
             close = difflib.get_close_matches(name, known, 1, 0.8)
             keys = "The keys are names of JAX primitives. Matrix products are 'dot_general'"
             hint = f"Did you mean {close[0]!r}?" if close else f"{keys}, convolutions 'conv_general_dilated'."
             raise ValueError(f"{name!r} is not the name of an operation. {hint}")
-        if name in _jaxpr.CONSTRUCTS and category != str(wide):
+        if name in ir.CONSTRUCTS and category != str(wide):
             raise ValueError(f"The rule for {name!r} must be '{wide}', which keeps autocast out, got {category!r}.")
     is_kept = lambda name, case: name not in rules or (case == f"{GRADIENT}]" and rules[name] == COMPUTE)
     kept = {key: rule for key, rule in table.items() if is_kept(key.split("[")[0], key.partition("[")[2])}

@@ -14,21 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jamp import _dataflow, _evaluate, _jaxpr
-from jamp._autocast import product as _product
-from jamp._autocast.constructs import KEEPS_RESULTS
-from jamp._autocast.facts import QUANTIZE
-from jamp._autocast.formats import Format
-from jamp._autocast.matrix_product import as_matrix_product
-from jamp._autocast.product import Product, as_traced
-from jamp._autocast.quantized import packed, summed
+from jamp._autocast.custom_rules import KEEPS_RESULTS
 from jamp._autocast.rules import COMPUTE, RULES, YOURS, Rule
 from jamp._cast import is_floating
-from jamp._dataflow import Flags
-from jamp._jaxpr import ClosedJaxpr, JaxprEqn, Var
-from jamp._primitives import holds_product
-from jamp._shard_map import trace
-from jamp._source_line import is_transposed
+from jamp._jaxprs import build, dataflow, inline, ir
+from jamp._jaxprs.dataflow import Flags
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
+from jamp._jaxprs.manual_axes import trace
+from jamp._jaxprs.primitives import holds_product
+from jamp._jaxprs.source import is_transposed
+from jamp._products import product as _product
+from jamp._products.formats import Format
+from jamp._products.matrix_product import as_matrix_product
+from jamp._products.product import Product, as_traced
+from jamp._products.quantized import QUANTIZE, packed, summed
 
 _FLOAT32 = np.dtype(np.float32)
 _NOT_REACHED = "it is in a function with a derivative rule of its own"
@@ -52,7 +51,7 @@ def is_candidate(product: Product) -> bool:
 class _Pass:
     def __init__(self, config: Format, rules: Mapping[str, Rule]):
         self._config, self._rules = config, rules
-        self._after_product, self._feeding = _dataflow.spreads(_is_after_product), _dataflow.Backward(_feeds)
+        self._after_product, self._feeding = dataflow.spreads(_is_after_product), dataflow.Backward(_feeds)
         self._done: dict[Any, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
         self._traced: dict[Any, ClosedJaxpr] = {}
 
@@ -60,7 +59,7 @@ class _Pass:
         self, closed: ClosedJaxpr, after: tuple[bool, ...], feeding: tuple[bool, ...], inside: JaxprEqn | None
     ) -> ClosedJaxpr:
         """Quantize a jaxpr. `after` inputs depend on a product, and later products read the `feeding` outputs."""
-        key = _jaxpr.identity(closed), after, feeding, inside
+        key = ir.identity(closed), after, feeding, inside
         if key not in self._done:  # With the function, so that no other one gets its ids.
             self._done[key] = closed, self._quantize(closed, after, feeding, inside)
         return self._done[key][1]
@@ -75,8 +74,8 @@ class _Pass:
         pairs: dict[Any, list[Var]] = {}  # the 8-bit values and the scales of a value
         eqns: list[JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            name, bodies = _jaxpr.name(eqn), _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _jaxpr.CONSTRUCTS else None
-            if name == "convert_element_type" and not _jaxpr.is_literal(eqn.invars[0]):
+            name, bodies = ir.name(eqn), ir.bodies(eqn) if ir.name(eqn) in ir.CONSTRUCTS else None
+            if name == "convert_element_type" and not ir.is_literal(eqn.invars[0]):
                 sources[eqn.outvars[0]] = eqn.invars[0]
             product = _product.of(eqn)
             if product and is_candidate(product):
@@ -84,17 +83,17 @@ class _Pass:
                 why = self._why_not(eqn, product, is_attention, eqn.outvars[0] in is_fed_on)
                 eqns.extend([_with(eqn, reason=why)] if why else self._multiply(eqn, product, sources, pairs, inside))
             elif bodies and name in KEEPS_RESULTS:
-                eqns.append(_evaluate.with_bodies(eqn, list(map(_not_reached, bodies)), eqn.invars, eqn.outvars))
+                eqns.append(build.with_bodies(eqn, list(map(_not_reached, bodies)), eqn.invars, eqn.outvars))
             elif bodies:
                 known = self._after_product.into(eqn, self._after_product.read(is_after_product, eqn.invars))
-                later = self._feeding.into(eqn, _dataflow.flags(eqn.outvars, is_fed_on))
+                later = self._feeding.into(eqn, dataflow.flags(eqn.outvars, is_fed_on))
                 around = eqn if name == "shard_map" else inside
                 new = [self.run(b, tuple(x), tuple(y), around) for b, x, y in zip(bodies, known, later, strict=True)]
-                eqns.append(_evaluate.with_bodies(eqn, new, eqn.invars, eqn.outvars))
+                eqns.append(build.with_bodies(eqn, new, eqn.invars, eqn.outvars))
             else:
                 eqns.append(eqn)
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        return _evaluate.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
+        return build.closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, eqns)
 
     def _why_not(self, eqn: JaxprEqn, product: Product, is_attention: bool, is_read_on: bool) -> str:
         """Why a product stays in the carrier; nothing if it is 8 bit."""
@@ -104,7 +103,7 @@ class _Pass:
             return f"no compiler has {self._config.name} gradients of such a convolution: {why}"
         name = product.primitive.name if key in RULES else key
         force = f"rules={{{name!r}: 'compute'}} makes it {self._config.name}"
-        sizes = _jaxpr.product_sizes(matrix.eqn)
+        sizes = ir.product_sizes(matrix.eqn)
         if self._rules[key].reason == YOURS:
             return ""
         if is_transposed(eqn):
@@ -133,9 +132,9 @@ class _Pass:
         """The equations that quantize the operands of a product, if no other product did, and multiply them."""
         matrix = as_matrix_product(as_traced(eqn))
         assert matrix is not None  # `_why_not` has its reason.
-        params, eqns = _jaxpr.params(matrix.eqn), list[JaxprEqn]()
+        params, eqns = ir.params(matrix.eqn), list[JaxprEqn]()
         operands, packs = list[Any](eqn.invars), list[Any]()
-        axes = summed(_jaxpr.name(matrix.eqn), params, self._config)
+        axes = summed(ir.name(matrix.eqn), params, self._config)
         for i, move in enumerate(matrix.moves[:2]):
             v = operands[i]
             key = _source(sources, v), axes[i], move
@@ -151,29 +150,29 @@ class _Pass:
             params=tuple(params.items()),
             format=self._config,
             weights=(),
-            dtype=_jaxpr.avals(eqn.outvars)[0].dtype,
+            dtype=ir.avals(eqn.outvars)[0].dtype,
         )
         inputs, move_back = [*operands, *packs], matrix.moves[2]
         if move_back is None:
             back, result = None, eqn.outvars[0]
         else:
-            with _jaxpr.context(eqn):
-                aval = _product.result_type(new, _jaxpr.avals(inputs))
+            with ir.context(eqn):
+                aval = _product.result_type(new, ir.avals(inputs))
             back = trace(inside, _named(move_back), [aval])
             result = core.Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
-        after = _evaluate.inline(back, [result], eqn.outvars) if back else []
-        located = [[_evaluate.located(item, eqn) for item in items] for items in (eqns, after)]
+        after = inline.inline(back, [result], eqn.outvars) if back else []
+        located = [[build.located(item, eqn) for item in items] for items in (eqns, after)]
         return [*located[0], _product.equation(new, inputs, result, eqn), *located[1]]
 
     def _run(
         self, eqns: list[JaxprEqn], key: Any, fun: Callable[..., Any], operands: Sequence[Any], inside: JaxprEqn | None
     ) -> list[Var]:
         """Add the equations of a function. It is traced once for the same key and types."""
-        avals = _jaxpr.avals(operands)
+        avals = ir.avals(operands)
         key = key, *avals, inside
         if key not in self._traced:
             self._traced[key] = trace(inside, _named(fun), avals)
-        new, results = _evaluate.inlined(self._traced[key], operands)
+        new, results = inline.inlined(self._traced[key], operands)
         eqns.extend(new)
         return results
 
@@ -195,14 +194,14 @@ def _not_reached(closed: ClosedJaxpr) -> ClosedJaxpr:
     eqns = []
     for eqn in closed.jaxpr.eqns:
         product = _product.of(eqn)
-        bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _jaxpr.CONSTRUCTS else None
+        bodies = ir.bodies(eqn) if ir.name(eqn) in ir.CONSTRUCTS else None
         if product and is_candidate(product):
             eqn = _with(eqn, _NOT_REACHED)
         elif bodies:
-            eqn = _evaluate.with_bodies(eqn, list(map(_not_reached, bodies)), eqn.invars, eqn.outvars)
+            eqn = build.with_bodies(eqn, list(map(_not_reached, bodies)), eqn.invars, eqn.outvars)
         eqns.append(eqn)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    return _evaluate.closed_jaxpr(constants, closed.jaxpr.invars, closed.jaxpr.outvars, eqns)
+    return build.closed_jaxpr(constants, closed.jaxpr.invars, closed.jaxpr.outvars, eqns)
 
 
 def _source(sources: dict[Any, Var], v: Any) -> tuple[Any, Any]:
@@ -211,8 +210,8 @@ def _source(sources: dict[Any, Var], v: Any) -> tuple[Any, Any]:
     Only casts between float32 and one 16-bit dtype count. Others, such as one to an integer, make another value.
     """
     low = {v.aval.dtype} - {_FLOAT32}
-    while not _jaxpr.is_literal(v) and v in sources:
-        (aval,) = _jaxpr.avals([sources[v]])
+    while not ir.is_literal(v) and v in sources:
+        (aval,) = ir.avals([sources[v]])
         on_the_way = low | {aval.dtype} - {_FLOAT32}
         if not is_floating(aval) or len(on_the_way) > 1 or any(x.itemsize != 2 for x in on_the_way):
             break
@@ -231,5 +230,5 @@ def _feeds(eqn: JaxprEqn, results: Flags) -> bool:
     A dot product of all elements, such as a squared loss, is not a layer.
     """
     traced = as_traced(eqn)
-    is_layer = _jaxpr.name(traced) != "dot_general" or _jaxpr.product_sizes(traced)[:2] != [1, 1]
+    is_layer = ir.name(traced) != "dot_general" or ir.product_sizes(traced)[:2] != [1, 1]
     return any(results) or (holds_product(eqn) and is_layer)

@@ -9,17 +9,18 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jamp import _jaxpr, _table
+from jamp import _table
 from jamp._arguments import of_types, paths
 from jamp._autocast.decisions import Decision, cause, decisions
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
-from jamp._autocast.flops import flops
-from jamp._autocast.formats import Format
 from jamp._autocast.passes import Passes, passes
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST, Rule, rules_for, wide_dtype
 from jamp._autocast.target import Target
-from jamp._primitives import CHEAP, PRODUCTS, operation
-from jamp._source_line import in_scope, is_transposed, pattern
+from jamp._jaxprs import ir
+from jamp._jaxprs.primitives import CHEAP, PRODUCTS, operation
+from jamp._jaxprs.source import in_scope, is_transposed, pattern
+from jamp._products.flops import flops
+from jamp._products.formats import Format
 
 _SHOWN = 30  # rows
 
@@ -202,7 +203,7 @@ def autocast_report(
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         passes = trace(args, kwargs)
-        as_run = any(in_scope(eqn, AUTOCAST) for eqn in _jaxpr.all_equations(passes.traced.jaxpr))
+        as_run = any(in_scope(eqn, AUTOCAST) for eqn in ir.all_equations(passes.traced.jaxpr))
         closed, target = passes.decided, passes.target
         if as_run:
             closed, target = passes.traced, Target(target.compute_dtype, _as_run(target.wide))
@@ -213,7 +214,7 @@ def autocast_report(
             if row is not None:
                 merged.setdefault(row, []).append(x)
         rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
-        backward = not as_run and any(map(is_transposed, _jaxpr.all_equations(passes.traced.jaxpr)))
+        backward = not as_run and any(map(is_transposed, ir.all_equations(passes.traced.jaxpr)))
         name = passes.format.name if passes.format else ""
         unchanged = "" if as_run else _unchanged(passes)
         unread = tuple(passes.target.unread)
@@ -224,7 +225,7 @@ def autocast_report(
 
 def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:
     """The row of an equation, without the sums, or None if it reads no floating value or only casts one."""
-    name, category, (before, after) = _jaxpr.name(x.eqn), x.category, (x.before, x.after)
+    name, category, (before, after) = ir.name(x.eqn), x.category, (x.before, x.after)
     if "float" not in before[0] or name == "convert_element_type":
         return None
     if as_run and name in PRODUCTS and str(target.compute_dtype) in after[0]:

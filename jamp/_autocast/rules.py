@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import DTypeLike
 
-from jamp._primitives import ARITHMETIC, COPIES, EXPENSIVE, GATHERS, MOVES, PRODUCTS, TRANSFERS
+from jamp._jaxprs.primitives import ARITHMETIC, COPIES, EXPENSIVE, GATHERS, MOVES, PRODUCTS, TRANSFERS
+from jamp._products.product import ANY as ANY, GRADIENT as GRADIENT
 
 COMPUTE = "compute"
 ACCUMULATE = "accumulate"
@@ -34,9 +35,7 @@ class Rule(NamedTuple):
 
 
 YOURS = "a rule of yours"
-GRADIENT = "gradient"  # of a weight
 LINALG, VECTOR = "linalg", "vector"  # products in linear algebra, and of two vectors
-ANY = "*"  # in a key with a scope: all operations but expensive ones
 
 
 def _table(wide: str, low: str, products: str) -> dict[str, Rule]:

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jamp import _jaxpr
 from jamp._autocast.extent import extent
 from jamp._autocast.rules import (
     ACCUMULATE,
@@ -23,9 +22,10 @@ from jamp._autocast.rules import (
     rules_for,
     wide_dtype,
 )
-from jamp._jaxpr import JaxprEqn, Var
-from jamp._primitives import EXPENSIVE, PRODUCTS
-from jamp._source_line import is_linear_algebra, scope_path
+from jamp._jaxprs import ir
+from jamp._jaxprs.ir import JaxprEqn, Var
+from jamp._jaxprs.primitives import EXPENSIVE, PRODUCTS
+from jamp._jaxprs.source import is_linear_algebra, scope_path
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -89,7 +89,7 @@ class Target:
         """Whether the gradients of the weights of a product are wider than the compute dtype."""
         if self.compute_dtype == _FLOAT32:
             return False
-        rule = self.rules.get(f"{_jaxpr.name(eqn)}[{GRADIENT}]")
+        rule = self.rules.get(f"{ir.name(eqn)}[{GRADIENT}]")
         return rule is not None and rule.category == ACCUMULATE
 
     def rule_key(
@@ -104,7 +104,7 @@ class Target:
         `is_gradient` says that it is the gradient of a weight, `is_out_of_range` that an operand is a constant beyond
         the range of 16 bit.
         """
-        name, case = _jaxpr.name(eqn), GRADIENT if is_gradient else None
+        name, case = ir.name(eqn), GRADIENT if is_gradient else None
         self.used.add(name)
         for key in self.parts:
             base, _, part = key[:-1].partition("[")
@@ -113,17 +113,17 @@ class Target:
                 self.used.add(key)
                 return key
         is_of_float64 = self.compute_dtype == _FLOAT32
-        if name not in PRODUCTS or (is_of_float64 and not any(map(self.is_wide, _jaxpr.avals(eqn.invars)))):
+        if name not in PRODUCTS or (is_of_float64 and not any(map(self.is_wide, ir.avals(eqn.invars)))):
             return name
-        if not self._is_usual(_jaxpr.precisions(eqn)):
+        if not self._is_usual(ir.precisions(eqn)):
             case = "precision"
-        elif name == "dot_general" and _jaxpr.summed_terms(eqn) == 1:
+        elif name == "dot_general" and ir.summed_terms(eqn) == 1:
             case = "outer"
         elif is_out_of_range:
             case = "range"
         elif is_of_float64 and is_linear_algebra(eqn):
             case = LINALG
-        elif _jaxpr.is_vector_product(eqn):
+        elif ir.is_vector_product(eqn):
             case = VECTOR
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
 
@@ -134,4 +134,4 @@ class Target:
 
     @functools.cached_property
     def _default_precisions(self) -> tuple[Any, ...]:
-        return _jaxpr.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])
+        return ir.precisions(jax.make_jaxpr(lax.dot)(*[np.ones(1, np.float32)] * 2).eqns[0])

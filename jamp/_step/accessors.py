@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jamp._scale.checks import TINY
-from jamp._scale.static import LossScale, check_loss_scale, is_noop
-from jamp._scale.stats import LossScaleStats
+from jamp._loss_scale.checks import TINY
+from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
+from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
 from jamp._step.leaves import replace_node, with_leaves
 from jamp._step.misuse import note_scale_read

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jamp._scale.static import is_noop
+from jamp._loss_scale.static import is_noop
 from jamp._step.placement import error_about
 from jamp._step.state import ScaledGradsState, is_scaler_state
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType
 
-from jamp._shard_map import by_kind, hashable, varying_over
+from jamp._jaxprs.manual_axes import by_kind, hashable, varying_over
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.tree_util import keystr
 
-from jamp import _evaluate
 from jamp._cast import is_inexact
+from jamp._jaxprs import build
 
 # Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients".
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
@@ -40,7 +40,7 @@ def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[li
     chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
 
     def merge(gradients: list[Any]) -> Any:
-        return jax.tree.unflatten(treedef, _evaluate.replaced([x for _, x in flat], chosen, gradients))
+        return jax.tree.unflatten(treedef, build.replaced([x for _, x in flat], chosen, gradients))
 
     labels = tuple(keystr(flat[i][0][-1:]).translate(_NO_DIGITS) for i in chosen)
     return [flat[i][1] for i in chosen], labels, merge

@@ -9,11 +9,11 @@ import optax
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale, check_loss_scale, is_noop
+from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
+from jamp._optimizer_state.params import check_rounds_last, params_for, params_for_init, warn_if_rounded
 from jamp._step import scale_unscale
 from jamp._step.misuse import check_unscaled, warn_if_scaled
-from jamp._step.params import check_rounds_last, params_for, params_for_init, warn_if_rounded
 from jamp._step.skip import update_or_skip
 from jamp._step.state import AnyLossScaledState, check_state, check_whole, scaler_of, wrap_inner
 

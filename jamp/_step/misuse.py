@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jamp._scale.static import LossScale, is_noop
-from jamp._source_line import users_stacklevel
+from jamp._jaxprs.source import users_stacklevel
+from jamp._loss_scale.static import LossScale, is_noop
 from jamp._staging import is_differentiated, is_kept, is_recorded
 from jamp._step.state import is_adaptive
 

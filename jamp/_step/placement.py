@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from jamp._source_line import users_stacklevel
+from jamp._jaxprs.source import users_stacklevel
 from jamp._step.state import LossScaledState, ScaledGradsState, adapts, contains, is_scaler_state, skips
 
 _HIDES_OVERFLOWS = (

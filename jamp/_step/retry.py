@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jamp._cast import to_float32
-from jamp._shard_map import varying_over
+from jamp._jaxprs.manual_axes import varying_over
 from jamp._step.finite import leaves_finite
 from jamp._step.scale_unscale import multiply
 

@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
-from jamp._shard_map import hashable
-from jamp._source_line import users_stacklevel
+from jamp._jaxprs.manual_axes import hashable
+from jamp._jaxprs.source import users_stacklevel
 from jamp._step.find import find_loss_scale_state, find_state_to_unscale, scale_of
 from jamp._step.finite import leaves_finite
 from jamp._step.leaves import split_gradients

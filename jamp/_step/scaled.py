@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from jamp import _evaluate
 from jamp._arguments import Call
+from jamp._jaxprs import build
 from jamp._numbers import as_number
 from jamp._step.leaves import is_gradient
 from jamp._step.misuse import scales_once
@@ -74,7 +74,7 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
         call = Call(args, kwargs)
         with scales_once("scaled"):
             closed = call.trace(fun, "scaled")
-        jaxpr, constants = _evaluate.without_constants(closed), [True] * len(closed.consts)
+        jaxpr, constants = build.without_constants(closed), [True] * len(closed.consts)
         scaling = Scaling(exponent, retries, (*constants, *map(is_gradient, call.paths, call.leaves)))
         # The primitive is not in the closure: cloudpickle would send another one, without its rules.
         result: R = call.finish(scaled_call().bind(*closed.consts, *call.leaves, jaxpr=jaxpr, scaling=scaling))

@@ -19,12 +19,12 @@ from jax import Array
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jamp import _evaluate, _jaxpr
 from jamp._barrier import behind_barrier
 from jamp._cast import is_inexact
-from jamp._jaxpr import ClosedJaxpr
-from jamp._shard_map import varying
-from jamp._source_line import users_stacklevel
+from jamp._jaxprs import build, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr
+from jamp._jaxprs.manual_axes import varying
+from jamp._jaxprs.source import users_stacklevel
 from jamp._step import retry
 from jamp._step.misuse import note_true_gradients
 from jamp._step.retry import Scaling
@@ -56,7 +56,7 @@ class _Derivative(NamedTuple):
         """Compute the forward pass again, and the gradients of the differentiated inputs from some cotangents."""
 
         def fun(*xs: Any) -> list[Any]:
-            results = _evaluate.call(self.function, _evaluate.replaced(inputs, self.differentiated, xs))
+            results = interpret.call(self.function, build.replaced(inputs, self.differentiated, xs))
             return [results[self.floating[i]] for i in used]
 
         return jax.vjp(fun, *(inputs[i] for i in self.differentiated))[1](list(cotangents))
@@ -67,10 +67,10 @@ def scaled_call() -> Any:
     """The primitive that evaluates a function, the jaxpr `jaxpr`."""
 
     def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
-        return _evaluate.call(jaxpr, inputs)
+        return interpret.call(jaxpr, inputs)
 
     def batch(axis: Any, inputs: Sequence[Any], axes: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling) -> Any:
-        results = call.bind(*inputs, jaxpr=_evaluate.batched(jaxpr, axis, inputs, axes), scaling=scaling)
+        results = call.bind(*inputs, jaxpr=interpret.batched(jaxpr, axis, inputs, axes), scaling=scaling)
         return results, [0] * len(results)
 
     call = _primitive("scaled_call", run, batch, lambda *_, jaxpr, scaling: (jaxpr.out_avals, jaxpr.effects))
@@ -83,21 +83,21 @@ def _linear_call() -> Any:
     """The primitive that evaluates a derivative. Its operands are the function's inputs, residuals and tangents."""
 
     def run(*operands: Any, derivative: _Derivative, scaling: Scaling) -> list[Any]:
-        return _evaluate.call(derivative.linear, operands[len(derivative.function.in_avals) :])
+        return interpret.call(derivative.linear, operands[len(derivative.function.in_avals) :])
 
     def batch(
         axis: Any, operands: Sequence[Any], axes: Sequence[Any], *, derivative: _Derivative, scaling: Scaling
     ) -> Any:
         n = len(derivative.function.in_avals)
-        function = _evaluate.batched(derivative.function, axis, operands[:n], axes[:n])
-        linear = _evaluate.batched(derivative.linear, axis, operands[n:], axes[n:])
+        function = interpret.batched(derivative.function, axis, operands[:n], axes[:n])
+        linear = interpret.batched(derivative.linear, axis, operands[n:], axes[n:])
         new = derivative._replace(function=function, linear=linear)
         results = call.bind(*operands, derivative=new, scaling=scaling)
         return results, [0] * len(results)
 
     def differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         indices = _with_tangents(tangents)
-        fun = lambda *xs: run(*_evaluate.replaced(operands, indices, xs), **params)
+        fun = lambda *xs: run(*build.replaced(operands, indices, xs), **params)
         return jax.jvp(fun, [operands[i] for i in indices], [tangents[i] for i in indices])
 
     types = lambda *_, derivative, scaling: (derivative.linear.out_avals, derivative.linear.effects)
@@ -125,16 +125,16 @@ def _linearize(
     floating = tuple(i for i, aval in enumerate(jaxpr.out_avals) if is_inexact(aval))
 
     def fun(*xs: Any) -> tuple[list[Any], list[Any]]:
-        results = _evaluate.call(jaxpr, _evaluate.replaced(inputs, differentiated, xs))
+        results = interpret.call(jaxpr, build.replaced(inputs, differentiated, xs))
         return [results[i] for i in floating], results
 
     _, push_forward, results = jax.linearize(fun, *(inputs[i] for i in differentiated), has_aux=True)
     given = [tangents[i] for i in differentiated]
     linear = jax.make_jaxpr(push_forward)(*given)
-    derivative = _Derivative(jaxpr, differentiated, floating, _evaluate.without_constants(linear), len(linear.consts))
+    derivative = _Derivative(jaxpr, differentiated, floating, build.without_constants(linear), len(linear.consts))
     pushed = _linear_call().bind(*inputs, *linear.consts, *given, derivative=derivative, scaling=scaling)
     zeros = [ad.Zero(aval.to_tangent_aval()) for aval in jaxpr.out_avals]
-    return results, _evaluate.replaced(zeros, floating, pushed)
+    return results, build.replaced(zeros, floating, pushed)
 
 
 def _transpose(
@@ -154,7 +154,7 @@ def _transpose(
     given = [cotangents[i] for i in used]
 
     def of_tangents(*xs: Any) -> list[Any]:
-        pushed = _evaluate.call(derivative.linear, [*residuals, *xs])
+        pushed = interpret.call(derivative.linear, [*residuals, *xs])
         return [pushed[i] for i in used]
 
     pull_back = jax.make_jaxpr(lambda *xs: _pulled_back(of_tangents, types, derivative.linear, list(xs)))(*given)
@@ -169,7 +169,7 @@ def _transpose(
     kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
     axes |= frozenset().union(*kinds).difference(frozenset(kinds[0]).intersection(*kinds)) if kinds else set()
     gradients = retry.true_gradients(
-        functools.partial(_evaluate.call, pull_back),
+        functools.partial(interpret.call, pull_back),
         again,
         given,
         [scaling.are_gradients[i] for i in derivative.differentiated],
@@ -185,7 +185,7 @@ def _transpose(
 def _pulled_back(
     push_forward: Callable[..., Any], types: Sequence[Any], linear: ClosedJaxpr, cotangents: list[Any]
 ) -> Any:
-    if any(_jaxpr.is_ref(v) for eqn in linear.jaxpr.eqns for v in eqn.outvars):
+    if any(ir.is_ref(v) for eqn in linear.jaxpr.eqns for v in eqn.outvars):
         # `jax.linear_transpose` takes no function that makes a Ref. `jax.vjp` does.
         return jax.vjp(push_forward, *(jnp.zeros(aval.shape, aval.dtype) for aval in types))[1](cotangents)
     return jax.linear_transpose(push_forward, *types)(cotangents)

@@ -16,12 +16,12 @@ import optax
 from jax import Array, lax
 from jax.tree_util import keystr
 
-from jamp import _evaluate, _jaxpr
-from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._primitives import CHEAP
+from jamp._jaxprs import interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.primitives import CHEAP
+from jamp._optimizer_state.rounding import check_not_scaled
 from jamp._step.leaves import with_leaves
 from jamp._step.mesh import on_mesh_of
-from jamp._step.rounding import check_not_scaled
 
 
 def update_or_skip(
@@ -35,7 +35,7 @@ def update_or_skip(
     """
     if grads_finite is None:
         return update(grads, state, params)
-    closed, (updates, new_state) = _jaxpr.trace(update, grads, state, params)
+    closed, (updates, new_state) = ir.trace(update, grads, state, params)
     _check_types(
         state, new_state, "The inner optimizer's state",
         "Make `update` return the structure, shapes and dtypes that `init` made. The moments of 16-bit parameters are "
@@ -90,7 +90,7 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
     Otherwise the gradients are read without a selection, and their norm can be computed at the same time as the check
     instead of after it.
     """
-    inner = [(_jaxpr.name(eqn), _jaxpr.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
+    inner = [(ir.name(eqn), ir.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
     return all(name in CHEAP if body is None else _is_safe_on_nan(body) for name, body in inner)
 
 
@@ -108,23 +108,21 @@ def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped:
     # An output may be an input, a literal, or returned twice (a momentum that is also the update). A variable is
     # selected for one output position where it is defined. Its other positions are selected at the end.
     position = {
-        v: i
-        for i, v in enumerate(jaxpr.outvars)
-        if not _jaxpr.is_literal(v) and v not in env and skipped[i] is not None
+        v: i for i, v in enumerate(jaxpr.outvars) if not ir.is_literal(v) and v not in env and skipped[i] is not None
     }
-    last_use = _jaxpr.last_uses(jaxpr)
+    last_use = ir.last_uses(jaxpr)
     pending: list[JaxprEqn] = []
 
     def evaluate(eqns: list[JaxprEqn], end: int) -> None:
         """Evaluate `eqns` and keep the variables that equations from `end` on read."""
-        _evaluate.evaluate(eqns, env, lambda v: last_use.get(v, -1) >= end)
+        interpret.evaluate(eqns, env, lambda v: last_use.get(v, -1) >= end)
 
     for index, eqn in enumerate(jaxpr.eqns):
         selected = [v for v in eqn.outvars if v in position]
         if not selected:
             pending.append(eqn)
             continue
-        body = _jaxpr.inlinable(eqn)
+        body = ir.inlinable(eqn)
         if body is None:
             evaluate([*pending, eqn], index + 1)
             env.update({v: _select(grads_finite, env[v], skipped[position[v]]) for v in selected})
@@ -132,13 +130,13 @@ def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped:
             # Inlined, because a call hides the definitions inside it: a jitted update costs three times as much.
             evaluate(pending, index)
             inner = [skipped[position[v]] if v in position else None for v in eqn.outvars]
-            outputs = _run(grads_finite, body, [_jaxpr.read(env, v) for v in eqn.invars], inner)
+            outputs = _run(grads_finite, body, [ir.read(env, v) for v in eqn.invars], inner)
             env.update(zip(eqn.outvars, outputs, strict=True))
         pending = []
     evaluate(pending, len(jaxpr.eqns))
 
     done = {*position.values(), *(i for i, old in enumerate(skipped) if old is None)}
-    values = [_jaxpr.read(env, v) for v in jaxpr.outvars]
+    values = [ir.read(env, v) for v in jaxpr.outvars]
     return [
         new if i in done or new is old else _select(grads_finite, new, old)
         for i, (new, old) in enumerate(zip(values, skipped, strict=True))

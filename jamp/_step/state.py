@@ -14,8 +14,8 @@ import optax
 from jax import Array
 
 from jamp._cast import is_floating, is_inexact
-from jamp._scale.static import LossScale, NoOpLossScaleState, StaticLossScaleState, is_noop
-from jamp._scale.stats import LossScaleStats
+from jamp._loss_scale.static import LossScale, NoOpLossScaleState, StaticLossScaleState, is_noop
+from jamp._loss_scale.stats import LossScaleStats
 
 
 class ScalerState(NamedTuple):

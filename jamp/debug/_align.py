@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jamp._primitives import MOVING
+from jamp._jaxprs.primitives import MOVING
 from jamp.debug._numbers import FILL, NEAR, Numbers, same_elements
 from jamp.debug._observe import ARGUMENT, CONSTANT, Operation
 

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating, is_inexact
-from jamp._jaxpr import JaxprEqn
+from jamp._jaxprs import interpret, ir
+from jamp._jaxprs.ir import JaxprEqn
 from jamp.debug._nonfinite_search import number, to_host
 from jamp.debug._wider import bind_wider
 
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
     """One line on the first inf or NaN in the outputs of an equation."""
-    name = _jaxpr.name(eqn)
+    name = ir.name(eqn)
     output = next(x for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
     values = to_host(output)
     clean = all(np.isfinite(to_host(x)).all() for x in inputs if is_inexact(x))
@@ -51,10 +51,10 @@ def _operands_at(index: tuple[Any, ...], shape: tuple[int, ...], inputs: Sequenc
 
 def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
     """The domain error of an elementwise operation at these operands, in any dtype, or None."""
-    name = _jaxpr.name(eqn)
+    name = ir.name(eqn)
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":
-        y = _jaxpr.exponent(eqn)
+        y = ir.exponent(eqn)
     texts = (text for names, condition, text in _DOMAINS if name in names and condition(x, y))
     return next((text.format(x=number(x), y=number(y), name=name) for text in texts), None)
 
@@ -102,21 +102,21 @@ def _overflow(
     end = float(jnp.finfo(dtype).max)
     # bfloat16 has the range of float32, so it takes float64.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    if jnp.finfo(dtype).bits == 64 or _jaxpr.has_body(eqn):  # A body runs only at its own dtypes.
+    if jnp.finfo(dtype).bits == 64 or ir.has_body(eqn):  # A body runs only at its own dtypes.
         return None
     try:
         with jax.enable_x64(True):
             value = float(to_host(bind_wider(eqn, inputs, wide_dtype)[position])[index])
     except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
         return None  # The operation does not exist in the wider dtype.
-    exponential = _kind(_jaxpr.name(eqn))
+    exponential = _kind(ir.name(eqn))
     if np.isinf(value):
         return f"{exponential}overflow in {dtype}, and in {wide_dtype}"
     if not np.isfinite(value):
         return None
     on_the_way = ""
     if abs(value) <= end:
-        on_the_way, again = " on the way", _evaluate.bind(eqn, inputs, _jaxpr.avals(eqn.outvars))[position]
+        on_the_way, again = " on the way", interpret.bind(eqn, inputs, ir.avals(eqn.outvars))[position]
         if np.isfinite(to_host(again)[index]):
             return _CONSTANT
     ends = f"{dtype} ends at {number(end) if end > 1e6 else f'{end:g}'}"

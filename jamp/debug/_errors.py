@@ -11,11 +11,11 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jamp import _evaluate
 from jamp._arguments import Call, differentiable, paths
+from jamp._autocast.api import autocast
 from jamp._autocast.rules import wide_dtype
-from jamp._autocast.transform import autocast
 from jamp._cast import check_floating, is_floating
+from jamp._jaxprs import build
 from jamp.debug._program import ON, Program
 from jamp.debug._run_steps import Damage, Data, reference_dtype
 
@@ -48,7 +48,7 @@ class Errors:
 
         def value_and_gradients(scale: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
             def loss(*xs: Any) -> tuple[Any, list[Any]]:
-                results = [jnp.asarray(x) for x in flat(*_evaluate.replaced(leaves, inputs, xs))]
+                results = [jnp.asarray(x) for x in flat(*build.replaced(leaves, inputs, xs))]
                 self.has_gradients = bool(inputs and results) and is_floating(results[0]) and not results[0].shape
                 return (results[0] * scale if self.has_gradients else jnp.zeros(())), results
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jamp import _evaluate
 from jamp._arguments import Call, check_concrete, differentiable, named, paths
 from jamp._cast import is_inexact
+from jamp._jaxprs import build
 from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
 from jamp.debug._origin import CLEAN, OriginWalker, Value, all_finite, has_new
 
@@ -119,7 +119,7 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Se
     """The gradients with respect to the leaves at some places, and the results."""
 
     def of_differentiable(*xs: Any) -> tuple[list[Any], list[Any]]:
-        results = [jnp.asarray(x) for x in flat(*_evaluate.replaced(leaves, places, xs))]
+        results = [jnp.asarray(x) for x in flat(*build.replaced(leaves, places, xs))]
         inexact = [x for x in results if is_inexact(x)]
         is_loss = bool(inexact) and inexact[0] is results[0] and not inexact[0].shape
         return inexact[:1] if is_loss else inexact, results

@@ -9,8 +9,8 @@ import jax
 
 from jamp import _table
 from jamp._arguments import arrays_and_types, is_array
-from jamp._autocast.budget import MemoryBudget, check_budget, in_bytes
-from jamp._autocast.flops import of_products
+from jamp._products.flops import of_products
+from jamp._recompute.budget import MemoryBudget, check_budget, in_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
-from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._primitives import operation
-from jamp._source_line import Location
+from jamp._jaxprs import build, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.primitives import operation
+from jamp._jaxprs.source import Location
 from jamp.debug._numbers import FILL, Numbers, roundoff
 from jamp.debug._walk import Walker
 from jamp.debug._wider import bind_wider
@@ -81,12 +81,12 @@ class Observer(Walker[Value]):
         return self._add(Operation("stack", array.dtype), array, wide, values)
 
     def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
-        results, after = _as_traced(eqn, [x.array for x in values]), _jaxpr.avals(eqn.outvars)
+        results, after = _as_traced(eqn, [x.array for x in values]), ir.avals(eqn.outvars)
         wides = _in_float64(eqn, values, results)
         # Two kernels may round twice as much as the operations that they are compared with.
-        constant = 0.0 if wides else 2 * max(roundoff(x.dtype) for x in (*_jaxpr.avals(eqn.invars), *after))
+        constant = 0.0 if wides else 2 * max(roundoff(x.dtype) for x in (*ir.avals(eqn.invars), *after))
         wides = wides or _as_traced(eqn, [x.wide for x in values])
-        found = Operation(operation(eqn), None, here, _jaxpr.params(eqn))
+        found = Operation(operation(eqn), None, here, ir.params(eqn))
         keep = lambda i, *arrays: self._add(found._replace(dtype=after[i].dtype, equation=(id(eqn), i)), *arrays)
         return [keep(i, x, y, values, constant) for i, (x, y) in enumerate(zip(results, wides, strict=True))]
 
@@ -136,22 +136,22 @@ def _narrow(x: Any) -> Any:
 
 def _as_traced(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
     """The results as traced, but with float32 in place of float64, so that the errors of float64 can be estimated."""
-    before, after = _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
-    if not any(x.dtype == _F64 for x in (*before, *after)) or _jaxpr.has_body(eqn):
+    before, after = ir.avals(eqn.invars), ir.avals(eqn.outvars)
+    if not any(x.dtype == _F64 for x in (*before, *after)) or ir.has_body(eqn):
         given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(arrays, before, strict=True)]
-        return _evaluate.bind(eqn, given, after)
+        return interpret.bind(eqn, given, after)
     types = [x.update(dtype=_F32, weak_type=False) if x.dtype == _F64 else x for x in after]
-    return _evaluate.bind(_evaluate.widened(eqn, {_F64}, _F32), list(map(_narrow, arrays)), types)
+    return interpret.bind(build.widened(eqn, {_F64}, _F32), list(map(_narrow, arrays)), types)
 
 
 def _in_float64(eqn: JaxprEqn, values: list[Value], results: list[Any]) -> list[Any]:
     """The results in float64, or an empty list if the operation does not exist there."""
-    name = _jaxpr.name(eqn)
+    name = ir.name(eqn)
     if name == "reduce_precision":
         return [values[0].wide]
     if all(x.wide is x.array for x in values) and not any(map(is_floating, results)):
         return results
-    if name in _AS_TRACED or _jaxpr.has_body(eqn):
+    if name in _AS_TRACED or ir.has_body(eqn):
         return []
     try:
         return bind_wider(eqn, [x.wide for x in values], _F64)

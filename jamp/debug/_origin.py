@@ -22,11 +22,11 @@ import numpy as np
 from jax import Array
 from jax.extend import core
 
-from jamp import _evaluate, _fingerprint, _jaxpr
 from jamp._cast import is_inexact
-from jamp._jaxpr import JaxprEqn
-from jamp._primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES, operation
-from jamp._source_line import Location, pattern
+from jamp._jaxprs import build, equality, interpret, ir
+from jamp._jaxprs.ir import JaxprEqn
+from jamp._jaxprs.primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES, operation
+from jamp._jaxprs.source import Location, pattern
 from jamp.debug._cause import explain
 from jamp.debug._nonfinite_search import Finding, Values
 from jamp.debug._walk import Walker
@@ -71,7 +71,7 @@ class OriginWalker(Walker[Value]):
         arrays = [x.array for x in values]
         bind = functools.partial(_bind, eqn)
         results = bind(arrays)
-        parameter = values[0].parameter if values and _jaxpr.name(eqn) in REARRANGES else ""
+        parameter = values[0].parameter if values and ir.name(eqn) in REARRANGES else ""
         is_constant = bool(values) and all(x.is_constant for x in values)
         keys = {CLEAN}.union(*(x.streams for x in values)) if any(x.streams for x in values) else set()
         if eqn.effects or (not keys and all(map(all_finite, results))):  # An effect happens once.
@@ -108,7 +108,7 @@ class OriginWalker(Walker[Value]):
         self, eqn: JaxprEqn, values: Sequence[Value], results: Sequence[Any], made: "_Made", here: Location
     ) -> int:
         """The stream of a cause. An operation that runs again, such as in a loop, is the same cause."""
-        key = _jaxpr.name(eqn), here
+        key = ir.name(eqn), here
         if key not in self._index:
             self._index[key] = min(len(self.causes), _MOST - 1)
             arrays = [x.array for x in values]
@@ -146,13 +146,13 @@ class OriginWalker(Walker[Value]):
 
 def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """The results of an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
-    types = _jaxpr.avals(eqn.outvars)
-    if eqn.effects or _jaxpr.has_body(eqn) or not all(map(_is_on_cpu, args)):
-        return _evaluate.bind(eqn, args, types)
+    types = ir.avals(eqn.outvars)
+    if eqn.effects or ir.has_body(eqn) or not all(map(_is_on_cpu, args)):
+        return interpret.bind(eqn, args, types)
     inputs: list[Any] = [core.Var(jax.typeof(x)) for x in args]
     outputs = [core.Var(x) for x in types]
     like = eqn.replace(invars=inputs, outvars=outputs)
-    key = _fingerprint.fingerprint(inputs, outputs, [like], sources=False), eqn.ctx
+    key = equality.fingerprint(inputs, outputs, [like], sources=False), eqn.ctx
     results: list[Any] = _compiled(_Operation(key, like))(*args)
     return results
 
@@ -169,9 +169,9 @@ class _Operation:
 def _compiled(operation: _Operation) -> Callable[..., Any]:
     eqn = operation.eqn
     inputs: Any = eqn.invars
-    closed = _evaluate.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
-    options = _quick() if _jaxpr.name(eqn) in EXACT else {}
-    return jax.jit(lambda *xs: _evaluate.call(closed, xs), compiler_options=options)
+    closed = build.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
+    options = _quick() if ir.name(eqn) in EXACT else {}
+    return jax.jit(lambda *xs: interpret.call(closed, xs), compiler_options=options)
 
 
 def _is_on_cpu(x: Any) -> bool:
@@ -238,8 +238,8 @@ def _made(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> _Ma
         if _is_elementwise(eqn):
             explained = functools.reduce(np.logical_or, [_where(is_bad, x) for x in operands])
             masks = [_where(is_bad, x) & ~explained for x in results]
-        elif _jaxpr.name(eqn) in _SUMS:
-            masks = [_where(is_bad, x) for x in _evaluate.bind(eqn, given, _jaxpr.avals(eqn.outvars))]
+        elif ir.name(eqn) in _SUMS:
+            masks = [_where(is_bad, x) for x in interpret.bind(eqn, given, ir.avals(eqn.outvars))]
         else:
             is_explained = any(_where(is_bad, x).any() for x in operands)
             masks = [_where(is_bad, x) & (not is_explained) for x in results]
@@ -249,7 +249,7 @@ def _made(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> _Ma
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
-    name, shapes = _jaxpr.name(eqn), {x.shape for x in _jaxpr.avals([*eqn.invars, *eqn.outvars])} - {()}
+    name, shapes = ir.name(eqn), {x.shape for x in ir.avals([*eqn.invars, *eqn.outvars])} - {()}
     return name in _CASTS or (name in ARITHMETIC and not name.startswith(("reduce", "arg")) and len(shapes) <= 1)
 
 

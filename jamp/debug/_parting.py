@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jamp._primitives import MOVING
+from jamp._jaxprs.primitives import MOVING
 from jamp.debug._align import Entry, Program, entries, source
 from jamp.debug._comparison import ComparedRow
 from jamp.debug._numbers import FILL, JUMP, agree, relative, same_elements

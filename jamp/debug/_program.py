@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jamp import _fingerprint, _jaxpr
 from jamp._cast import is_inexact
-from jamp._jaxpr import ClosedJaxpr
-from jamp._primitives import operation
-from jamp._source_line import Location, user_line
+from jamp._jaxprs import equality, ir
+from jamp._jaxprs.ir import ClosedJaxpr
+from jamp._jaxprs.primitives import operation
+from jamp._jaxprs.source import Location, user_line
 from jamp.debug._run_steps import Damage, Data, Switches, To, damage, run_steps, widen
 from jamp.debug._steps import Body, Builder, Site, Step
 
@@ -59,7 +59,7 @@ class _Segment:
             return id(self)
         active, eqns = set(self.active), [step.eqn for step in self.steps]
         flags = tuple(v in active for v in self.reads), tuple(step.site is None for step in self.steps)
-        return _fingerprint.fingerprint(self.reads, self.writes, eqns, sources=False), flags
+        return equality.fingerprint(self.reads, self.writes, eqns, sources=False), flags
 
     @functools.cached_property
     def run_forward(self) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class Program:
             env.update(zip(segment.writes, results, strict=True))
             for v in () if keep else [v for v in segment.reads if self._last[v] == i]:
                 env.pop(v, None)
-        return [widen(_jaxpr.read(env, v)) for v in self._body.outputs], env
+        return [widen(ir.read(env, v)) for v in self._body.outputs], env
 
     def damages(self, env: Mapping[Any, Any], cotangents: Sequence[Sequence[Any]]) -> list[dict[int, list[Damage]]]:
         """The damage of each site, for several cotangents of the results (None: 0), where all values are `env`."""
@@ -167,7 +167,7 @@ class Program:
 
 def _add(cotangents: dict[Any, Any], atoms: Sequence[Any], values: Sequence[Any]) -> None:
     for v, x in zip(atoms, values, strict=True):
-        if x is not None and not _jaxpr.is_literal(v):
+        if x is not None and not ir.is_literal(v):
             cotangents[v] = cotangents[v] + x if v in cotangents else x
 
 
@@ -194,4 +194,4 @@ def _segments(body: Body) -> list[_Segment]:
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [v for v in atoms if not _jaxpr.is_literal(v)]
+    return [v for v in atoms if not ir.is_literal(v)]

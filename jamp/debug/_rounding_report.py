@@ -11,11 +11,11 @@ from jax.typing import DTypeLike
 
 from jamp import _table
 from jamp._arguments import Call, check_concrete
-from jamp._autocast.formats import Format
+from jamp._autocast.api import autocast
 from jamp._autocast.rules import wide_dtype
-from jamp._autocast.transform import autocast
-from jamp._primitives import PRODUCTS
-from jamp._source_line import pattern
+from jamp._jaxprs.primitives import PRODUCTS
+from jamp._jaxprs.source import pattern
+from jamp._products.formats import Format
 from jamp.debug._errors import Errors
 from jamp.debug._program import ON
 from jamp.debug._rules import smallest_rules

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jamp._autocast.rules import ACCUMULATE
-from jamp._primitives import PRODUCTS
+from jamp._jaxprs.primitives import PRODUCTS
 from jamp.debug._errors import Errors
 from jamp.debug._program import OFF, ON, OPERANDS
 from jamp.debug._run_steps import Damage, Data, Switches

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jamp import _evaluate, _jaxpr
 from jamp._cast import is_floating
+from jamp._jaxprs import interpret, ir
 from jamp.debug._steps import CAST, Body, Step
 from jamp.debug._wider import bind_wider, is_narrower
 
@@ -119,7 +119,7 @@ def rounded(x: Array, to: To) -> Array:
 
 
 def _read(env: Mapping[Any, Any], atom: Any) -> Any:
-    return widen(_jaxpr.value(atom)) if _jaxpr.is_literal(atom) else env[atom]
+    return widen(ir.value(atom)) if ir.is_literal(atom) else env[atom]
 
 
 def _run_body(body: Body, data: Data, xs: Sequence[Any]) -> list[Any]:
@@ -134,17 +134,17 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
         xs = [_read(env, v) for v in step.eqn.invars]
         if step.bodies:
             mine = {i: data[i] for i in step.sites if i in data}
-            results = _LOOPS[_jaxpr.name(step.eqn)](step, mine, xs)
+            results = _LOOPS[ir.name(step.eqn)](step, mine, xs)
         else:
             results = _operate(step, None if step.site is None else data.get(step.site), xs)
         env.update(zip(step.eqn.outvars, results, strict=True))
 
 
 def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
-    eqn, before, after = step.eqn, _jaxpr.avals(step.eqn.invars), _jaxpr.avals(step.eqn.outvars)
-    if _jaxpr.name(eqn) in _AS_TRACED or _jaxpr.has_body(eqn):
+    eqn, before, after = step.eqn, ir.avals(step.eqn.invars), ir.avals(step.eqn.outvars)
+    if ir.name(eqn) in _AS_TRACED or ir.has_body(eqn):
         given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(xs, before, strict=True)]
-        return list(map(widen, _evaluate.bind(eqn, given, after)))
+        return list(map(widen, interpret.bind(eqn, given, after)))
     compute = lambda values: bind_wider(eqn, values, reference_dtype())
     if data is None:
         return compute(xs)
@@ -153,7 +153,7 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     to = [To(aval.dtype, step.wide) for aval in after]
     # The sums of float32 products are float32, and round as much as the operands do.
     sums_in_float32 = any(step.rounds) and all(x.dtype == np.float32 for x in before)
-    as_traced = lambda: list(map(widen, _evaluate.bind(eqn, [x.astype(np.float32) for x in xs], after)))
+    as_traced = lambda: list(map(widen, interpret.bind(eqn, [x.astype(np.float32) for x in xs], after)))
     if isinstance(data, Damage):
         results = others = compute(xs)
         if sums_in_float32:
@@ -165,7 +165,7 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
         results = [jnp.where(data.operands, z, y) for y, z in zip(compute(xs), as_traced(), strict=True)]
     else:
         results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
-    on = data.operands if _jaxpr.name(eqn) == CAST else data.result
+    on = data.operands if ir.name(eqn) == CAST else data.result
     return [jnp.where(on, rounded(y, x), y) for y, x in zip(results, to, strict=True)]
 
 
@@ -177,7 +177,7 @@ def _cond(step: Step, data: Data, xs: list[Any]) -> list[Any]:
 def _while(step: Step, data: Data, xs: list[Any]) -> list[Any]:
     if not all(isinstance(x, Switches) for x in data.values()):
         data, xs = {}, list(map(lax.stop_gradient, xs))  # It has no derivative in reverse mode.
-    n, carry = _jaxpr.condition_constants(step.eqn), _jaxpr.carry(step.eqn)
+    n, carry = ir.condition_constants(step.eqn), ir.carry(step.eqn)
     again, body = step.bodies
     condition = lambda state: _run_body(again, data, [*xs[:n], *state])[0]
     step_once = lambda state: _run_body(body, data, [*xs[n : carry.start], *state])
@@ -185,7 +185,7 @@ def _while(step: Step, data: Data, xs: list[Any]) -> list[Any]:
 
 
 def _scan(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    carry = _jaxpr.carry(step.eqn)
+    carry = ir.carry(step.eqn)
     consts, state, n = xs[: carry.start], xs[carry.start : carry.stop], len(carry)
     taps = {i: x for i, x in data.items() if isinstance(x, Damage)}
 
@@ -194,7 +194,7 @@ def _scan(step: Step, data: Data, xs: list[Any]) -> list[Any]:
         results = _run_body(step.bodies[0], data | mine, [*consts, *state, *slices])
         return results[:n], results[n:]
 
-    state, stacked = lax.scan(iteration, state, (xs[carry.stop :], taps), **_jaxpr.scan_options(step.eqn))
+    state, stacked = lax.scan(iteration, state, (xs[carry.stop :], taps), **ir.scan_options(step.eqn))
     return [*state, *stacked]
 
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jamp import _evaluate, _jaxpr
-from jamp._autocast.flops import flops
-from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product, operation
-from jamp._source_line import Location
+from jamp._jaxprs import interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product, operation
+from jamp._jaxprs.source import Location
+from jamp._products.flops import flops
 from jamp.debug._wider import is_narrower
 
 CAST = "convert_element_type"
@@ -62,7 +62,7 @@ class Step:
     @functools.cached_property
     def tapped(self) -> frozenset[int]:
         """All sites in it, except those in a while loop, which has no derivative in reverse mode."""
-        if _jaxpr.name(self.eqn) == "while":
+        if ir.name(self.eqn) == "while":
             return frozenset()
         inner = (step.tapped for body in self.bodies for step in body.steps)
         return frozenset().union(*inner, () if self.site is None else (self.site,))
@@ -93,7 +93,7 @@ class Builder:
         known = {v: path for v, path in zip(jaxpr.invars, parameters, strict=True) if path}
         constants, steps = dict(zip(jaxpr.constvars, closed.consts, strict=True)), list[Step]()
         run = functools.partial(self._run, steps, known, around)
-        outputs = _evaluate.interpret(jaxpr, [*constants, *jaxpr.invars], run, lambda v: v)
+        outputs = interpret.interpret(jaxpr, [*constants, *jaxpr.invars], run, lambda v: v)
         return Body(jaxpr.invars, constants, _without_casts(steps, outputs), outputs)
 
     def _run(
@@ -101,17 +101,17 @@ class Builder:
     ) -> Sequence[Any]:
         """Add the steps of an equation that is called at the site `around`. Return the variables of its results."""
         here = Site(around.location.inside(eqn), around.steps)
-        bodies, name = _entered(eqn), _jaxpr.name(eqn)
+        bodies, name = _entered(eqn), ir.name(eqn)
         if name in IDENTITIES:  # The derivative is that of the product.
             return reads[:1]
         if bodies and name in _INLINED:
-            return _evaluate.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, here))
-        paths = ["" if _jaxpr.is_literal(v) else known.get(v, "") for v in reads]
+            return interpret.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, here))
+        paths = ["" if ir.is_literal(v) else known.get(v, "") for v in reads]
         outs = [core.Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
         eqn = eqn.replace(invars=reads, outvars=outs)
         if bodies:
-            here.steps += (_jaxpr.iterations(eqn),) * (name == "scan")
-            operands = zip(bodies, _jaxpr.body_operands(eqn), strict=True)
+            here.steps += (ir.iterations(eqn),) * (name == "scan")
+            operands = zip(bodies, ir.body_operands(eqn), strict=True)
             inner = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
             steps.append(Step(eqn, self._wide, bodies=tuple(inner)))
             return outs
@@ -127,7 +127,7 @@ class Builder:
     def _rounds(self, eqn: JaxprEqn) -> bool:
         """Whether an operation rounds its result or reads rounded operands."""
         is_narrow = functools.partial(is_narrower, dtype=self._wide)
-        name, before, after = _jaxpr.name(eqn), _jaxpr.avals(eqn.invars), _jaxpr.avals(eqn.outvars)
+        name, before, after = ir.name(eqn), ir.avals(eqn.invars), ir.avals(eqn.outvars)
         if name == CAST:
             size = before[0].dtype.itemsize if jnp.issubdtype(before[0].dtype, jnp.floating) else 0
             return is_narrow(after[0]) and size > after[0].dtype.itemsize
@@ -141,7 +141,7 @@ class Builder:
         site = self.sites[i]
         site.flops += times * flops(eqn)
         site.dtypes.update(
-            str(aval.dtype) for aval in _jaxpr.avals([*eqn.invars, *eqn.outvars]) if is_narrower(aval, self._wide)
+            str(aval.dtype) for aval in ir.avals([*eqn.invars, *eqn.outvars]) if is_narrower(aval, self._wide)
         )
         site.parameters.update(dict.fromkeys(filter(None, paths)))
         return i
@@ -149,22 +149,22 @@ class Builder:
 
 def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     """The bodies of a call or loop. A custom rule without products is one operation, so that the rule is used."""
-    name = _jaxpr.name(eqn)
+    name = ir.name(eqn)
     if name.startswith("custom_") and not holds_product(eqn):
         return None
-    return _jaxpr.bodies(eqn) if name in (*_INLINED, *LOOPS) else None
+    return ir.bodies(eqn) if name in (*_INLINED, *LOOPS) else None
 
 
 def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
     """The steps, without the rounding of casts that only products read. Products round their operands themselves."""
-    kept = {v for v in outputs if not _jaxpr.is_literal(v)}  # what any step but a product or data movement reads
+    kept = {v for v in outputs if not ir.is_literal(v)}  # what any step but a product or data movement reads
     backwards = []
     for step in reversed(steps):
-        name, outs = _jaxpr.name(step.eqn), step.eqn.outvars
+        name, outs = ir.name(step.eqn), step.eqn.outvars
         if name == CAST and kept.isdisjoint(outs):
             step = dataclasses.replace(step, site=None)
         is_move = name in MOVING and name != CAST and kept.isdisjoint(outs)
         if name not in PRODUCTS and not is_move:
-            kept.update(v for v in step.eqn.invars if not _jaxpr.is_literal(v))
+            kept.update(v for v in step.eqn.invars if not ir.is_literal(v))
         backwards.append(step)
     return backwards[::-1]

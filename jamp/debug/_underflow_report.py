@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jamp import _table
 from jamp._cast import check_floating
-from jamp._scale.dynamic import DynamicLossScale
+from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._step.accessors import get_loss_scale
 from jamp._step.leaves import is_gradient
 

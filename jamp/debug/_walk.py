@@ -8,11 +8,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jamp import _evaluate, _jaxpr
-from jamp._autocast.facts import SEGMENT
-from jamp._jaxpr import ClosedJaxpr, JaxprEqn
-from jamp._primitives import IDENTITIES, operation
-from jamp._source_line import Location, in_scope
+from jamp._jaxprs import interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.primitives import IDENTITIES, operation
+from jamp._jaxprs.source import Location, in_scope
+from jamp._recompute.segments import SEGMENT
 
 
 class Tracked(Protocol):
@@ -56,17 +56,17 @@ class Walker(abc.ABC, Generic[V]):
     def run(self, closed: ClosedJaxpr, args: Sequence[V], caller: Location | None = None) -> list[V]:
         """Return the results of a jaxpr. Operations without a source line get that of the caller."""
         run = functools.partial(self._results, caller or Location())
-        literal = lambda v: self.constant(_jaxpr.value(v))
-        return _evaluate.interpret(closed.jaxpr, [*map(self.constant, closed.consts), *args], run, literal)
+        literal = lambda v: self.constant(ir.value(v))
+        return interpret.interpret(closed.jaxpr, [*map(self.constant, closed.consts), *args], run, literal)
 
     def _results(self, caller: Location, eqn: JaxprEqn, values: list[V]) -> list[V]:
-        if _jaxpr.name(eqn) in IDENTITIES:
+        if ir.name(eqn) in IDENTITIES:
             return values[:1]
         here = caller.inside(eqn)
-        bodies = _jaxpr.bodies(eqn) if _jaxpr.name(eqn) in _ENTER else None
+        bodies = ir.bodies(eqn) if ir.name(eqn) in _ENTER else None
         if bodies is None:
             return self.operation(eqn, values, here)
-        return _ENTER[_jaxpr.name(eqn)](self, eqn, bodies, values, functools.partial(self._inside, here, id(eqn)))
+        return _ENTER[ir.name(eqn)](self, eqn, bodies, values, functools.partial(self._inside, here, id(eqn)))
 
     def _inside(
         self, here: Location, loop: int, step: str, body: ClosedJaxpr, args: Sequence[V], iteration: int | None = None
@@ -91,8 +91,8 @@ Bodies = Sequence[ClosedJaxpr]
 
 def _call(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
     kind = {"remat2": "remat", "custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}
-    name = _jaxpr.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
-    step = f"{kind.get(_jaxpr.name(eqn), operation(eqn))}({name})"
+    name = ir.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
+    step = f"{kind.get(ir.name(eqn), operation(eqn))}({name})"
     return inside("" if in_scope(eqn, SEGMENT) else step, bodies[0], values)
 
 
@@ -102,7 +102,7 @@ def _cond(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
 
 
 def _while(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
-    n, carry = _jaxpr.condition_constants(eqn), _jaxpr.carry(eqn)
+    n, carry = ir.condition_constants(eqn), ir.carry(eqn)
     consts, state, iteration = values[n : carry.start], values[carry.start :], 0
     while inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state], iteration)[0].array:
         state = inside(f"while, iteration {iteration}", bodies[1], [*consts, *state], iteration)
@@ -111,7 +111,7 @@ def _while(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any]
 
 
 def _scan(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
-    carry, options = _jaxpr.carry(eqn), _jaxpr.scan_options(eqn)
+    carry, options = ir.carry(eqn), ir.scan_options(eqn)
     length, is_reverse = options["length"], options["reverse"]
     consts, state, xs = values[: carry.start], values[carry.start : carry.stop], values[carry.stop :]
     rows: list[list[Any]] = []
@@ -121,7 +121,7 @@ def _scan(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
         state = results[: len(carry)]
         rows.append(results[len(carry) :])
     rows = rows[::-1] if is_reverse else rows
-    empty = (walker.constant(jnp.zeros(x.shape, x.dtype)) for x in _jaxpr.avals(eqn.outvars[len(carry) :]))
+    empty = (walker.constant(jnp.zeros(x.shape, x.dtype)) for x in ir.avals(eqn.outvars[len(carry) :]))
     return [*state, *(map(walker.stack, map(list, zip(*rows, strict=True))) if rows else empty)]
 
 

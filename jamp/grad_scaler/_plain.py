@@ -8,7 +8,7 @@ import optax
 from jax import Array
 
 from jamp._cast import to_float32
-from jamp._step.params import params_for, warn_if_rounded
+from jamp._optimizer_state.params import params_for, warn_if_rounded
 from jamp._step.skip import apply_or_keep, update_or_skip
 from jamp._step.state import check_holds_no_scaler
 

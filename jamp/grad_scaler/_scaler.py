@@ -10,10 +10,10 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from jamp._scale.config import loss_scale_for, loss_scale_from_config
-from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
-from jamp._scale.stats import LossScaleStats
+from jamp._loss_scale.config import loss_scale_for, loss_scale_from_config
+from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
+from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats
 from jamp._step.find import scale_of
 from jamp._step.finite import all_finite

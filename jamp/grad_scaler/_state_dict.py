@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jamp._scale.dynamic import DynamicLossScale
-from jamp._scale.static import LossScale
+from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.static import LossScale
 from jamp._step.leaves import with_leaves
 from jamp._step.state import ScalerState
 

@@ -23,7 +23,7 @@ from trees import bits
 
 import jamp
 import jamp.debug
-from jamp._step.block_codes import BlockCodes
+from jamp._optimizer_state.codes import BlockCodes
 from jamp.linen import TrainState
 
 X = np.asarray(normal(4, 4, 4, 2))

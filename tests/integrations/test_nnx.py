@@ -14,7 +14,7 @@ from trees import assert_close, bits
 
 import jamp
 import jamp.nnx
-from jamp._step.block_codes import BlockCodes
+from jamp._optimizer_state.codes import BlockCodes
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 INF = np.full_like(X, np.inf)

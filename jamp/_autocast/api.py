@@ -1,0 +1,138 @@
+"""The function transformations: autocast and full_precision."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.typing import DTypeLike
+
+from jamp._autocast.decisions import warnings_of
+from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
+from jamp._autocast.passes import marked_by_passes, passes
+from jamp._jaxprs import interpret
+from jamp._jaxprs.source import users_stacklevel
+from jamp._numbers import as_number
+from jamp._products.formats import Format
+from jamp._recompute.budget import MemoryBudget, check_budget
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def autocast(
+    fun: Callable[P, R],
+    compute_dtype: DTypeLike | Format,
+    *,
+    rules: Mapping[str, str] | None = None,
+    recompute: bool = True,
+    memory_budget: MemoryBudget = 1.0,
+) -> Callable[P, R]:
+    """Run the matrix products of a function in 16 bit, and the operations between them in float32.
+
+    For code in float64, the compute dtype float32 runs the products in float32. Everything else stays float64.
+
+    `fun` is traced. Its matrix products and convolutions get operands in the compute dtype and give results in it. The
+    operations between two products (norms, activations, softmax, losses) are computed in float32, and their result is
+    rounded where the next product reads it. The backward pass keeps the 16-bit inputs of these cheap operations, and
+    recomputes their float32 values. Values that are float64, complex, integer, or already 16 bit are left alone. It
+    enters jit, scan, while, cond, remat, shard_map, and functions with custom derivatives. Code that it cannot enter
+    runs as it was traced. The [rules](../autocast.md#rules) are a table, and `autocast_report` shows the decisions.
+
+    With `jnp.float32`, products of float64 operands get float32 operands and the precision HIGHEST, unless the code
+    asks for a lower one. Gradients of weights are computed in float32 and added in float64. Products of two vectors,
+    those of JAX's linear algebra and its derivatives, and those for which the code asks for HIGHEST stay float64. Those
+    that you pass to a solver do not. Values beyond the range of float32 become inf or 0 in a product. Float32 operands
+    are left alone, and without float64 the function is unchanged. [Float64](../frameworks/science.md#float64) says when
+    it pays.
+
+    Args:
+      fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
+        traced.
+      compute_dtype: float16 or bfloat16, or its name; or a `Float8` or `Int8`, for products in 8 bit; or float32, for
+        the products of code in float64.
+      rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
+        as `{"scan": "float32"}`, keeps autocast out of it. `{"dot_general[head]": "float32"}` is for the products
+        that have "head" in their name stack (`jax.named_scope`, names of Linen modules), and `{"*[head]": "compute"}`
+        for all operations there but expensive ones, such as linear algebra, sorts and cumulative sums. For float64
+        code, the category that changes nothing is "float64".
+      recompute: False keeps the float32 values that the backward pass needs in memory. Inside your own
+        `jax.checkpoint`, only its policy decides.
+      memory_budget: How much the backward pass may keep, as in `jamp.recompute`. At 1.0 all products are kept.
+
+    Returns:
+      A function like `fun`, whose results have the structure, shapes, dtypes and weak types that those of `fun` have.
+      Gradients with respect to float32 arguments are float32. Use it before or after `jax.grad`, `jit`, `vmap`,
+      `scan` and `remat`. Outside `jit` it is traced at every call.
+
+    Raises:
+      ValueError: If the compute dtype is not one of these, or a rule is for an unknown primitive or category.
+      TypeError: If `fun` is not a function. When called, if a result of `fun` cannot be traced, or inside
+        `hk.transform`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> loss = jamp.autocast(lambda w, x: jnp.mean((x @ w) ** 2), jnp.bfloat16)
+      >>> jax.grad(loss)(jnp.ones((2, 2)), jnp.ones((3, 2))).dtype
+      dtype('float32')
+
+      In float64, with a network in float32 and a factorization that is not:
+
+      >>> def fun(w, x):
+      ...     h = jnp.tanh(x @ w)
+      ...     return jnp.linalg.slogdet(h.T @ h + jnp.eye(2))[1]
+      >>> with jax.enable_x64(True):
+      ...     w, x = jnp.full((2, 2), 0.1), jnp.ones((3, 2))
+      ...     grads = jax.grad(jamp.autocast(fun, jnp.float32))(w, x)
+      ...     error = float(abs(grads - jax.grad(fun)(w, x)).max())
+      >>> grads.dtype, 0 < error < 1e-6
+      (dtype('float64'), True)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are those of
+      `torch.autocast`.
+    """
+    check_budget(memory_budget)
+    memory_budget = as_number(memory_budget)
+    if not recompute and memory_budget != 1.0:
+        raise ValueError(f"memory_budget={memory_budget!r} computes values again, which recompute=False forbids.")
+    trace = passes(fun, compute_dtype, rules)
+
+    @marked_by_passes(trace)
+    @functools.wraps(fun)
+    def with_casts(*args: Any, **kwargs: Any) -> Any:
+        traced = trace(args, kwargs)
+        for message in warnings_of(traced, memory_budget):
+            warnings.warn(message, stacklevel=users_stacklevel())
+        with jax.named_scope(AUTOCAST):
+            values = interpret.call(traced.to_evaluate(recompute, memory_budget), traced.call.leaves)
+        return traced.call.finish(values)
+
+    return with_casts
+
+
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
+    """Exclude a function from autocast: a loss, an attention softmax, a kernel.
+
+    Args:
+      fun: Any function. It may be a method of a module, and may be called inside a model.
+
+    Returns:
+      The same function. Under `autocast`, its forward and backward pass keep the dtypes they were traced with, and
+      operands that are stored in 16 bit are cast back first. Without `autocast` nothing changes.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> logits = jamp.full_precision(jnp.matmul)
+      >>> float(jamp.autocast(lambda x: logits(x, x), jnp.float16)(jnp.float32([[300.0]]))[0, 0])
+      90000.0
+    """
+
+    @functools.wraps(fun)
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A traced operation keeps its name scopes through every transformation.
+        with jax.named_scope(FULL_PRECISION):
+            return fun(*args, **kwargs)
+
+    return marked

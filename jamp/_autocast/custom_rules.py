@@ -1,0 +1,266 @@
+"""The recursion into control flow, calls and custom derivatives: the same construct around rewritten bodies.
+
+When JAX asks for a custom rule, it is traced through the original call and rewritten by the callback `Rewrite`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.extend import core
+from jax.tree_util import Partial
+
+from jamp._autocast.facts import Input
+from jamp._autocast.target import Target
+from jamp._cast import is_inexact
+from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
+from jamp._jaxprs.manual_axes import trace
+from jamp._products.lower import lower
+
+
+class Rewritten:
+    """A jaxpr with products in 16 bit.
+
+    Attributes:
+      closed: The jaxpr, or the traced one if nothing in it changes.
+      low: Which of its outputs are 16 bit in place of float32.
+      changed: Whether anything changes.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, low: Sequence[bool], types: Sequence[Any], changed: bool):
+        self.closed, self.low, self.changed, self._types = closed, tuple(low), changed, types
+        self._done: dict[tuple[bool, ...], ClosedJaxpr] = {self.low: closed}
+
+    def at(self, low: Sequence[bool]) -> ClosedJaxpr:
+        """The jaxpr with only some of its `low` outputs in 16 bit, and the others cast back to float32."""
+        wanted = tuple(low)
+        if wanted not in self._done:
+            eqns, outputs = list(self.closed.jaxpr.eqns), list(self.closed.jaxpr.outvars)
+            for i, v in enumerate(outputs):
+                if self.low[i] and not wanted[i]:
+                    outputs[i] = core.Var(self._types[i])
+                    eqns.append(build.convert(v, outputs[i], eqns[-1] if eqns else None))
+            constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
+            self._done[wanted] = build.closed_jaxpr(constants, self.closed.jaxpr.invars, outputs, eqns)
+        return self._done[wanted]
+
+
+class Rewrite(Protocol):
+    """Rewrites a jaxpr. `backward` says that it is the backward rule of a custom_vjp.
+
+    `stored` outputs that are results of products, perhaps moved, are 16 bit, even if other operations read them too.
+    """
+
+    def __call__(
+        self, closed: ClosedJaxpr, inputs: Sequence[Input], *, backward: bool, stored: Sequence[bool]
+    ) -> Rewritten: ...
+
+
+# The results of these keep their traced dtypes, because the author's derivative rule computes them too.
+KEEPS_RESULTS = ("custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "linear_call", "remat_opt")
+
+
+class _Call(NamedTuple):
+    """A call with a custom rule: the equation, its rewritten body, its operands, and the callback."""
+
+    eqn: JaxprEqn
+    body: ClosedJaxpr
+    known: Sequence[Input]
+    rewrite: Rewrite
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        return interpret.call(self.body, args)
+
+    def replay(
+        self,
+        fun: Callable[..., Any],
+        avals: Sequence[Any],
+        args: Sequence[Any],
+        *,
+        weights: Sequence[bool] = (),
+        residuals_from: int | None = None,
+        backward: bool = False,
+    ) -> list[Any]:
+        """Trace `fun` at `avals`, rewrite it, and evaluate it on `args`.
+
+        The results have the traced dtypes, but residuals (from some result on) are 16 bit where that is exact.
+        """
+        closed = jax.make_jaxpr(fun)(*avals)
+        types = zip(args, avals, weights or [False] * len(args), strict=True)
+        inputs = [Input(jax.typeof(x).dtype != aval.dtype, computed=not is_weight) for x, aval, is_weight in types]
+        n = len(closed.out_avals)
+        stored = [i >= (n if residuals_from is None else residuals_from) for i in range(n)]
+        rewritten = self.rewrite(closed, inputs, backward=backward, stored=stored)
+        low = [x and y for x, y in zip(rewritten.low, stored, strict=True)]
+        return interpret.call(lower(rewritten.at(low)), args)
+
+
+def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
+    """Whether a construct is entered."""
+    if ir.name(eqn) == "custom_linear_solve" and target.compute_dtype.itemsize == 2:
+        return False  # A solver needs the digits of float32.
+    # Inside a shard_map, JAX does not tell a custom rule which of its operands are differentiated.
+    return ir.bodies(eqn) is not None and not (manual and ir.asks_for_zeros(eqn))
+
+
+def enter(
+    eqn: JaxprEqn,
+    bodies: Sequence[Rewritten],
+    known: Sequence[Input],
+    low: Sequence[bool],
+    reads: Sequence[Any],
+    writes: Sequence[Var],
+    rewrite: Rewrite,
+    inside: JaxprEqn | None,
+) -> list[JaxprEqn]:
+    """The equations of a construct with rewritten bodies. `low` results are 16 bit. It may be `inside` a shard_map."""
+    name = ir.name(eqn)
+    if name in _RETRACED:
+        call = _Call(eqn, bodies[0].at([False] * len(low)), known, rewrite)
+        closed = trace(inside, lambda *args: _RETRACED[name](call, args), ir.avals(reads))
+        return inline.inline(closed, reads, writes)
+    wanted = [[False], low] if name == "while" else [low[: len(body.low)] for body in bodies]
+    closed_bodies = [body.at(x) for body, x in zip(bodies, wanted, strict=True)]
+    entered = build.with_bodies(eqn, closed_bodies, reads, writes)
+    if name != "remat_opt":
+        return [entered]
+
+    def thunk(closed: ClosedJaxpr) -> ClosedJaxpr:
+        outputs = [False] * len(closed.out_avals)
+        return lower(rewrite(closed, known, backward=False, stored=outputs).at(outputs))
+
+    return [build.with_thunk(entered, thunk)]
+
+
+def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
+    """Keep the author's rule. It is traced through the original call and rewritten like any other code."""
+    eqn = call.eqn
+    inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
+    n, floating = len(inputs), [i for i, x in enumerate(outputs) if is_inexact(x)]
+
+    @jax.custom_jvp
+    def fun(*xs: Any) -> list[Any]:
+        return call.run(xs)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        # Differentiates only inputs that have a tangent, because the author's rule may ask which ones have.
+        perturbed = [i for i, t in enumerate(tangents) if is_inexact(inputs[i]) and not isinstance(t, SymbolicZero)]
+
+        def original(*values: Any) -> Any:
+            fun = _as_function_of(eqn, values[:n], perturbed)
+            results, derivatives = jax.jvp(fun, [values[i] for i in perturbed], list(values[n:]))
+            return [*results, *(derivatives[i] for i in floating)]
+
+        types, values = [*inputs, *(inputs[i] for i in perturbed)], [*primals, *(tangents[i] for i in perturbed)]
+        weights = [not x.computed for x in (*call.known, *(call.known[i] for i in perturbed))]
+        results = call.replay(original, types, values, weights=weights)
+        derivatives = build.replaced(list(map(_no_tangent, outputs)), floating, results[len(outputs) :])
+        return results[: len(outputs)], derivatives
+
+    fun.defjvp(rule, symbolic_zeros=ir.asks_for_zeros(eqn))
+    result: list[Any] = fun(*args)
+    return result
+
+
+def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
+    """As `_custom_jvp`. The residuals of the forward rule are 16 bit where that is exact."""
+    eqn = call.eqn
+    inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
+    asks = ir.asks_for_zeros(eqn)
+
+    @jax.custom_vjp
+    def fun(*xs: Any) -> list[Any]:
+        return call.run(xs)
+
+    def forward(*primals: Any) -> tuple[list[Any], Any]:
+        xs = [x.value for x in primals] if asks else primals
+        perturbed = [i for i, x in enumerate(primals) if is_inexact(inputs[i]) and (not asks or x.perturbed)]
+        traced: list[Any] = []
+
+        def original(*values: Any) -> Any:
+            results, pull_back = jax.vjp(_as_function_of(eqn, values, perturbed), *(values[i] for i in perturbed))
+            residuals, structure = jax.tree.flatten(pull_back)
+            traced[:] = structure, [jax.typeof(x) for x in residuals]
+            return [*results, *residuals]
+
+        values = call.replay(original, inputs, xs, residuals_from=len(outputs))
+        # The static values reach the backward rule in the function of a Partial.
+        dtypes = [jax.typeof(xs[i]).dtype for i in perturbed]
+        rest = functools.partial(_pull_back, call, perturbed, dtypes, *traced)
+        return values[: len(outputs)], Partial(rest, *values[len(outputs) :])
+
+    fun.defvjp(forward, lambda rest, cotangents: rest(cotangents=cotangents), symbolic_zeros=asks)
+    result: list[Any] = fun(*args)
+    return result
+
+
+def _pull_back(
+    call: _Call,
+    perturbed: Sequence[int],
+    dtypes: Sequence[Any],
+    structure: Any,
+    types: Sequence[Any],
+    *residuals: Any,
+    cotangents: Sequence[Any],
+) -> tuple[Any, ...]:
+    """The backward rule of a custom_vjp: the cotangents of its inputs."""
+    inputs, outputs = ir.avals(call.eqn.invars), ir.avals(call.eqn.outvars)
+    floating = [i for i, x in enumerate(outputs) if is_inexact(x)]
+
+    def original(*values: Any) -> Any:
+        pull_back = jax.tree.unflatten(structure, values[: len(residuals)])
+        return pull_back(build.replaced(list(map(_no_tangent, outputs)), floating, values[len(residuals) :]))
+
+    dense = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+    values = [*residuals, *(dense(cotangents[i]) for i in floating)]
+    found = call.replay(
+        original,
+        [*types, *(outputs[i] for i in floating)],
+        values,
+        backward=True,
+    )
+    cotangents = [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
+    return tuple(build.replaced([None] * len(inputs), perturbed, cotangents))
+
+
+def _no_tangent(aval: Any) -> Any:
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def _linear_call(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
+    """A linear function with its own transpose, traced through the original call."""
+    inputs, n = ir.avals(call.eqn.invars), ir.residuals(call.eqn)
+
+    def transposed(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def original(*values: Any) -> Any:
+            fun = _as_function_of(call.eqn, [*values[:n], *inputs[n:]], range(n, len(inputs)))
+            return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
+
+        types = [*inputs[:n], *ir.avals(call.eqn.outvars)]
+        found = call.replay(original, types, [*residuals, *cotangents])
+        return [x.astype(jax.typeof(y).dtype) for x, y in zip(found, args[n:], strict=True)]
+
+    fun = lambda residuals, operands: call.run([*residuals, *operands])
+    values: Sequence[Any] = linear_call(fun, transposed, list(args[:n]), list(args[n:]))
+    return values
+
+
+def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int]) -> Callable[..., list[Any]]:
+    """An equation as it was traced, as a function of some of its operands."""
+
+    def original(*values: Any) -> list[Any]:
+        return interpret.bind(eqn, build.replaced(operands, some, values), ir.avals(eqn.outvars))
+
+    return original
+
+
+_RETRACED: dict[str, Callable[[_Call, Sequence[Any]], Sequence[Any]]] = {
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "linear_call": _linear_call,
+}

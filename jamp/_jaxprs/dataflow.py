@@ -1,0 +1,152 @@
+"""Dataflow analyses: facts about the values of a jaxpr.
+
+A `Forward` analysis starts at the inputs of a jaxpr, a `Backward` one at its outputs. Its rule says what one equation
+passes on. The recursion into the bodies of constructs (calls, branches, loops) is here, for all analyses.
+
+A loop passes facts on from step to step, so those about a carry are computed to the fixed point.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from jamp._jaxprs import build, ir
+from jamp._jaxprs.ir import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+Flags = list[bool]
+T = TypeVar("T")
+
+
+class Forward(Generic[T]):
+    """What is known of each value, from what is known of the values that it is computed from.
+
+    Args:
+      rule: From an equation and the facts about its operands to the fact about its results.
+      join: The fact about a value that comes from one of two places.
+      constant: The fact about a constant.
+    """
+
+    def __init__(
+        self,
+        rule: Callable[[JaxprEqn, list[T]], T],
+        join: Callable[[T, T], T],
+        constant: Callable[[Any], T],
+    ):
+        self._rule, self._join, self._constant = rule, join, constant
+        self._done: dict[Any, tuple[ClosedJaxpr, dict[Var, T]]] = {}
+
+    def __call__(self, closed: ClosedJaxpr, inputs: Sequence[T]) -> dict[Var, T]:
+        """The facts about the values of a jaxpr, given those about its inputs."""
+        jaxpr, key = closed.jaxpr, (ir.identity(closed), tuple(inputs))
+        if key not in self._done:
+            facts = dict(zip(jaxpr.invars, inputs, strict=True))
+            facts |= {v: self._constant(x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
+            self._done[key] = closed, facts  # With the function, so that no other one gets its ids.
+            for eqn in jaxpr.eqns:
+                facts.update(zip(eqn.outvars, self._results(eqn, self.read(facts, eqn.invars)), strict=True))
+        return self._done[key][1]
+
+    def read(self, facts: dict[Var, T], atoms: Sequence[Any]) -> list[T]:
+        """The facts about some variables and literals."""
+        return [self._constant(v.val) if ir.is_literal(v) else facts[v] for v in atoms]
+
+    def into(self, eqn: JaxprEqn, operands: Sequence[T]) -> list[list[T]]:
+        """The facts about the inputs of each body of a construct, given those about its operands."""
+        known = self._around(eqn, list(operands))
+        return [[known[i] for i in places] for places in ir.body_operands(eqn)]
+
+    def _around(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
+        """The facts about the operands of a construct in any step, if it is a loop."""
+        known, carry = operands, ir.carry(eqn)
+        while carry:
+            end = self._outputs(eqn, known)[-1]
+            ends = build.replaced(known, carry, end[: len(carry)])
+            new = list(map(self._join, known, ends))
+            if new == known:
+                break
+            known = new
+        return known
+
+    def _results(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
+        if not _bodies(eqn):
+            return [self._rule(eqn, operands)] * len(eqn.outvars)
+        known = self._around(eqn, operands)
+        (first, *others), carry = self._outputs(eqn, known), ir.carry(eqn)
+        first = build.replaced(first, range(len(carry)), [known[i] for i in carry])
+        return [functools.reduce(self._join, column) for column in zip(first, *others, strict=True)]
+
+    def _outputs(self, eqn: JaxprEqn, operands: list[T]) -> list[list[T]]:
+        """The facts about the outputs of each body that computes results, given those about the operands."""
+        outputs = []
+        for body, places in zip(_bodies(eqn), ir.body_operands(eqn), strict=True):
+            facts = self(body, [operands[i] for i in places])
+            outputs.append(self.read(facts, body.jaxpr.outvars))
+        return outputs[ir.bodies_before_results(eqn) :]
+
+
+def spreads(rule: Callable[[JaxprEqn, Flags], bool]) -> Forward[bool]:
+    """An analysis of a property that no constant has, and that a value has if it has it in any step or branch."""
+    return Forward(rule, operator.or_, lambda value: False)
+
+
+class Backward:
+    """Which values have a property that the operands of an equation have if `rule(eqn, flags of results)` says so."""
+
+    def __init__(self, rule: Callable[[JaxprEqn, Flags], bool]):
+        self._rule = rule
+        self._done: dict[Any, tuple[Jaxpr, set[Var]]] = {}
+
+    def __call__(self, jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
+        """The values of a jaxpr with the property, given which of its outputs have it."""
+        key = id(jaxpr), tuple(outputs)
+        if key not in self._done:
+            having: set[Any] = {v for v, x in zip(jaxpr.outvars, outputs, strict=True) if x and not ir.is_literal(v)}
+            self._done[key] = jaxpr, having
+            for eqn in reversed(jaxpr.eqns):
+                operands = self._operands(eqn, flags(eqn.outvars, having))
+                having.update(v for v, x in zip(eqn.invars, operands, strict=True) if x and not ir.is_literal(v))
+        return self._done[key][1]
+
+    def into(self, eqn: JaxprEqn, results: Sequence[bool]) -> list[Flags]:
+        """The flags of the outputs of each body of a construct, given those of its results."""
+        known, carry = list(results), ir.carry(eqn)
+        while carry:
+            read = self._read(eqn, known)
+            new = [x or (i < len(carry) and read[carry[i]]) for i, x in enumerate(known)]
+            if new == known:
+                break
+            known = new
+        return _outputs_of_bodies(eqn, known)
+
+    def _operands(self, eqn: JaxprEqn, results: Flags) -> Flags:
+        if not _bodies(eqn):
+            return [self._rule(eqn, results)] * len(eqn.invars)
+        carry, end = ir.carry(eqn), self.into(eqn, results)[-1]
+        return [x or (i in carry and end[i - carry.start]) for i, x in enumerate(self._read(eqn, end))]
+
+    def _read(self, eqn: JaxprEqn, results: Flags) -> Flags:
+        """The flags of the operands that some body reads, given those of the results."""
+        read = [False] * len(eqn.invars)
+        for body, places, outputs in zip(
+            _bodies(eqn), ir.body_operands(eqn), _outputs_of_bodies(eqn, results), strict=True
+        ):
+            having = self(body.jaxpr, outputs)
+            for i, x in zip(places, flags(body.jaxpr.invars, having), strict=True):
+                read[i] = read[i] or x
+        return read
+
+
+def flags(atoms: Sequence[Any], having: set[Var]) -> Flags:
+    """Which variables are in a set. A literal is in none."""
+    return [not ir.is_literal(v) and v in having for v in atoms]
+
+
+def _bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
+    return (ir.bodies(eqn) or ()) if ir.name(eqn) in ir.CONSTRUCTS else ()
+
+
+def _outputs_of_bodies(eqn: JaxprEqn, results: Flags) -> list[Flags]:
+    if ir.name(eqn) == "while":
+        return [[False], results]
+    return [results[: len(body.jaxpr.outvars)] for body in _bodies(eqn)]  # The products of a solver have no aux.

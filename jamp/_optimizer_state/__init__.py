@@ -1,0 +1,1 @@
+"""Optimizer states in fewer bytes: masters, 16-bit parameters, 8-bit moments."""

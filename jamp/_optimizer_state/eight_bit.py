@@ -1,0 +1,307 @@
+"""`quantized_state`: the moments of an Optax optimizer in eight bits."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.tree_util import keystr, tree_map_with_path
+
+from jamp._barrier import in_one_kernel_on_tpu
+from jamp._cast import is_float32, is_floating
+from jamp._jaxprs.source import users_stacklevel
+from jamp._numbers import as_number
+from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
+from jamp._optimizer_state.moments import map_moments
+from jamp._optimizer_state.rounding import next_count, random_bits, random_words
+from jamp._step.state import check_holds_no_scaler, check_kind, contains
+
+Choice = Callable[[Any, Any], bool | None]  # of the path and the array
+_Scales = dict[str, list[Array]]  # those of the arrays of each leaf
+
+
+class _Choices(NamedTuple):
+    """What `quantized_state` was asked for."""
+
+    block_size: int
+    keep: Choice | None
+    never_negative: Choice | None
+
+
+# The scale of a block, four bytes, must be smaller than the saving of its codes. Small arrays save nothing.
+_MIN_SIZE, _MIN_AXIS = 4096, 16
+
+_SEED = 0x6D6F6D73  # other random bits than those of a `stochastic_rounding` around it
+
+_CURE = "If it is the state of the optimizer inside: jamp.interop.quantize_state(state, block_size)."
+
+
+class QuantizedState(NamedTuple):
+    """State of `quantized_state`: that of the inner optimizer, with `BlockCodes` in place of its moments' trees.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> state = jamp.quantized_state(optax.adamw(1e-3)).init(jnp.ones((64, 256)))
+      >>> state.inner_state[0].mu.codes.dtype, state.inner_state[0].nu.codes.dtype
+      (dtype('int8'), dtype('uint8'))
+    """
+
+    rounding_count: Array  # i32[], steps so far modulo 2**32, on which the random bits depend
+    inner_state: Any
+
+
+def quantized_state(
+    inner: optax.GradientTransformation,
+    *,
+    block_size: int = 128,
+    keep: Choice | None = None,
+    never_negative: Choice | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keep the moments of an optimizer in eight bits between its steps.
+
+    AdamW's moments take 2.06 bytes a parameter in place of 8. A step decodes them, runs `inner` in float32, and rounds
+    the new ones stochastically, so that slow averages keep moving.
+
+    It stores in eight bits the float32 moments of Optax's and `optax.contrib`'s states that have at least 4096
+    elements and a last axis of at least 16. Everything else stays as it is: sums of gradients, copies of parameters,
+    masters, and the states of other libraries. For bfloat16 parameters Optax makes bfloat16 moments, which stay too:
+    put `stochastic_rounding` or `master_params` around, as `inner` then sees float32. `init` warns if no moment is
+    stored in eight bits for that reason.
+
+    `inner` is called twice in a step, for the scales and for the codes, and must have no side effects.
+
+    Args:
+      inner: The optimizer.
+      block_size: The number of elements along the last axis that share a scale, a power of two. Where that
+        axis is sharded, make its shards multiples of it, so that no block is cut. On Explicit axes JAX demands it.
+      keep: A function of the path in the inner state and the array. An array for which it returns True stays as it is.
+      never_negative: For states that jamp does not know: a function of the path and the array, for each float32 array
+        that is in none of Optax's moments. True and False store it in eight bits. True is for an array that is never
+        negative, such as a second moment. None leaves it as it is.
+
+    Returns:
+      An Optax transformation. Its state is a `QuantizedState`, whose codes have the shapes of the parameters.
+
+    Raises:
+      TypeError: From `update`, if the state is not a `QuantizedState`, or the dtypes of its codes or scales changed.
+      ValueError: If `block_size` is not a power of two. From `init`, if `inner` is loss-scaled or quantized. From
+        `update`, if the state has another block size.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx, params = jamp.quantized_state(optax.adam(1e-3)), jnp.ones((64, 256))
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(params, state, params)
+      >>> round(float(updates[0, 0]), 6)
+      -0.001
+
+    References:
+      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv:2110.02861): blocks.
+    """
+    choices = _Choices(_checked_block_size(block_size), keep, never_negative)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> QuantizedState:
+        state = inner.init(params)
+        check_holds_no_scaler(
+            state,
+            "The optimizer inside quantized_state is loss-scaled, and its skipped steps would be stored anew. Wrap "
+            "the whole: jamp.loss_scaled(jamp.quantized_state(tx)).",
+        )
+        if contains(state, lambda x: isinstance(x, QuantizedState)):
+            raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
+        # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
+        state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
+        new = QuantizedState(jnp.array(0, jnp.int32), _encoded(state, jnp.array(0, jnp.int32), choices)[0])
+        _warn_if_all_are_16_bit(new)
+        return new
+
+    def update(
+        grads: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, QuantizedState]:
+        check_kind(state, QuantizedState, _CURE)
+        count = next_count(state.rounding_count)
+        step = lambda state: inner.update(grads, _decoded(state, choices.block_size), params, **extra_args)
+        # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
+        # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once.
+        updates, new = step(state)
+        _, scales = _encoded(new, count, choices, is_computed=True)
+        if scales:
+            # One barrier for the arrays of a leaf, or XLA:GPU makes kernels of a part of each pass. Not one for all
+            # leaves, which XLA:TPU would then read from its main memory in each pass.
+            scales = {leaf: lax.optimization_barrier(of_leaf) for leaf, of_leaf in scales.items()}
+            barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
+            apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
+            updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
+        inner_state, _ = _encoded(new, count, choices, scales, is_computed=True)
+        inner_state = jax.tree.map(_with_own_places, inner_state, state.inner_state, is_leaf=_is_codes)
+        return _with_codes(updates, inner_state), QuantizedState(count, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_if_all_are_16_bit(state: QuantizedState) -> None:
+    moments = [x for x in jax.tree.leaves(state) if is_floating(x) and x.dtype.itemsize == 2 and x.size >= _MIN_SIZE]
+    if moments and not contains(state, _holds_scales):
+        warnings.warn(
+            f"quantized_state stores nothing in eight bits, because the moments are {moments[0].dtype.name}. Optax "
+            "makes them so for parameters of that dtype. Put masters around: "
+            "jamp.master_params(jamp.quantized_state(tx), split=True), or jamp.stochastic_rounding. With float32 "
+            "parameters, leave mu_dtype out.",
+            stacklevel=users_stacklevel(),
+        )
+
+
+def quantize_state(
+    state: Any, block_size: int = 128, keep: Choice | None = None, never_negative: Choice | None = None
+) -> QuantizedState:
+    """Convert a state of `tx` to one of `jamp.quantized_state(tx)`, with the same other arguments.
+
+    Raises:
+      ValueError: If `block_size` is not a power of two.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> state = jamp.interop.quantize_state(optax.adam(1e-3).init(jnp.ones((64, 256))))
+      >>> state.inner_state[0].nu.codes.dtype
+      dtype('uint8')
+    """
+    choices = _Choices(_checked_block_size(block_size), keep, never_negative)
+    count = jnp.array(0, jnp.int32)
+    return QuantizedState(count, _encoded(state, count, choices)[0])
+
+
+def dequantize_state(state: QuantizedState) -> Any:
+    """Convert a state of `jamp.quantized_state(tx)`, of any block size, to one of `tx`.
+
+    Raises:
+      TypeError: If the state is not a `QuantizedState`, or the dtypes of its codes or scales changed.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> state = jamp.quantized_state(optax.adam(1e-3)).init(jnp.ones((64, 256)))
+      >>> jamp.interop.dequantize_state(state)[0].nu.dtype
+      dtype('float32')
+    """
+    check_kind(state, QuantizedState, "It is for the states of jamp.quantized_state(tx) alone.")
+    return _decoded(state, None)
+
+
+def _encoded(
+    state: Any, count: Array, choices: _Choices, scales: _Scales | None = None, *, is_computed: bool = False
+) -> tuple[Any, _Scales]:
+    """A state of the inner optimizer after `count` steps with its moments in codes, and their scales.
+
+    `scales` are those of the same state, if they are known. `is_computed` says that the optimizer computed it just now.
+    """
+    words, found = random_words(_SEED, count), _Scales()
+
+    def stored(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes | None:
+        if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
+            return None
+        is_given = is_square is None or not is_computed
+        if is_square is None and choices.never_negative is not None:
+            is_square = choices.never_negative(path, x)
+        if is_square is None or (choices.keep is not None and choices.keep(path, x)):
+            return None
+        if is_square and is_given:  # Optax computes no -0, which has the bits of a negative number.
+            x = jnp.where(x <= 0, 0, x)
+        so_far = found.setdefault(leaf, [])
+        known = None if scales is None else scales[leaf][len(so_far)]
+        codes = encode(x, choices.block_size, is_square, random_bits(words, leaf, len(so_far)), known)
+        so_far.append(codes.scales)
+        return codes
+
+    def field(start: Any, tree: Any, is_square: bool | None) -> Any:
+        new = lambda path, x: stored((*start, *path), keystr(path or start), x, is_square) or BlockCodes(x, _whole(x))
+        pairs = tree_map_with_path(new, tree)
+        if is_square is None:  # an array of another state
+            return pairs if _is_scales(pairs.scales) else tree
+        # Two trees like the parameters and not a tree of pairs: `optax.tree.map_params` maps those, and Flax NNX keeps
+        # each leaf of one in a Variable.
+        part = lambda name: jax.tree.map(lambda x: getattr(x, name), pairs, is_leaf=_is_codes)
+        return BlockCodes(part("codes"), part("scales"))
+
+    return map_moments(field, state), found
+
+
+def _with_codes(updates: Any, inner_state: Any) -> Any:
+    """The updates, each in one kernel of a TPU with the codes of the moments that are in its place in their trees.
+
+    XLA:TPU computes both in one kernel only if one needs the other. Apart, they read and decode the state twice.
+    """
+    codes: dict[str, list[Array]] = {}
+
+    for moment in filter(_is_codes, jax.tree.leaves(inner_state, is_leaf=_is_codes)):
+        for (path, x), scales in zip(
+            jax.tree.leaves_with_path(moment.codes), jax.tree.leaves(moment.scales), strict=True
+        ):
+            if _is_scales(scales):
+                codes.setdefault(keystr(path), []).append(x)
+    return tree_map_with_path(lambda path, u: in_one_kernel_on_tpu(u, codes.get(keystr(path), ())), updates)
+
+
+def _decoded(state: QuantizedState, block_size: int | None) -> Any:
+    """The state of the inner optimizer. `block_size` is checked unless it is None."""
+
+    def whole(path: Any, codes: Any, scales: Any) -> Any:
+        if not _is_scales(scales):
+            return codes
+        check_codes(f"The state{keystr(path)}", BlockCodes(codes, scales), block_size)
+        return decode(BlockCodes(codes, scales))
+
+    def field(start: Any, x: Any) -> Any:
+        if not _is_codes(x):
+            return x
+        of_codes, of_scales = list[Any](map(jax.tree.structure, x))
+        if of_codes != of_scales:
+            raise TypeError(
+                f"The state{keystr(start)} has scales for some arrays and none for others: it was restored in part, or "
+                "is of an older jamp, whose codes stand for other numbers. Start with tx.init(params), or make a "
+                "float32 state of it with that version's jamp.interop.dequantize_state."
+            )
+        return tree_map_with_path(lambda path, *y: whole((*start, *path), *y), *x)
+
+    return tree_map_with_path(field, state.inner_state, is_leaf=_is_codes)
+
+
+def _checked_block_size(given: Any) -> int:
+    block_size = as_number(given)
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1 or block_size.bit_count() > 1:
+        raise ValueError(
+            f"block_size must be a power of two, got block_size={block_size!r}. The number of blocks then tells it."
+        )
+    return block_size
+
+
+def _is_codes(x: Any) -> bool:
+    return isinstance(x, BlockCodes)
+
+
+def _whole(x: Any) -> Array:
+    """What is in the place of the scales of an array that stays whole.
+
+    Not an empty array, which Orbax does not save. A small one has the array's shape, so that its sharding fits.
+    """
+    shape = jnp.shape(x)
+    return jnp.zeros(shape if math.prod(shape) < _MIN_SIZE else (*shape[:-1], 1), jnp.bool_)
+
+
+def _with_own_places(new: Any, old: Any) -> Any:
+    """New codes, with what an old state has in the place of scales: a new constant would lie on every device."""
+    if not _is_codes(new):
+        return new
+    return new._replace(scales=jax.tree.map(lambda x, own: x if _is_scales(x) else own, new.scales, old.scales))
+
+
+def _holds_scales(x: Any) -> bool:
+    return _is_codes(x) and any(map(_is_scales, jax.tree.leaves(x.scales)))
+
+
+def _is_scales(x: Any) -> bool:
+    """Whether these are scales, and not what `_whole` puts in their place."""
+    return bool(jnp.result_type(x) != jnp.bool_)

@@ -1,0 +1,224 @@
+"""`stochastic_rounding`: bfloat16 parameters without float32 masters."""
+
+import collections
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import PartitionSpec
+from jax.tree_util import keystr, tree_map_with_path
+from jax.typing import DTypeLike
+
+from jamp._cast import check_floating, is_floating, to_float32
+from jamp._jaxprs.source import users_stacklevel
+from jamp._optimizer_state.moments import NOT_MOMENTS
+from jamp._optimizer_state.params import check_bfloat16, rounds_params, update_between
+from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
+from jamp._optimizer_state.split_masters import MasterParamsState, SplitMasterParamsState
+from jamp._step.state import check_holds_no_scaler, check_kind, contains
+
+# Their updates depend on the distance to the first parameters, to which each rounding adds.
+_DISTANCES = ("DoGState", "DoWGState", "MechanicState")
+_ADVICE = (
+    "Stochastic rounding is for bfloat16, which has the range of float32: smaller types would make small parameters 0. "
+    "Use bfloat16 parameters, or float32 masters: jamp.loss_scaled(jamp.master_params(tx))."
+)
+_CURE = "If it is the state of the optimizer inside: tx.init(params)._replace(inner_state=state)."
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> int(jamp.stochastic_rounding(optax.sgd(0.1)).init(jnp.ones(3, jnp.bfloat16)).rounding_count)
+      0
+    """
+
+    rounding_count: Array  # i32[], steps so far modulo 2**32, on which the random bits depend
+    inner_state: Any
+
+    @property
+    def rounds_params(self) -> bool:
+        """True: wrappers pass the parameters at their own dtypes."""
+        return True
+
+
+def stochastic_rounding(
+    inner: optax.GradientTransformation,
+    *,
+    seed: int = 0,
+    state_dtype: DTypeLike | Callable[[Any, Any], DTypeLike | None] | None = None,
+    index_specs: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Train bfloat16 parameters without float32 masters.
+
+    Rounding to nearest loses small updates. This rounds each new parameter up or down, with the probability that makes
+    it right on average. Put it last before `apply_updates`, and `loss_scaled` around it. `inner` sees float32 gradients
+    and parameters. Parameters of 32 or more bits are stepped as usual. If all are, and `state_dtype` is None, it does
+    nothing, and warns.
+
+    A step's roundings are noise of up to a 128th of each parameter. Optax's `dog`, `dowg` and `mechanize` measure the
+    distance to the first parameters, and with it that noise, so they are an error. `prodigy`, `momo` and `cocob`
+    multiply that distance by the gradient, and the noise averages out.
+
+    The random bits are a hash of the seed, the step count, the parameter's path and the element's index in the whole
+    array. From the same gradients, and with an `inner` that computes the same bits (`quantized_state` does not), a
+    compiled run is the same bit for bit on any number of devices. After a restart it always is.
+
+    `optax.apply_updates(params, updates)` gives exactly the rounded parameter if the difference is a normal number and
+    the step makes the parameter at most 2**14 times smaller. Otherwise it is within 2**-23 times the old parameter.
+
+    Args:
+      inner: The optimizer.
+      seed: An int, or i32[] for each member of a `vmap`. Members with the same seed share their random bits.
+      state_dtype: With bfloat16, the moments (arrays of the inner state at a parameter's path) are kept in bfloat16
+        between steps, with the same rounding. Sums of gradients and copies of parameters, such as MultiSteps'
+        `acc_grads` and schedule-free's `z`, stay float32. A function of path and array returns bfloat16 for one to
+        round, and None or float32 for one that stays.
+      index_specs: Inside `shard_map`, a pytree of `PartitionSpec`s like the parameters, or a prefix of it. Without it,
+        and in arrays of the state that do not have their parameter's shape, all shards get the same bits.
+
+    Returns:
+      An Optax transformation whose `update` needs `params`. Its state is a `StochasticRoundingState`.
+
+    Raises:
+      TypeError: From `update`, if the state is not a `StochasticRoundingState`.
+      ValueError: If `seed` or `state_dtype` is wrong. From `init` and `update`, if a parameter is float16 or float8.
+        From `init`, if `inner` is loss-scaled, has masters, rounds stochastically, or measures the distance of bfloat16
+        parameters. From `update`, without `params`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jamp
+      >>> tx, params = jamp.stochastic_rounding(optax.sgd(1e-4)), jnp.ones(1000, jnp.bfloat16)
+      >>> state = tx.init(params)
+      >>> for _ in range(10):
+      ...     updates, state = tx.update(-jnp.ones(1000), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> 1.0005 < float(params.astype(jnp.float32).mean()) < 1.0015  # rounded to nearest, it would be 1
+      True
+
+    References:
+      Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015. Zamirai et al., Revisiting BFloat16
+      Training, arXiv:2010.06192.
+    """
+    if not jnp.issubdtype(jnp.result_type(seed), jnp.integer) or jnp.ndim(seed):
+        raise ValueError(f"seed must be an int, got seed={seed!r}. The random bits are a hash of it, and need no key.")
+    inner = optax.with_extra_args_support(inner)
+    choose = _chooser(state_dtype)
+
+    def store(inner_state: Any, words: Any, params: Any, specs: Any) -> Any:
+        """The inner state, with some of its arrays in 16 bit."""
+        if state_dtype is None:
+            return inner_state
+        leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
+        of_params = {path: (jnp.shape(p), spec) for (path, p), spec in leaves}
+        arrays = collections.Counter(of_params.keys())  # of each parameter so far, with itself
+
+        def stored(path: Any, x: Any) -> Any:
+            start = next((i for i in range(len(path) + 1) if path[i:] in of_params), None)
+            dtype = choose(path, x, start) if jnp.result_type(x) == jnp.float32 else None
+            if dtype is None or _check_state_dtype(dtype) == jnp.float32:
+                return x
+            param = () if start is None else path[start:]
+            shape, spec = (None, None) if start is None else of_params[param]
+            if shape != jnp.shape(x):
+                return round_stochastically(x, random_bits(words, f"state{keystr(path)}")).astype(jnp.bfloat16)
+            arrays[param] += 1
+            random = random_bits(words, keystr(param), arrays[param] - 1)
+            return round_stochastically(x, random, spec).astype(jnp.bfloat16)
+
+        return tree_map_with_path(stored, inner_state)
+
+    def init(params: optax.Params) -> StochasticRoundingState:
+        check_bfloat16(params, _ADVICE)
+        inner_state, count = inner.init(to_float32(params)), jnp.array(0, jnp.int32)
+        _check_inner(inner_state, params)
+        specs = jax.tree.broadcast(PartitionSpec(), params)
+        return StochasticRoundingState(count, store(inner_state, random_words(seed, count), params, specs))
+
+    def update(
+        grads: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, StochasticRoundingState]:
+        check_kind(state, StochasticRoundingState, _CURE)
+        if params is None:
+            raise ValueError("stochastic_rounding needs the parameters. Call tx.update(grads, state, params).")
+        check_bfloat16(params, _ADVICE)
+        if state_dtype is None:
+            _warn_if_nothing_is_rounded(params)
+        in_float32, count = to_float32(params), next_count(state.rounding_count)
+        inner_state = state.inner_state if state_dtype is None else to_float32(state.inner_state)
+        updates, inner_state = inner.update(to_float32(grads), inner_state, in_float32, **extra_args)
+        words = random_words(seed, count)
+
+        def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
+            if jnp.result_type(p) != jnp.bfloat16:
+                return step
+            new = round_stochastically((old + step).astype(jnp.float32), random_bits(words, keystr(path)), spec)
+            return straight_through(step, update_between(old, new))
+
+        specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
+        updates = tree_map_with_path(rounded, params, in_float32, updates, specs)
+        return updates, StochasticRoundingState(count, store(inner_state, words, params, specs))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
+    """A function of an array's path, the array, and the index at which a parameter's path begins in it (or None)."""
+    if callable(state_dtype) and not isinstance(state_dtype, (type, np.dtype, type(jnp.bfloat16))):
+        return lambda path, x, start: state_dtype(path, x)
+    dtype = None if state_dtype is None else _check_state_dtype(state_dtype)
+
+    def choose(path: tuple[Any, ...], x: Any, start: int | None) -> Any:
+        is_moment = not NOT_MOMENTS & {getattr(key, "name", None) for key in path[:start]}
+        return dtype if start is not None and is_moment and jnp.ndim(x) else None
+
+    return choose
+
+
+def _check_state_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    checked = check_floating("state_dtype", dtype)
+    if checked not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(
+            f"state_dtype must be bfloat16, or float32 for state that stays, got {checked.name}: of the 16-bit types, "
+            "only bfloat16 has the range of float32."
+        )
+    return checked
+
+
+def _warn_if_nothing_is_rounded(params: Any) -> None:
+    # A branch of `optax.partition` sees other branches' parameters as masked nodes, and may have wide ones alone.
+    dtypes = {p.dtype.name for p in jax.tree.leaves(params) if is_floating(p)}
+    if dtypes and "bfloat16" not in dtypes and not contains(params, lambda x: isinstance(x, optax.MaskedNode)):
+        warnings.warn(
+            f"stochastic_rounding does nothing: no parameter is bfloat16, they are {', '.join(sorted(dtypes))}. Cast "
+            "them with jamp.cast_floating(params, jnp.bfloat16), or leave it out.",
+            stacklevel=users_stacklevel(),
+        )
+
+
+def _check_inner(inner_state: Any, params: Any) -> None:
+    measures = lambda x: type(x).__name__ in _DISTANCES and type(x).__module__.partition(".")[0] == "optax"
+    if contains(inner_state, measures) and any(jnp.result_type(p) == jnp.bfloat16 for p in jax.tree.leaves(params)):
+        raise ValueError(
+            "The optimizer inside stochastic_rounding (dog, dowg or mechanize) measures the distance of the parameters "
+            "to the first ones, and each rounding adds to it. Use float32 masters: jamp.master_params(tx, split=True)."
+        )
+    check_holds_no_scaler(
+        inner_state,
+        "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "
+        "whole: jamp.loss_scaled(jamp.stochastic_rounding(tx)).",
+    )
+    if contains(inner_state, lambda x: isinstance(x, MasterParamsState | SplitMasterParamsState)):
+        raise ValueError(
+            "stochastic_rounding is for parameters without float32 masters, and the optimizer inside it has some. Pass "
+            "the plain optimizer in place of jamp.master_params(tx)."
+        )
+    if rounds_params(inner_state):
+        raise ValueError("stochastic_rounding inside stochastic_rounding would round twice. Pass the plain optimizer.")

@@ -1,0 +1,119 @@
+"""How products are computed: their values, their tangents and their cotangents.
+
+The products of 16-bit operands are in this module, those of 8-bit operands in `quantized.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jamp._jaxprs import interpret, ir
+from jamp._jaxprs.ir import JaxprEqn
+from jamp._jaxprs.primitives import PRODUCTS
+from jamp._products.product import Dtype, Product
+from jamp._products.wide_dot import multiply, multiply_back
+
+Run = Callable[[JaxprEqn, list[Any]], Any]  # evaluates a traced product
+
+
+class Arithmetic(Protocol):
+    """The arithmetic of a format. `perturbed` are the operands that have a tangent."""
+
+    def read(self, product: Product, operands: Sequence[Array]) -> list[Array]:
+        """The operands to multiply, from those of the product."""
+
+    def value(self, product: Product, operands: Sequence[Array]) -> Array:
+        """The product of operands from `read`."""
+
+    def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
+        """What the tangent needs of the operands from `read`: some of them, as `lower` asks for their vmap axes too."""
+
+    def tangent(
+        self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
+    ) -> Array:
+        """The tangent of the product, from those of the perturbed operands."""
+
+    def cotangents(
+        self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
+    ) -> list[Array]:
+        """The cotangents of the perturbed operands, which have these types, from that of the result."""
+
+
+class Rounded(NamedTuple):
+    """A product of operands that are rounded to a dtype. Its sums are float32.
+
+    Products of float32 operands have the highest precision, unless the code asked for another: the default of GPUs is
+    TF32, and that of TPUs is bfloat16.
+    """
+
+    dtype: Dtype
+
+    def read(self, product: Product, operands: Sequence[Array]) -> list[Array]:
+        return list(map(self.rounded, operands))
+
+    def value(self, product: Product, operands: Sequence[Array]) -> Array:
+        bind, params = multiply_back if product.is_gradient else multiply, dict(product.params)
+        if self.dtype == jnp.float32 and params["precision"] in (None, lax.DotAlgorithmPreset.DEFAULT):
+            params["precision"] = (lax.Precision.HIGHEST,) * 2
+        return bind(product.primitive, operands, params, product.dtype)
+
+    def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
+        return [operands[j] for j in others_of(product, perturbed)]
+
+    def tangent(
+        self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
+    ) -> Array:
+        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
+        terms = []
+        for i, t in zip(perturbed, tangents, strict=True):
+            operands = {**values, i: self.rounded(t)}
+            terms.append(self.value(product, [operands[j] for j in sorted(operands)]))
+        return sum(terms[1:], start=terms[0])
+
+    def cotangents(
+        self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
+    ) -> list[Array]:
+        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
+        g = g.astype(self.dtype)  # from float32, or from a third dtype that the code asked for
+        results = []
+        for i, aval in zip(perturbed, types, strict=True):
+            operands = [g, *(values[j] for j in sorted(values) if j != i)]
+            run = lambda eqn, args, aval=aval: multiply_back(eqn.primitive, args, ir.params(eqn), aval.dtype)
+            given = list(map(jax.typeof, operands))
+            results.append(cotangent(product, i, aval.update(dtype=self.dtype), given, operands, run))
+        return results
+
+    def rounded(self, x: Array) -> Array:
+        """A float32 operand in the dtype."""
+        return x.astype(self.dtype) if x.dtype == jnp.float32 else x
+
+
+def others_of(product: Product, perturbed: Sequence[int]) -> list[int]:
+    """The operands that the tangents of the perturbed ones are multiplied with."""
+    return [j for j in range(product.arity) if any(i != j for i in perturbed)]
+
+
+def cotangent(product: Product, i: int, aval: Any, types: Sequence[Any], values: Sequence[Any], run: Run) -> Any:
+    """The cotangent of the i-th operand of a product: a product, which `run` evaluates, and moves.
+
+    `types` and `values` are of the cotangent of the result, and of the other operands.
+    """
+    params = {**dict(product.params), "preferred_element_type": types[0].dtype}
+
+    def transposed(g: Array, *others: Array) -> Array:
+        fun = lambda x: product.primitive.bind(*others[:i], x, *others[i:], **params)
+        found: Array = jax.linear_transpose(fun, aval)(g)[0]
+        return found
+
+    closed = jax.make_jaxpr(transposed)(*types)
+    evaluate = lambda eqn, args: [run(eqn, args)] if ir.name(eqn) in PRODUCTS else moved(eqn, args)
+    return interpret.interpret(closed.jaxpr, values, evaluate)[0]
+
+
+def moved(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
+    """The results of an operation that moves data, for operands of another dtype."""
+    types = [aval.update(dtype=args[0].dtype) for aval in ir.avals(eqn.outvars)]
+    return interpret.bind(eqn, args, types)

@@ -1,0 +1,302 @@
+"""Lower: products become JAX's own primitives, with the derivative of their format.
+
+    product(x, w)   becomes   low = cast(w)
+                              attach(dot_general(detached(x), detached(low)), x, low, x, w)
+
+`attach` returns its first operand, and has the derivative of the product. So the value is computed by a primitive of
+JAX in plain sight, and the user's checkpoint policies recognize it, inside the function and around it, whether they
+look at a program before or after it is differentiated. A policy would not look into a `jax.custom_jvp`. A 16-bit
+product without weights is JAX's own, with JAX's derivative. A 16-bit result is `rounded` for all its readers.
+
+The tangent of a product is a primitive that is linear in the tangents of its operands. It asks the format.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.manual_axes import trace
+from jamp._jaxprs.primitives import PRODUCTS
+from jamp._products.arithmetic import Arithmetic, Rounded, moved, others_of
+from jamp._products.formats import Format
+from jamp._products.product import Product, of
+from jamp._products.quantized import Quantized, scaled_sums
+from jamp._rounded import as_stored
+
+
+def lower(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same function without the primitive `product`."""
+    return _Pass().run(closed, None)
+
+
+class _Pass:
+    """Lowers jaxprs, and equal products once."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[Any, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
+        self._products: dict[Any, ClosedJaxpr] = {}
+
+    def run(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
+        """Lower a jaxpr, which may be inside a shard_map."""
+        key = ir.identity(closed), inside
+        if key not in self._bodies:  # With the function, so that no other one gets its ids.
+            self._bodies[key] = closed, self._lower(closed, inside)
+        return self._bodies[key][1]
+
+    def _lower(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
+        eqns: list[JaxprEqn] = []
+        for eqn in closed.jaxpr.eqns:
+            bodies = ir.bodies(eqn) if ir.name(eqn) in ir.CONSTRUCTS else None
+            if product := of(eqn):
+                lowered = self._product(eqn, product, inside)
+                items = inline.inline(lowered, eqn.invars, eqn.outvars)
+                eqns.extend(build.located(item, eqn) for item in items)
+            elif bodies:
+                around = eqn if ir.name(eqn) == "shard_map" else inside
+                new = [self.run(body, around) for body in bodies]
+                is_same = all(x is y for x, y in zip(new, bodies, strict=True))
+                eqns.append(eqn if is_same else build.with_bodies(eqn, new, eqn.invars, eqn.outvars))
+            else:
+                eqns.append(eqn)
+        if all(x is y for x, y in zip(eqns, closed.jaxpr.eqns, strict=False)) and len(eqns) == len(closed.jaxpr.eqns):
+            return closed
+        constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        return build.closed_jaxpr(constants, closed.jaxpr.invars, closed.jaxpr.outvars, eqns)
+
+    def _product(self, eqn: JaxprEqn, product: Product, inside: JaxprEqn | None) -> ClosedJaxpr:
+        avals = ir.avals(eqn.invars)
+        key = product, *avals, eqn.ctx, inside
+        if key not in self._products:
+            multiply = multiplied(product)
+
+            def in_context(*operands: Array) -> Array:
+                with ir.context(eqn):
+                    return multiply(*operands)
+
+            self._products[key] = trace(inside, in_context, avals)
+        return self._products[key]
+
+
+def multiplied(product: Product) -> Callable[..., Array]:
+    """A product as a function of its operands."""
+    if product.format is None:
+        return lambda *operands: product.primitive.bind(*operands, **dict(product.params))
+    arithmetic = _arithmetic(product)
+    if isinstance(arithmetic, Rounded) and product.dtype == arithmetic.dtype and not any(product.weights):
+        return functools.partial(_by_jax, product, arithmetic)
+
+    def multiply(*operands: Array) -> Array:
+        read = arithmetic.read(product, operands)
+        detached = list(map(_detached.bind, read))
+        attached = lambda out: _attach.bind(out, *read, *operands[: product.arity], product=product, vmaps=())
+        if product.kept_as and isinstance(arithmetic, Quantized):
+            sums = checkpoint_name(attached(arithmetic.sums(product, detached)), product.kept_as)
+            result: Array = scaled_sums.bind(sums, *detached[product.arity + 1 :: 2])
+        else:
+            result = attached(arithmetic.value(product, detached))
+        return as_stored(result)
+
+    return multiply
+
+
+def _by_jax(product: Product, arithmetic: Arithmetic, *operands: Array) -> Array:
+    result: Array = as_stored(arithmetic.value(product, arithmetic.read(product, operands)))
+    return result
+
+
+def _arithmetic(product: Product) -> Arithmetic:
+    assert product.format is not None
+    return Quantized(product.format) if isinstance(product.format, Format) else Rounded(product.format)
+
+
+# `lax.stop_gradient`, but a function that is linear as it stands, such as the rule of a custom_jvp, can be transposed.
+_detached = core.Primitive("detached")
+_detached.def_impl(lambda x: x)
+_detached.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[_detached] = lambda xs, _: (_detached.bind(*xs), ad.Zero(jax.typeof(xs[0]).to_tangent_aval()))
+ad.primitive_transposes[_detached] = lambda g, _: [g]
+batching.primitive_batchers[_detached] = lambda xs, dims: (_detached.bind(*xs), dims[0])
+mlir.register_lowering(_detached, lambda ctx, x: [x])
+
+# The value of a product, what it read, and its operands, to the value with the derivative of the product. Around it may
+# be vmaps, outermost first: `vmaps` are the axes of their batches in all but the value, where they are the first ones.
+# A vmap over x alone is ((0, None, 0, None),), the axes in what was read of x and w, and in x and w.
+_attach = core.Primitive("attach")
+
+
+def _parts(product: Product, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What the product read, and its operands."""
+    return inputs[: -product.arity], inputs[-product.arity :]
+
+
+def _pushed(
+    product: Product,
+    vmaps: Sequence[Any],
+    perturbed: tuple[int, ...],
+    out: Any,
+    inputs: Sequence[Any],
+    given: Sequence[Any],
+) -> Any:
+    """The tangent of a product, whose value has the type `out`, from those `given` of its perturbed operands."""
+    of_one = out.update(shape=out.shape[len(vmaps) :])
+
+    def push(*xs: Any) -> Any:
+        types = tuple(map(jax.typeof, xs[len(xs) - len(perturbed) :]))
+        return _tangent.bind(*xs, product=product, perturbed=perturbed, types=types, aval=of_one, vmaps=())
+
+    for size, axes in reversed(list(zip(out.shape, vmaps, strict=False))):
+        read, operands = _parts(product, axes)
+        in_axes = *_arithmetic(product).residuals(product, read, perturbed), *(operands[i] for i in perturbed)
+        push = jax.vmap(push, in_axes, axis_size=size)
+    return push(*_arithmetic(product).residuals(product, _parts(product, inputs)[0], perturbed), *given)
+
+
+def _attach_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    out = _attach.bind(*primals, product=product, vmaps=vmaps)
+    given = dict(enumerate(_parts(product, tangents[1:])[1]))
+    perturbed = tuple(i for i, t in given.items() if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0)
+    if not perturbed:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _pushed(product, vmaps, perturbed, jax.typeof(out), primals[1:], [given[i] for i in perturbed])
+
+
+def _attach_transpose(g: Any, *inputs: Any, product: Product, vmaps: tuple[Any, ...]) -> list[Any]:
+    """The cotangents if a product is linear in an operand as it stands, without having been differentiated."""
+    _, operands = _parts(product, inputs[1:])
+    perturbed = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
+    none = [None] * len(inputs)
+    if isinstance(g, ad.Zero) or not perturbed:
+        return none
+    push = lambda *given: _pushed(product, vmaps, perturbed, jax.typeof(g), inputs[1:], given)
+    found = jax.linear_transpose(push, *(operands[i].aval for i in perturbed))(g)
+    return build.replaced(none, [len(inputs) - product.arity + i for i in perturbed], found)
+
+
+def _attach_batch(
+    inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
+) -> tuple[Any, int]:
+    size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
+    out = (
+        jnp.broadcast_to(inputs[0], (size, *inputs[0].shape))
+        if axes[0] is None
+        else jnp.moveaxis(inputs[0], axes[0], 0)
+    )
+    return _attach.bind(out, *inputs[1:], product=product, vmaps=(tuple(axes[1:]), *vmaps)), 0
+
+
+_attach.def_impl(lambda out, *_, **__: out)
+_attach.def_abstract_eval(lambda out, *_, **__: out)
+ad.primitive_jvps[_attach] = _attach_jvp
+ad.primitive_transposes[_attach] = _attach_transpose
+batching.primitive_batchers[_attach] = _attach_batch
+mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
+
+# The tangent of a product: from the residuals, and the tangents of the perturbed operands, in which it is linear.
+# `types` are those of the perturbed operands. `vmaps` around it are as those of `_attach`, and only around 8-bit
+# products: the product of a 16-bit batch is another product.
+_tangent = core.Primitive("product_tangent")
+
+
+def _forward(*inputs: Array, product: Product, perturbed: tuple[int, ...], **_: Any) -> Array:
+    n = len(inputs) - len(perturbed)
+    return _arithmetic(product).tangent(product, perturbed, inputs[:n], inputs[n:])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    n = len(primals) - len(params["perturbed"])
+    out, tangent = _tangent.bind(*primals, **params), ad.Zero(params["aval"].to_tangent_aval())
+    if not all(isinstance(t, ad.Zero) for t in tangents[n:]):
+        tangent = _tangent.bind(*primals[:n], *map(ad.instantiate_zeros, tangents[n:]), **params)
+    of_kept = [i for i, t in enumerate(tangents[:n]) if not isinstance(t, ad.Zero)]
+    if of_kept:
+        fun = lambda *xs: _forward(*build.replaced(primals, of_kept, xs), **params)
+        term = jax.jvp(fun, [primals[i] for i in of_kept], [tangents[i] for i in of_kept])[1]
+        tangent = ad.add_tangents(tangent, term)
+    return out, tangent
+
+
+def _transpose(g: Any, *inputs: Any, **params: Any) -> list[Any]:
+    linear = [i for i, x in enumerate(inputs) if ad.is_undefined_primal(x)]
+    n, cotangents = len(inputs) - len(params["perturbed"]), list[Any]([None] * len(inputs))
+    if isinstance(g, ad.Zero):
+        return cotangents
+    if linear[0] >= n:
+        every = _pulled_back(g, inputs[:n], **params)
+        found = [every[i - n] for i in linear]
+    else:  # A second derivative: it is linear in a residual, too.
+        fun = lambda *xs: _forward(*build.replaced(inputs, linear, xs), **params)
+        found = jax.linear_transpose(fun, *(inputs[i].aval for i in linear))(g)
+    return build.replaced(cotangents, linear, found)
+
+
+def _pulled_back(
+    g: Any, residuals: Sequence[Any], *, product: Product, perturbed: tuple[int, ...], types: Any, aval: Any, vmaps: Any
+) -> list[Any]:
+    """The cotangents of the perturbed operands."""
+    if not vmaps:
+        return _arithmetic(product).cotangents(product, perturbed, types, residuals, g)
+    (axes, *inner), n = vmaps, len(residuals)
+    one = functools.partial(_pulled_back, product=product, perturbed=perturbed, types=types, aval=aval, vmaps=inner)
+    found = jax.vmap(lambda g, *xs: one(g, xs), (0, *axes[:n]))(g, *residuals)
+    # An operand that all examples share gets the sum.
+    return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, axes[n:], strict=True)]
+
+
+def _batch(inputs: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    product, perturbed, aval = params["product"], params["perturbed"], params["aval"]
+    n, arithmetic = len(inputs) - len(perturbed), _arithmetic(product)
+    size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
+    if isinstance(arithmetic, Rounded):
+        values = dict(zip(others_of(product, perturbed), zip(inputs[:n], axes[:n], strict=True), strict=True))
+        tangents = zip(perturbed, zip(inputs[n:], axes[n:], strict=True), strict=True)
+        terms = [_batch_one(product, arithmetic, i, {**values, i: x}, size) for i, x in tangents]
+        return functools.reduce(ad.add_tangents, terms), 0
+    changes = {"aval": aval.update(shape=(size, *aval.shape)), "vmaps": (tuple(axes), *params["vmaps"])}
+    return _tangent.bind(*inputs, **{**params, **changes}), 0
+
+
+def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int, tuple[Any, Any]], size: int) -> Any:
+    """The tangent of a batch, linear in the i-th operand: another product, with moves around it.
+
+    So the gradient of a weight that a batch shares is one product that sums over the batch.
+    """
+    xs, axes = zip(*(operands[j] for j in sorted(operands)), strict=True)
+    multiply = lambda *ys: arithmetic.value(product, ys)
+    closed = jax.make_jaxpr(jax.vmap(multiply, axes, axis_size=size))(
+        *(arithmetic.rounded(x) if j == i else x for j, x in enumerate(xs))
+    )
+
+    def run(eqn: JaxprEqn, given: list[Any]) -> list[Any]:
+        args, flags = [x for x, _ in given], [flag for _, flag in given]
+        if ir.name(eqn) not in PRODUCTS:
+            return [(y, any(flags)) for y in moved(eqn, args)]
+        (j,) = [j for j, flag in enumerate(flags) if flag]
+        new = dataclasses.replace(product, primitive=eqn.primitive, params=tuple(ir.params(eqn).items()))
+        residuals, result = [*args[:j], *args[j + 1 :]], eqn.outvars[0].aval
+        types = (jax.typeof(args[j]),)
+        tangent = _tangent.bind(*residuals, args[j], product=new, perturbed=(j,), types=types, aval=result, vmaps=())
+        return [(tangent, False)]
+
+    # Every value goes with a flag: whether it is a move of the tangent.
+    values = [(x, j == i) for j, x in enumerate(xs)]
+    return interpret.interpret(closed.jaxpr, values, run, lambda v: (ir.value(v), False))[0][0]
+
+
+_tangent.def_impl(_forward)
+_tangent.def_abstract_eval(lambda *_, aval, **__: aval)
+ad.primitive_jvps[_tangent] = _jvp
+ad.primitive_transposes[_tangent] = _transpose
+batching.primitive_batchers[_tangent] = _batch
+mlir.register_lowering(_tangent, mlir.lower_fun(_forward, multiple_results=False))

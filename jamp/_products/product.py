@@ -1,0 +1,124 @@
+"""A product of the traced function, with the decision about it.
+
+The pass `cast` replaces every product by an equation of the primitive `product`. `quantize` changes the format of some,
+the report reads them, and `lower` turns them into JAX's own primitives with a derivative. So the primitive has only a
+type and a value.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from jax.extend import core
+
+from jamp._jaxprs import ir
+from jamp._jaxprs.ir import Jaxpr, JaxprEqn
+from jamp._products.formats import Format
+
+Dtype: TypeAlias = np.dtype[Any]
+
+# In the key of a rule: "dot_general[gradient]" is for gradients of weights, "*[head]" for all operations in a scope.
+GRADIENT = "gradient"
+ANY = "*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The decision about a product.
+
+    Attributes:
+      primitive, params: The traced primitive (`dot_general`, for example), and its parameters.
+      before: The dtypes of its operands and of its result as traced.
+      key, category: The key of its rule, and the category.
+      format: What it is computed in: a 16-bit dtype, a `Float8` or `Int8`, or None for the traced dtypes.
+      weights: Which operands are read in float32 and cast by the product, so that their gradients are float32.
+      dtype: The dtype of the result.
+      reason: Why it is not in the format that was asked for.
+      kept_as: The name of its sums, which the backward pass keeps in place of the result that is scaled from them.
+    """
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    before: tuple[Dtype, ...]
+    key: str
+    category: str
+    format: Dtype | Format | None
+    weights: tuple[bool, ...]
+    dtype: Dtype
+    reason: str = ""
+    kept_as: str = ""
+
+    @property
+    def arity(self) -> int:
+        """The number of operands of the traced product."""
+        return len(self.before) - 1
+
+    @property
+    def operation(self) -> str:
+        """The name of the primitive in the user's function. `quantize` may compute it by another one."""
+        name = self.key.partition("[")[0]
+        return self.primitive.name if name == ANY else name
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is the gradient of a weight, by the rule that keeps those in float32."""
+        return self.key.endswith(f"[{GRADIENT}]")
+
+    def __repr__(self) -> str:
+        name = "its traced dtypes" if self.format is None else self.format.name
+        weights = ", ".join(str(i) for i, x in enumerate(self.weights) if x)
+        return f"({self.key}: {self.category} in {name}" + f", weight: {weights}" * bool(weights) + ")"
+
+
+_product = core.Primitive("product")
+
+
+def equation(product: Product, operands: Sequence[Any], result: Any, like: JaxprEqn) -> JaxprEqn:
+    """A product as an equation, from the line and the scopes of another."""
+    return like.replace(
+        primitive=_product, params={"product": product}, invars=list(operands), outvars=[result], effects=frozenset()
+    )
+
+
+def of(eqn: JaxprEqn) -> Product | None:
+    """The decision that an equation carries, if it is a product."""
+    product: Product | None = ir.params(eqn)["product"] if eqn.primitive is _product else None
+    return product
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """The name of an equation's primitive, of a product that of the traced one."""
+    product = of(eqn)
+    return product.primitive.name if product else ir.name(eqn)
+
+
+def as_traced(eqn: JaxprEqn) -> JaxprEqn:
+    """The traced product, if the equation is a product: its primitive, its parameters and the types of its operands."""
+    product = of(eqn)
+    if product is None:
+        return eqn
+    types = zip(ir.avals([*eqn.invars[: product.arity], *eqn.outvars]), product.before, strict=True)
+    *operands, result = [core.Var(aval.update(dtype=dtype)) for aval, dtype in types]
+    invars: list[Any] = operands
+    return eqn.replace(primitive=product.primitive, params=dict(product.params), invars=invars, outvars=[result])
+
+
+def products(jaxpr: Jaxpr) -> Iterator[Product]:
+    """The products of a jaxpr, and of the jaxprs in it."""
+    for eqn in jaxpr.eqns:
+        if product := of(eqn):
+            yield product
+        elif ir.name(eqn) in ir.CONSTRUCTS:
+            for body in ir.bodies(eqn) or ():
+                yield from products(body.jaxpr)
+
+
+def result_type(product: Product, operands: Sequence[Any]) -> Any:
+    """The type of a product's result, given those of its operands."""
+    traced = [aval.update(dtype=dtype) for aval, dtype in zip(operands, product.before[:-1], strict=False)]
+    result, _ = product.primitive.abstract_eval(*traced, **dict(product.params))
+    return result.update(dtype=product.dtype, weak_type=False)
+
+
+_product.def_abstract_eval(lambda *operands, product: result_type(product, operands))

@@ -1,0 +1,311 @@
+"""`recompute`, which keeps less for the backward pass of any function, and `memory_report`, which says what is kept."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from jamp import _table
+from jamp._arguments import Call, of_types
+from jamp._autocast.facts import AUTOCAST
+from jamp._autocast.passes import passes_of
+from jamp._jaxprs import interpret
+from jamp._jaxprs.ir import ClosedJaxpr
+from jamp._jaxprs.primitives import operation
+from jamp._jaxprs.source import pattern, scope, user_line, users_stacklevel
+from jamp._numbers import as_number
+from jamp._products.lower import lower
+from jamp._recompute import checkpoint as _recompute
+from jamp._recompute.budget import (
+    Memory,
+    MemoryBudget,
+    Occurrence,
+    Value,
+    bytes_of,
+    check_budget,
+    choose,
+    megabytes,
+    warnings_of_budget,
+)
+from jamp._recompute.policies import warnings_of_policies
+from jamp._recompute.segments import code, opened
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R]:
+    """Compute values again in the backward pass of a function, so that it keeps no more than a budget.
+
+    It is `jax.checkpoint` that chooses by itself what to keep, and it needs no change in the model. Cheap operations
+    (norms, activations, softmax) are computed again first, at any budget. Below 1.0 the results of products are dropped
+    too, those first that free the most bytes for the FLOPs of computing them again: the scores of attention, then
+    products with few terms, at last everything but the inputs of segments of about a layer. It enters jit, scan, cond
+    and shard_map. Your own `jax.checkpoint` stays as it is. A `checkpoint_name` outside of one keeps its value at a
+    budget of 1.0 only. Collectives are not repeated, but for an `all_gather` of an argument, as FSDP has for each
+    weight. That counts as 2,000 FLOPs a byte. `memory_report` shows the choice.
+
+    A function without a product is left to JAX at 1.0, and cut into segments of about equal bytes below. What reaches a
+    result only through `stop_gradient` is not kept. The code from where a Ref is made to its last use is computed once.
+
+    The choice depends on shapes only, so that a program is the same on every host. It takes every floating-point
+    argument to be differentiated.
+
+    Args:
+      fun: A function of arrays, or pytrees of them, and any other arguments: a loss, or a model. A train step has a
+        gradient in it, whose values are not entered: transform the loss inside.
+      memory_budget: A share from 0 to 1 of the bytes that are kept at 1.0, where every product is kept. Or bytes:
+        "12GiB", "800MB". It bounds what the backward pass keeps of the forward pass: not parameters, optimizer state or
+        temporaries, nor the last product and what follows, such as logits, which the backward pass reads at once. The
+        bytes are those of one device inside shard_map and on explicit mesh axes. With automatic sharding a trace sees
+        whole arrays.
+
+    Returns:
+      A function like `fun`. Its results and gradients are those of `fun`, but XLA may round what is computed again
+      differently. Under `jamp.autocast` use the argument `memory_budget` of that.
+
+    Raises:
+      TypeError: If `memory_budget` is not a number or a string.
+      ValueError: If it is not in [0, 1], or has an unknown unit.
+      NotImplementedError: If it is not 1.0, under `jax_remat3` with JAX 0.10.2.
+
+    Warns:
+      UserWarning: If the least that can be kept is more than the budget. The largest values are named. If the function
+        takes a gradient itself. If bytes are given where arrays are sharded automatically. If JAX ignores the policy
+        of a `jax.checkpoint` inside, under `jax_remat3` with JAX 0.10.2 to 0.11.1.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> def loss(w, x):
+      ...     for _ in range(4):
+      ...         x = jnp.tanh(x @ w)
+      ...     return jnp.mean(x**2)
+      >>> args = jnp.eye(64), jnp.ones((32, 64))
+      >>> grad = jax.jit(jax.grad(jamp.recompute(loss, 0.5)))(*args)
+      >>> bool(jnp.allclose(grad, jax.grad(loss)(*args), rtol=1e-5))
+      True
+
+    References:
+      Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016. Korthikanti et al., Reducing Activation
+      Recomputation in Large Transformer Models, 2022. The budget is that of `torch._functorch.config`.
+    """
+    check_budget(memory_budget)
+    memory_budget = as_number(memory_budget)
+
+    @functools.wraps(fun)
+    def with_budget(*args: P.args, **kwargs: P.kwargs) -> R:
+        call, closed = _traced(args, kwargs, fun, memory_budget, "recompute")
+        with jax.named_scope(AUTOCAST) if passes_of(fun) else contextlib.nullcontext():
+            values = interpret.call(lower(_recompute.recompute(closed, memory_budget)), call.leaves)
+        result: R = call.finish(values)
+        return result
+
+    return with_budget
+
+
+def _traced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], fun: Callable[..., Any], budget: MemoryBudget, caller: str
+) -> tuple[Call, ClosedJaxpr]:
+    """A call and its jaxpr, of an autocast function before its products are lowered: its own budget decides there."""
+    if trace := passes_of(fun):
+        traced = trace(args, kwargs)
+        is_unchanged = not traced.is_cast and budget == 1.0  # Then autocast opens nothing either.
+        call, closed = traced.call, traced.traced if is_unchanged else opened(traced.decided)
+    else:
+        call = Call(args, kwargs)
+        closed = opened(call.trace(fun, caller))
+    messages = warnings_of_budget(closed, budget, "recompute(loss, memory_budget)")
+    for message in [*messages, *warnings_of_policies(closed)]:
+        warnings.warn(message, stacklevel=users_stacklevel())
+    return call, closed
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """One row of a `MemoryReport`: the values that one line of source computes, in all layers.
+
+    Attributes:
+      operation: The primitive that computes them.
+      type: Their dtype and shape: "bfloat16[8,12,1024,1024]". In a loop, those of one step.
+      kept: Whether they are kept for the backward pass. If not, the budget drops them.
+      nbytes: Their bytes in all layers and steps.
+      flops: The FLOPs of computing one of them again where the others are kept, for all of them. inf if it cannot be.
+      count: How many there are.
+      source: The user's line, "model.py:12 (attend)", and after a `>` the innermost line of a package that it calls.
+      scope: The name scopes, such as the names of Linen modules: "h_*/attn" for many layers.
+    """
+
+    operation: str
+    type: str
+    kept: bool
+    nbytes: float
+    flops: float
+    count: int
+    source: str
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """What the backward pass of a function keeps. `str()` is a table, and `rows` is for programs.
+
+    Attributes:
+      rows: Kept and dropped values, the most bytes first.
+      kept: The bytes that are kept.
+      without_budget: The bytes that are kept at a budget of 1.0.
+      flops: The FLOPs that the backward pass computes again.
+      largest: The most bytes that one segment computes again and holds at once.
+      end: The bytes of the last product and what follows, such as logits. The backward pass reads them at once, so they
+        are neither dropped nor in `kept`.
+      memory_budget: The budget.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    kept: float
+    without_budget: float
+    flops: float
+    largest: float
+    end: float
+    memory_budget: MemoryBudget
+
+    def beside(self, compiled: Any) -> str:
+        """Compare with a compiled gradient, `jax.jit(jax.grad(fun)).lower(*args).compile()`.
+
+        Temporary memory also holds the gradients, what a segment computes again, and what XLA needs in between.
+        """
+        found = compiled.memory_analysis()
+        temporary = found.temp_size_in_bytes
+        rest = temporary - self.kept - self.end - self.largest
+        parts = [
+            ("temporary memory, as compiled", temporary),
+            ("kept for the backward pass", self.kept),
+            ("the last product and what follows, read at once", self.end),
+            ("computed again at once, at most", self.largest),
+            ("the rest: gradients of activations, casts and copies", rest),
+        ]
+        return "\n".join(f"{megabytes(size):>10} MB  {what}" for what, size in parts)
+
+    def __str__(self) -> str:
+        share = self.kept / self.without_budget if self.without_budget else 1.0
+        title = [
+            f"The backward pass keeps {megabytes(self.kept)} MB, {share:.0%} of the "
+            f"{megabytes(self.without_budget)} MB without a budget.",
+            f"It computes {self.flops / 1e9:.4g} GFLOP again. GFLOP in a row: to compute its values again.",
+        ]
+        header = ("MB", "share", "GFLOP", "values", "line and layer")
+        lines = [_cells(row, self.without_budget) for row in self.rows if row.nbytes >= 0.005 * self.without_budget]
+        hidden = len(self.rows) - len(lines)
+        more = [f"... and {hidden} rows with less than 0.5 %, in `.rows`"] if hidden else []
+        sections = []
+        for kept, name in ((True, "Kept"), (False, "Dropped by the budget")):
+            chosen = [cells for cells, row in zip(lines, self.rows, strict=False) if row.kept == kept]
+            sections += ["", name, *_table.with_header(header, chosen, header[3:])] if chosen else []
+        if self.memory_budget == 1.0:
+            next_step = "To keep less: a memory_budget of 0.5."
+        elif self.kept <= bytes_of(self.memory_budget, self.without_budget):
+            next_step = f"To keep less: a memory_budget of less than {self.memory_budget}."
+        else:
+            next_step = "This is the least that a budget can keep."
+        return "\n".join([*title, *sections, *more, "", next_step])
+
+
+def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) -> Callable[..., MemoryReport]:
+    """Report what the backward pass of a function keeps under `recompute`, without running it.
+
+    For a function under autocast, pass it: `memory_report(jamp.autocast(loss, dtype), 0.5)`. Its arguments and errors
+    are those of `recompute`. Arrays may be given as `jax.ShapeDtypeStruct`.
+
+    Returns:
+      A function of the arguments of `fun` that returns a `MemoryReport`. It traces `fun` and computes nothing.
+
+    Examples:
+      >>> import jax.numpy as jnp, jamp
+      >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w)
+      >>> report = jamp.memory_report(loss)(jnp.ones((64, 64)), jnp.ones((256, 64)))
+      >>> [(row.operation, row.type, row.nbytes, row.kept) for row in report.rows]
+      [('dot_general', 'float32[256,64]', 65536.0, True)]
+    """
+    check_budget(memory_budget)
+    memory_budget = as_number(memory_budget)
+
+    return of_types(lambda *args, **kwargs: _report(fun, memory_budget, args, kwargs))
+
+
+def _report(
+    fun: Callable[..., Any], budget: MemoryBudget, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> MemoryReport:
+    _, closed = _traced(args, kwargs, fun, budget, "memory_report")
+    without = choose(closed, 1.0)
+    memory = without if budget == 1.0 else choose(closed, budget)
+    rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}
+    for value, is_kept, flops in _values(memory):
+        eqn = value.eqn
+        assert eqn is not None  # An argument is in no row.
+        line = next(filter(None, map(user_line, (eqn, *reversed(value.around.eqns)))), "line unknown")
+        shape = ",".join(map(str, value.aval.shape))
+        key = operation(eqn), f"{value.aval.dtype}[{shape}]", is_kept, line
+        rows.setdefault(key, []).append((value, flops))
+    found = [
+        MemoryRow(
+            operation,
+            kind,
+            is_kept,
+            sum(value.size for value, _ in members),
+            sum(flops for _, flops in members),
+            sum(value.around.times for value, _ in members),
+            line,
+            pattern(filter(None, (_scope(value) for value, _ in members))),
+        )
+        for (operation, kind, is_kept, line), members in rows.items()
+    ]
+    found.sort(key=lambda row: -row.nbytes)
+    return MemoryReport(tuple(found), memory.total, without.total, memory.flops, memory.largest, memory.end, budget)
+
+
+def _scope(value: Value) -> str:
+    assert value.eqn is not None
+    around = functools.reduce(lambda path, eqn: scope(eqn, path), value.around.eqns, "")
+    return scope(value.eqn, around)
+
+
+def _values(memory: Memory) -> list[tuple[Value, bool, float]]:
+    """The values that are kept or dropped: whether they are kept, and the FLOPs of computing them again."""
+    found: dict[Value, tuple[bool, float]] = {}
+    for x in memory.occurrences.values():
+        for i, eqn in enumerate(e for e in code(x.segment).eqns for _ in e.outvars):
+            if i in x.values:
+                x.values[i].eqn = eqn  # of its own lines: the kind is that of an equal layer
+        for i, flops in _dropped(x).items():
+            found[x.values[i]] = False, flops
+    for x in memory.occurrences.values():
+        for i, flops in _prices(x).items():
+            found[x.values[i]] = True, flops
+    others = {value: (True, math.inf) for value, n in memory.readers.items() if n > 0 and value.eqn}
+    return [(value, *rest) for value, rest in (others | found).items() if value.size]
+
+
+def _prices(x: Occurrence) -> dict[int, float]:
+    """The values of a segment that are kept, and the FLOPs of computing each again."""
+    kept = x.point.kept
+    found = (i for i in x.kind.needs(kept)[0] if i >= 0 and not x.segment.is_end)
+    return {i: x.times * (x.kind.point(kept - {i}, frozenset()).flops - x.point.flops) for i in found}
+
+
+def _dropped(x: Occurrence) -> dict[int, float]:
+    """The values that would be kept without a budget, and the FLOPs of computing each again."""
+    now, first = x.kind.needs(x.point.kept)[0], x.kind.point(x.kind.kept, frozenset())
+    found = (i for i in x.kind.needs(x.kind.kept)[0] if i >= 0 and i not in now)
+    return {i: x.times * (x.kind.point(x.kind.kept - {i}, frozenset()).flops - first.flops) for i in found}
+
+
+def _cells(row: MemoryRow, total: float) -> list[str]:
+    share = f"{row.nbytes / (total or 1):.1%}"
+    again = "-" if row.flops == math.inf else f"{row.flops / 1e9:.1f}"
+    value = f"{row.count} {row.type} {row.operation}".replace("bfloat", "bf").replace("float", "f")
+    line = _table.short_line(row.source)
+    return [megabytes(row.nbytes), share, again, value, f"{line} {row.scope}".rstrip()]

@@ -1,0 +1,503 @@
+"""A memory budget: which of the values that `kept.py` keeps are computed again after all.
+
+`Memory` adds up the bytes of a whole function: a value that several segments read counts once, and one in a loop counts
+for every step. `choose` drops values, the best price first, until the bytes are within the budget.
+
+The choice depends on shapes only, so it is the same on every host. It takes every floating-point argument of the
+function to be differentiated.
+"""
+
+import itertools
+import math
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from jax.sharding import AxisType
+
+from jamp._cast import is_inexact
+from jamp._jaxprs import build, equality, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.primitives import operation
+from jamp._jaxprs.source import is_transposed, user_line, users_stacklevel
+from jamp._numbers import as_number
+from jamp._products.lower import lower
+from jamp._recompute.residuals import UNKNOWN, Kind, Point, cost, device_bytes, is_gather, sources_of, with_residuals
+from jamp._recompute.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of, opened
+
+MemoryBudget: TypeAlias = float | str
+Place: TypeAlias = tuple[int, ...]  # of a segment: the number of a part, of a body in it, of a part in that, and so on
+Chosen: TypeAlias = dict[Place, frozenset[int]]  # the numbers of the values that a segment keeps, as it computes them
+
+_UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def check_budget(budget: MemoryBudget) -> None:
+    """Raise if a budget is neither a share nor a number of bytes."""
+    budget = as_number(budget)
+    if isinstance(budget, str):
+        in_bytes(budget)
+    elif isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}.')
+    elif not 0 <= budget <= 1:
+        hint = f' For bytes, write "{budget:g}GiB" or "{budget:g}MB".' if budget > 1 else ""
+        raise ValueError(
+            f"memory_budget must be from 0 to 1, the share of what is kept without a budget, got {budget}.{hint}"
+        )
+
+
+def in_bytes(budget: str) -> float:
+    """The bytes that a text such as "12GiB" says."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(\w+)\s*", budget)
+    if not match or match[2] not in _UNITS:
+        raise ValueError(
+            f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}. The units are '
+            f"{', '.join(_UNITS)}."
+        )
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def bytes_of(budget: MemoryBudget, total: float) -> float:
+    """The bytes of a budget, of which a share is of the `total`."""
+    return in_bytes(budget) if isinstance(budget, str) else float(budget) * total
+
+
+def megabytes(size: float) -> str:
+    """A number of bytes in MB, as a text."""
+    return f"{size / 1e6:,.1f}" if size >= 1e5 else f"{size / 1e6:.2g}"
+
+
+@dataclass(eq=False)
+class Value:
+    """A value that may be kept.
+
+    Attributes:
+      size: Its bytes in all steps of the loops around it.
+      aval: Its type.
+      around: The constructs around it.
+      eqn: What computes it. Of an argument or a constant, which is there anyway, None.
+      slots: For each `cond` around it, outermost first: the cond, the type that it returns, and the branch. Branches
+        share what is kept by type. A scan in a branch stacks its values, which is another type.
+    """
+
+    size: float
+    aval: Any
+    around: "Loops"
+    eqn: JaxprEqn | None = None
+    slots: tuple[tuple[Place, Any, int], ...] = ()
+
+
+class Loops(NamedTuple):
+    """The constructs around a jaxpr.
+
+    Attributes:
+      times: How often it runs.
+      eqns: The constructs, outermost first.
+      inside: The shard_map among them.
+      branches: For each cond, outermost first: its place, the number of the branch, and the lengths of the scans in it.
+    """
+
+    times: int = 1
+    eqns: tuple[JaxprEqn, ...] = ()
+    inside: JaxprEqn | None = None
+    branches: tuple[tuple[Place, int, tuple[int, ...]], ...] = ()
+
+
+@dataclass(eq=False)
+class Occurrence:
+    """A segment at a place.
+
+    Attributes:
+      segment: The segment.
+      kind: What its backward pass reads.
+      values: Its inputs, and the values that may be kept, by their numbers.
+      times: How often it runs.
+      outputs: The numbers of those of its values that are read after it.
+      point: The choice for it.
+    """
+
+    segment: Segment
+    kind: Kind
+    values: dict[int, Value]
+    times: int
+    outputs: frozenset[int]
+    point: Point
+
+
+class Known(NamedTuple):
+    """What is found once for equal segments, and for equal equations that are in none."""
+
+    kinds: dict[Any, Kind]
+    plain: dict[Any, ClosedJaxpr]
+
+
+class Memory:
+    """What the backward pass of a function keeps.
+
+    Attributes:
+      body: The function.
+      occurrences: Its segments, by their places.
+      others: What is in no segment: constructs and equations, and how often each runs.
+      gathers: The keys of the all_gathers of arguments among them.
+      total: The bytes, but for those of the end.
+      end: The bytes of the last product and what follows, which the backward pass reads at once. To compute them again
+        would free nothing at the peak.
+    """
+
+    def __init__(self, body: Body, known: Known):
+        self.body, self.total, self.end = body, 0.0, 0.0
+        self.occurrences: dict[Place, Occurrence] = {}
+        self.others: list[tuple[JaxprEqn, int]] = []
+        self.gathers = set[Any]()
+        self.readers: Counter[Value] = Counter()
+        self._known = known
+        self._slots: dict[Any, dict[int, float]] = {}
+        jaxpr = body.closed.jaxpr
+        arguments = {v: _given(v) for v in (*jaxpr.constvars, *jaxpr.invars)}
+        self._add_body(body, arguments, (), Loops(), {})
+
+    def _add_body(
+        self, body: Body, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
+    ) -> None:
+        """Add a jaxpr. `values` are those of its inputs, and those of its outputs that have one already.
+
+        JAX keeps what is the same in each step of a scan once, outside. `fixed` are such inputs, and what is around
+        the place where they are computed.
+        """
+        plain: list[JaxprEqn] = []
+        for i, part in enumerate(body.parts):
+            if not isinstance(part, (Segment, Construct)):
+                plain.append(part)
+                continue
+            self._add_plain(plain, body, values, around, fixed)
+            plain = []
+            if isinstance(part, Segment):
+                self._add_segment(part, values, (*place, i), around, fixed)
+            else:
+                self._add_construct(part, values, (*place, i), around, fixed)
+        self._add_plain(plain, body, values, around, fixed)
+
+    def _add_segment(
+        self, segment: Segment, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
+    ) -> None:
+        key = segment.key(sources=False)
+        if key not in self._known.kinds:
+            self._known.kinds[key] = Kind(segment)
+        kind = self._known.kinds[key]
+        known = {-1 - i: values[v] for i, v in enumerate(segment.inputs)}
+        places = {-1 - i: fixed[v] for i, v in enumerate(segment.inputs) if v in fixed}
+
+        computed_at = lambda i: _computed(*kind.computed[i], _innermost(kind.sources(i), places) or around)
+        # A call in the segment may return a constant, an input, or one value several times.
+        numbers_of_outputs = kind.numbers(kind.code.outputs)
+        for v, number in zip(segment.outputs, numbers_of_outputs, strict=True):
+            if number is not None and number >= 0:
+                known.setdefault(number, values.get(v) or computed_at(number))
+            values.setdefault(v, _given(v) if number is None else known[number])
+        computed = frozenset(i for i in numbers_of_outputs if i is not None and i >= 0)
+        for i in kind.kept - computed:
+            known[i] = computed_at(i)
+        point = kind.point(kind.kept, frozenset())
+        self.occurrences[place] = Occurrence(segment, kind, known, around.times, computed, point)
+        self._read(self.occurrences[place], 1)
+
+    def _add_construct(
+        self, construct: Construct, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
+    ) -> None:
+        eqn, name, carry = construct.eqn, ir.name(construct.eqn), ir.carry(construct.eqn)
+        self.others.append((eqn, around.times))
+        inside = eqn if name == "shard_map" else around.inside
+        for j, (body, places) in enumerate(zip(construct.bodies, ir.body_operands(eqn), strict=True)):
+            jaxpr = body.closed.jaxpr
+            branches = around.branches
+            if name == "scan":
+                branches = tuple((cond, k, (*lengths, ir.iterations(eqn))) for cond, k, lengths in branches)
+            here = Loops(around.times * ir.iterations(eqn), (*around.eqns, eqn), inside, branches)
+            inner = {v: _given(v) for v in jaxpr.constvars}
+            if name == "cond":  # It returns what it keeps, in some versions of JAX also of its operands.
+                here = here._replace(branches=(*branches, (place, j, ())))
+                for v, i in zip(jaxpr.invars, places, strict=True):
+                    is_copied = ir.is_literal(eqn.invars[i]) or ir.cond_copies_operands()
+                    inner[v] = _computed(v, eqn, here) if is_copied else values[eqn.invars[i]]
+                self._add_body(body, inner, (*place, j), here, {})
+                continue
+            for v, i in zip(jaxpr.invars, places, strict=True):
+                atom = eqn.invars[i]
+                if ir.is_literal(atom) or (name == "shard_map" and values[atom].eqn is None):
+                    inner[v] = _given(v)
+                elif i in carry or name == "shard_map":  # one for each step; the bytes of one device
+                    inner[v] = _computed(v, eqn, here)
+                else:
+                    inner[v] = values[atom]
+            # What a scan stacks are the values of all steps.
+            for v, outer in list(zip(jaxpr.outvars, eqn.outvars, strict=True))[len(carry) :]:
+                if not ir.is_literal(v) and v not in inner:
+                    inner[v] = values.setdefault(outer, _computed(v, eqn, here))
+                elif not carry and not ir.is_literal(v):
+                    values.setdefault(outer, inner[v])
+            # The constants of a scan are fixed in it. So is what comes into another construct and is fixed outside.
+            atoms: list[Any] = [eqn.invars[i] for i in places]
+            is_fixed = lambda i, v: i < carry.start if name == "scan" else v in fixed
+            given = {
+                v: fixed.get(atom, around)
+                for v, i, atom in zip(jaxpr.invars, places, atoms, strict=True)
+                if not ir.is_literal(atom) and is_fixed(i, atom)
+            }
+            self._add_body(body, inner, (*place, j), here, given)
+        for outer in eqn.outvars:
+            values.setdefault(outer, _computed(outer, eqn, around))
+
+    def _add_plain(
+        self, eqns: list[JaxprEqn], body: Body, values: dict[Any, Value], around: Loops, fixed: dict[Any, Loops]
+    ) -> None:
+        """Add equations that are in no segment. What JAX keeps for them is kept."""
+        self.others.extend((eqn, around.times) for eqn in eqns)
+        defined = {v: eqn for eqn in eqns for v in eqn.outvars if not ir.is_ref(v)}
+        reads: list[Any] = [v for eqn in eqns for v in eqn.invars if not ir.is_ref(v)]
+        is_given = lambda v: ir.is_literal(v) or body.origins[v].argument
+        self.gathers.update(key_of(eqn) for eqn in eqns if is_gather(eqn) and all(map(is_given, eqn.invars)))
+        inputs = list(dict.fromkeys(v for v in reads if not ir.is_literal(v) and v not in defined))
+        perturbed = tuple(body.origins[v].perturbed and is_inexact(v.aval) for v in inputs)
+        alive = tuple(v in body.alive for v in defined)
+        for v, eqn in defined.items():
+            values.setdefault(v, _computed(v, eqn, around))
+        if not any(perturbed):
+            return
+        key = equality.fingerprint(inputs, [*defined], eqns, sources=False), perturbed, alive
+        if key not in self._known.plain:
+            closed = lower(build.closed_jaxpr({}, inputs, [*defined], eqns))
+            self._known.plain[key] = with_residuals(closed, perturbed, alive, around.inside)
+        found = self._known.plain[key]
+        results = found.jaxpr.outvars[: len(defined)]
+        known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
+        producers = {v: eqn for eqn in found.jaxpr.eqns for v in eqn.outvars}
+        places = {-1 - i: fixed[known[v]] for i, v in enumerate(found.jaxpr.invars) if known[v] in fixed}
+        sources = sources_of(found) if places else {}
+        for v in dict.fromkeys(v for v in found.jaxpr.outvars[len(defined) :] if not ir.is_literal(v)):
+            if v in known or v in producers:  # A constant of the rule of a primitive is there anyway.
+                place = _innermost(sources.get(v, frozenset()), places)
+                is_made = v in producers and (v not in known or place is not None)
+                self._count(_computed(v, producers[v], place or around) if is_made else values[known[v]], 1)
+
+    def _count(self, value: Value, step: int) -> None:
+        before = self.readers[value]
+        self.readers[value] += step
+        if value.eqn is None or (before > 0) == (before + step > 0):
+            return
+        change = value.size if step > 0 else -value.size
+        for cond, kind, branch in reversed(value.slots):
+            sums = self._slots.setdefault((cond, kind), {})
+            most = max(sums.values(), default=0.0)
+            sums[branch] = sums.get(branch, 0.0) + change
+            change = max(sums.values()) - most
+        self.total += change
+
+    def _read(self, occurrence: Occurrence, step: int) -> None:
+        for i in occurrence.kind.needs(occurrence.point.kept)[0]:
+            if occurrence.segment.is_end and i >= 0:
+                self.end += step * occurrence.kind.sizes[i]
+            else:
+                self._count(occurrence.values[i], step)
+
+    def _set(self, occurrence: Occurrence, point: Point) -> None:
+        self._read(occurrence, -1)
+        occurrence.point = point
+        self._read(occurrence, 1)
+
+    @property
+    def flops(self) -> float:
+        """The FLOPs that are computed again."""
+        return sum(x.times * x.point.flops for x in self.occurrences.values())
+
+    @property
+    def largest(self) -> float:
+        """The most bytes that one segment computes again and holds at once."""
+        return max((x.kind.live - x.point.size for x in self.occurrences.values() if _is_checkpoint(x)), default=0.0)
+
+    @property
+    def chosen(self) -> Chosen:
+        """The choice for each segment, but for small ones in which nothing is dropped."""
+        return {place: x.point.kept for place, x in self.occurrences.items() if _is_checkpoint(x)}
+
+    def drop(self, target: float) -> None:
+        """Drop values, the best price first, until no more than `target` bytes are kept."""
+        points: dict[Place, list[Point]] = {}
+        for place, x in self.occurrences.items():
+            if x.segment.is_end:
+                continue
+            # What others read is there anyway, and may be kept here too.
+            own = x.kind.needs(x.point.kept)[0]
+            free = frozenset(i for i in x.outputs if self.readers[x.values[i]] > (i in own))
+            points[place] = x.kind.points(free)
+            self._set(x, points[place][0])
+        moves = [
+            (_price(of_one[before], of_one[after]), place, after)
+            for place, of_one in points.items()
+            for before, after in itertools.pairwise(_hull(of_one))
+        ]
+        at = dict.fromkeys(points, 0)
+        for _, place, after in sorted(moves):
+            if self.total <= target:
+                break
+            self._set(self.occurrences[place], points[place][after])
+            at[place] = after
+        # The last ones may have freed more than was needed, or nothing, where inputs are kept in their place.
+        for place in reversed(points):
+            while at[place]:
+                before = self.total
+                self._set(self.occurrences[place], points[place][at[place] - 1])
+                if self.total > max(target, before):
+                    self._set(self.occurrences[place], points[place][at[place]])
+                    break
+                at[place] -= 1
+
+
+def _is_checkpoint(x: Occurrence) -> bool:
+    return x.segment.is_worth_it or not x.point.kept >= x.kind.kept
+
+
+def _hull(points: list[Point]) -> list[int]:
+    """The numbers of those points after which the price of a byte rises: of the lower convex hull."""
+    found: list[int] = []
+    for i, point in enumerate(points):
+        while len(found) > 1 and _price(points[found[-2]], points[found[-1]]) >= _price(points[found[-1]], point):
+            found.pop()
+        found.append(i)
+    return found
+
+
+def _price(x: Point, y: Point) -> float:
+    """FLOPs for each byte that is freed from one choice to another."""
+    freed, more = x.size - y.size, y.flops - x.flops
+    return more / freed if freed > 0 or more == math.inf else UNKNOWN + more
+
+
+def _innermost(sources: frozenset[int], places: dict[int, Loops]) -> Loops | None:
+    """The innermost of the places where what a value is computed from is fixed. None if some of that is not."""
+    is_fixed = sources and sources <= places.keys()
+    return max((places[i] for i in sources), key=lambda x: len(x.eqns)) if is_fixed else None
+
+
+def _given(v: Any) -> Value:
+    return Value(device_bytes(v), v.aval, Loops())
+
+
+def _computed(v: Any, eqn: JaxprEqn, around: Loops) -> Value:
+    slots = [(cond, ((*lengths, *v.aval.shape), v.aval.dtype), branch) for cond, branch, lengths in around.branches]
+    return Value(device_bytes(v) * around.times, v.aval, around, eqn, tuple(slots))
+
+
+def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
+    """The choice for a function, and the split of it for which it computes least again.
+
+    Gathers and whole constructs are computed again if that pays. Segments are merged, if the budget is not reached, as
+    long as what is kept and what the largest segment computes again at once become less.
+    """
+    known = Known({}, {})
+
+    def memory(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT, cut: bool = True) -> Memory:
+        return Memory(Split(products, whole, cut_convolutions=cut).function(closed), known)
+
+    best = memory(cut=False)
+    total = best.total
+    target = bytes_of(budget, total)
+    if total <= target:
+        return best
+    # Models that name most values, for checkpoints that are not there, would keep them all.
+    named, closed = closed, opened(closed, keep_names=False)
+    if closed is not named or any(x.segment.convolves for x in best.occurrences.values()):
+        best = memory()
+    again = _repeatable(best)
+    best.drop(target)
+    largest = max(target, best.largest)
+
+    def rank(x: Memory) -> tuple[bool, bool, float, float]:
+        if x.total > target:
+            return True, True, x.total, x.largest
+        return False, x.largest > largest, x.flops, x.total
+
+    whole = frozenset[Any]()
+    for keys in again:
+        other = memory(whole | keys)
+        other.drop(target)
+        if rank(other) < rank(best):
+            best, whole = other, whole | keys
+    products = PRODUCTS_OF_A_SEGMENT
+    while best.total > target:
+        products *= 2
+        other = memory(whole, products)
+        other.drop(target)
+        if other.total + other.largest >= best.total + best.largest:
+            break
+        best = other
+    if best.total > target and budget != 0:
+        _warn(best, target, total)
+    return best
+
+
+def _repeatable(memory: Memory) -> list[frozenset[Any]]:
+    """The keys of what may be computed again as a whole, in sets that `choose` tries one after the other.
+
+    First all gathers, then the constructs with the fewest FLOPs, then calls with custom rules: one, one, two, four and
+    so on. A construct that is entered is one of many: to compute the only one again would free nothing at the peak.
+    """
+    runs: Counter[Any] = Counter()
+    costs: dict[Any, float] = {}
+    calls: dict[Any, float] = {}
+    for eqn, times in memory.others:
+        name = ir.name(eqn)
+        if name in ("custom_vjp_call", "custom_jvp_call", "scan", "cond") and (again := cost(eqn)) < math.inf:
+            key = key_of(eqn)
+            runs[key] += times
+            (calls if name.startswith("custom") else costs)[key] = again
+    found = [frozenset(memory.gathers)] if memory.gathers else []
+    found += [frozenset([key]) for key in sorted(costs, key=costs.__getitem__)[:4] if runs[key] > 1]
+    cheapest = sorted(calls, key=calls.__getitem__)
+    while cheapest:
+        some = max(1, len(calls) - len(cheapest))  # as many as before them
+        found.append(frozenset(cheapest[:some]))
+        cheapest = cheapest[some:]
+    return found
+
+
+def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> list[str]:
+    """Warnings that a budget does not bound what a function keeps, `way` being how to give one to a loss."""
+    messages = []
+    if any(map(is_transposed, ir.all_equations(closed.jaxpr))):
+        messages.append(
+            "This function takes a gradient itself. What that keeps is not changed: transform the loss inside, "
+            f"jax.grad(jamp.{way})."
+        )
+    meshes = [aval.sharding.mesh for aval in closed.in_avals if hasattr(aval, "sharding")]
+    is_auto = any(
+        kind is AxisType.Auto and size > 1
+        for mesh in meshes
+        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    )
+    if isinstance(budget, str) and is_auto:
+        messages.append(
+            f"memory_budget={budget!r} counts the bytes of all devices, because the arguments are sharded over mesh "
+            "axes of type Auto, of which a trace knows nothing. Give a share from 0 to 1 and find it with "
+            "jamp.debug.memory_curve, which reads the compiled program."
+        )
+    return messages
+
+
+def _warn(memory: Memory, target: float, total: float) -> None:
+    equations = list(ir.all_equations(memory.body.closed.jaxpr))
+    if any(map(is_transposed, equations)):
+        return  # `warnings_of_budget` names the cause.
+    held = sorted((x for x in memory.readers if memory.readers[x] > 0 and x.eqn), key=lambda x: -x.size)[:3]
+    lines = [
+        f"{operation(x.eqn)} at {user_line(x.eqn) or 'an unknown line'} ({megabytes(x.size)} MB)" for x in held if x.eqn
+    ]
+    advice = "A smaller batch or fewer steps of a scan keep less."
+    if any(ir.name(eqn) == "remat2" for eqn in equations):
+        advice = "No budget acts inside your own jax.checkpoint or nn.remat, whose inputs are kept."
+    warnings.warn(
+        f"The memory budget is {megabytes(target)} MB, and the backward pass keeps at least {megabytes(memory.total)} "
+        f"of {megabytes(total)} MB. The largest values: {', '.join(lines)}. {advice}",
+        stacklevel=users_stacklevel(),
+    )

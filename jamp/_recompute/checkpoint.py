@@ -1,0 +1,199 @@
+"""Recompute: keep fewer values for the backward pass, and compute the others again.
+
+`recompute` maps a jaxpr to one that computes the same. A segment becomes a `jax.checkpoint` whose policy keeps the
+values that `kept.py` chooses and that `budget.py` does not drop. They have a name.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+
+from jamp._barrier import cotangents_behind_barrier, unless_tpu
+from jamp._cast import is_inexact
+from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.manual_axes import trace
+from jamp._products.lower import lower
+from jamp._products.product import of
+from jamp._recompute.budget import Chosen, MemoryBudget, Place, choose
+from jamp._recompute.policies import check_version
+from jamp._recompute.residuals import stopped
+from jamp._recompute.segments import (
+    KEPT,
+    SEGMENT,
+    Body,
+    Code,
+    Construct,
+    Segment,
+    Split,
+    code,
+    computed_twice,
+    named,
+    rounding,
+    with_rounding,
+)
+from jamp._rounded import may_be_wider
+
+
+def recompute(closed: ClosedJaxpr, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
+    """The same function, whose backward pass computes values again.
+
+    Within a budget of 1.0 these are the results of cheap operations. No product, random number or collective is
+    computed twice.
+    """
+    check_version(budget)
+    if budget == 1.0:
+        return _Pass({}).run(Split().function(closed), ())
+    memory = choose(closed, budget)
+    return _Pass(memory.chosen).run(memory.body, ())
+
+
+class _Pass:
+    """Rewrites a body. A segment keeps the values that are `chosen` for it, else those of `kept.py`."""
+
+    def __init__(self, chosen: Chosen):
+        self._chosen = chosen
+        self._bodies: dict[Any, tuple[Body, ClosedJaxpr]] = {}
+        self._segments: dict[Any, ClosedJaxpr] = {}
+
+    def run(self, body: Body, place: Place) -> ClosedJaxpr:
+        inside = {at[len(place) :]: x for at, x in self._chosen.items() if at[: len(place)] == place}
+        key = id(body), frozenset(inside.items())  # so equal choices for a body that runs twice make one
+        if key in self._bodies:
+            return self._bodies[key][1]
+        jaxpr = body.closed.jaxpr
+        stored = self._stored(body, inside, is_function=not place)
+        given = {v: core.Var(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars) if not place and v in stored}
+        given = {v: x for v, x in given.items() if may_be_wider(v.aval)}
+        eqns = [rounding(source, v) for v, source in given.items()]
+        for i, part in enumerate(body.parts):
+            if isinstance(part, Segment):
+                eqns.extend(self._segment(part, inside.get((i,)), stored))
+            elif isinstance(part, Construct):
+                new = [self.run(inner, (*place, i, j)) for j, inner in enumerate(part.bodies)]
+                eqns.append(build.with_bodies(part.eqn, new, part.eqn.invars, part.eqn.outvars))
+            else:
+                eqns.extend(with_rounding([part], stored))
+        constants = {given.get(v, v): x for v, x in zip(jaxpr.constvars, body.closed.consts, strict=True)}
+        inputs = [given.get(v, v) for v in jaxpr.invars]
+        new_body = build.closed_jaxpr(constants, inputs, jaxpr.outvars, eqns)
+        self._bodies[key] = body, new_body  # With the body, so that no other one gets its id.
+        return new_body
+
+    def _stored(self, body: Body, chosen: Chosen, is_function: bool) -> set[Any]:
+        """The values that are stored between the passes: what calls of segments read, in this body or others.
+
+        XLA may round a value for what reads it in the backward pass alone. All its readers get it rounded. So the
+        results of a loop's body are, too.
+        """
+        found: set[Any] = set() if is_function else {v for v in body.closed.jaxpr.outvars if not ir.is_literal(v)}
+        for i, part in enumerate(body.parts):
+            if isinstance(part, Construct):
+                found.update(v for v in part.eqn.invars if not ir.is_literal(v))
+            elif isinstance(part, Segment) and _is_call(part, chosen.get((i,))):
+                found.update(part.inputs)
+        return found
+
+    def _segment(self, segment: Segment, chosen: frozenset[int] | None, stored: set[Any]) -> list[JaxprEqn]:
+        """The equations of a segment, as they are or in one call."""
+        if not _is_call(segment, chosen):
+            return with_rounding(segment.eqns, stored)
+        key = segment.key(sources=True), chosen
+        if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
+            scoped, found = jax.named_scope(SEGMENT), code(segment)
+            # The scope is of the call, and of the checkpoint in it.
+            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(_checkpointed(segment, found, chosen))))
+            call = _around(call, segment, found, has_barrier=chosen is not None and not segment.around.loop)
+            self._segments[key] = trace(segment.around.inside, call, ir.avals(segment.inputs))
+        return inline.inline(self._segments[key], segment.inputs, segment.outputs)
+
+
+def _is_call(segment: Segment, chosen: frozenset[int] | None) -> bool:
+    """Whether a segment becomes a call. Else computing something in it again would free nothing."""
+    return chosen is not None or segment.is_worth_it
+
+
+def _around(
+    call: Callable[..., list[Array]], segment: Segment, found: Code, has_barrier: bool
+) -> Callable[..., list[Array]]:
+    """A segment, perhaps with the cotangents of its inputs behind a barrier.
+
+    Without one, XLA:GPU computes cotangents where they are added to others, later, and what was computed again stays in
+    memory. Inputs whose tangents reach no result get none: the barrier, and JAX's next checkpoint, would give them
+    zeros, which JAX then sends through what it cannot transpose.
+    """
+    reaching = _reaching(found, segment.alive)
+    behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and segment.inputs[i] in reaching]
+    without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and v not in reaching]
+    without = without if ir.is_next_checkpoint() else []
+
+    def around(*args: Array) -> list[Array]:
+        given = build.replaced(args, without, [lax.stop_gradient(args[i]) for i in without])
+        return call(*build.replaced(given, behind, cotangents_behind_barrier([given[i] for i in behind])))
+
+    return around if behind or without else call
+
+
+def _reaching(found: Code, alive: Sequence[bool]) -> set[Any]:
+    """The values of a segment whose tangents reach a result that is `alive`."""
+    results: list[Any] = [v for v, x in zip(found.outputs, alive, strict=True) if x and not ir.is_literal(v)]
+    reaching = {v for v in results if is_inexact(v.aval)}
+    for eqn in reversed(found.eqns):
+        if not reaching.isdisjoint(eqn.outvars) and ir.name(eqn) != "stop_gradient":
+            product = of(eqn)  # Its tangent is that of its operands, and not of the scales of their 8-bit values.
+            operands: list[Any] = eqn.invars[: product.arity] if product else eqn.invars
+            reaching.update(v for v in operands if not ir.is_literal(v) and is_inexact(v.aval))
+    return reaching
+
+
+def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) -> Callable[..., list[Array]]:
+    """A segment as a function that keeps some of its values for the backward pass.
+
+    `chosen` are their numbers, in the order in which they are computed.
+    """
+    values = [v for eqn in found.eqns for v in eqn.outvars]
+    kept = found.kept if chosen is None else {values[i] for i in chosen}
+    body = named(found, dict.fromkeys(kept, KEPT), kept | computed_twice(found))
+    reaching = _reaching(found, piece.alive)
+    reaches = [v in reaching or not is_inexact(v.aval) for v in piece.inputs]
+
+    def segment(*args: Array) -> list[Array]:
+        args = tuple(stopped(args, reaches))  # in here, because outside it would be another array, which is kept
+        # The rule of a convolution is traced after all passes.
+        return stopped(interpret.call(lower(body) if piece.convolves else body, args), piece.alive)
+
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
+    has_own_barrier = piece.convolves and chosen is None and not ir.is_next_checkpoint()
+    # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
+    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (piece.around.loop or has_own_barrier))
+    return _behind_barrier_unless_tpu(call) if has_own_barrier else call
+
+
+def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """A function whose backward pass gets what it keeps behind a barrier, but on TPUs.
+
+    For convolutions, XLA:TPU needs 1.4 times the memory with a barrier (ResNet-18, compiled for a v5e).
+    """
+
+    @jax.custom_jvp
+    def call(*args: Array) -> list[Array]:
+        return fun(*args)
+
+    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
+        perturbed = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i])]
+        of_perturbed = lambda *xs: fun(*build.replaced(primals, perturbed, xs))
+        results, push_forward = jax.linearize(of_perturbed, *(primals[i] for i in perturbed))
+        values, structure = jax.tree.flatten(push_forward)
+        # What is given is there anyway. Behind the barrier it would be another array, which is kept.
+        inner = [i for i, x in enumerate(values) if not any(x is given for given in primals)]
+        values = build.replaced(values, inner, unless_tpu([values[i] for i in inner]))
+        push_forward = jax.tree.unflatten(structure, values)
+        return results, push_forward(*(tangents[i] for i in perturbed))
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call

@@ -1,0 +1,139 @@
+"""Which values of a segment (see `segments.py`) are kept for the backward pass. The others are computed again.
+
+The results of products and other expensive operations are kept. For cheap operations, bytes decide:
+
+- A value is computed again if that reads at most four times its size. Sums over many terms are therefore kept, and so
+  is now and then a value in a long chain of residual additions.
+- A value that depends on no product is kept if it has at most two thirds of the bytes that it is computed from, as a
+  dropout mask has. The broadcast of a mask, and a weight that is transposed or scaled, are computed again.
+- An argument of the function that is cast or moved is computed again, because the argument is there anyway.
+- JAX rounds the floats that a checkpoint keeps, which makes large E4M3 NaN. So no float8 value is kept, but its bytes.
+
+A memory budget (`budget.py`) keeps fewer values than these.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jamp._cast import is_floating, is_inexact
+from jamp._jaxprs import inline, ir
+from jamp._jaxprs.ir import JaxprEqn, Var
+from jamp._jaxprs.primitives import CHEAP, IDENTITIES, MOVING
+
+_READS = 4  # a value is computed again if that reads at most this many times its size
+_READS_OF_NO_PRODUCT = 1.5
+
+
+class Origin(NamedTuple):
+    """What a value is computed from. A constant is none of these but `argument`.
+
+    Attributes:
+      argument: It is an argument of the function or a constant, perhaps cast or moved.
+      activation: It depends on a product or other expensive operation.
+      perturbed: A floating-point argument of the function can change it.
+    """
+
+    argument: bool = False
+    activation: bool = False
+    perturbed: bool = False
+
+
+def origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
+    """The origin of the results of an equation, from those of its operands. `join` is that of values that meet."""
+    # A bool that depends on floats has no derivative.
+    inexact = [is_inexact(v.aval) for v in eqn.invars]
+    if any(map(ir.is_ref, eqn.invars)):  # Anything may have been written to it.
+        return Origin(activation=True, perturbed=True)
+    return Origin(
+        all(x.argument for x in operands) and ir.name(eqn) in CHEAP & MOVING,
+        any(x.activation for x in operands) or (any(inexact) and not is_recomputed(eqn)),
+        any(x.perturbed and y for x, y in zip(operands, inexact, strict=True)) and ir.name(eqn) != "stop_gradient",
+    )
+
+
+def join(x: Origin, y: Origin) -> Origin:
+    """The origin of a value from one of two places."""
+    return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed)
+
+
+CONSTANT = Origin(argument=True)
+
+
+def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], origins: Sequence[Origin]) -> set[Var]:
+    """The values that the backward pass does not compute again. `origins` are those of the inputs."""
+    known: dict[Any, Origin] = dict(zip(inputs, origins, strict=True))
+    # For each value, the bytes that are read of each kept value to compute it.
+    sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in inputs}
+    chosen, narrowed = set[Var](), _narrowed(eqns)
+    for eqn in eqns:
+        reads = _variables(eqn)
+        may, here = (
+            is_recomputed(eqn),
+            origin(eqn, [CONSTANT if ir.is_literal(v) else known[v] for v in eqn.invars]),
+        )
+        for out in eqn.outvars:
+            found: dict[Var, float] = {}
+            for v in reads:
+                # An operation that only moves data, such as a slice, may read only a part.
+                share = min(1.0, _size(out) / (_size(v) or 1.0)) if ir.name(eqn) in MOVING else 1.0
+                for source, size in sources[v].items():
+                    found[source] = max(found.get(source, 0.0), size * share)
+            read = sum(found.values())
+            # A value of 8 bits counts as one of 16, which it is rounded from.
+            size = max(nbytes(out), 2 * _size(out))
+            limit = _READS * size if here.activation else _READS_OF_NO_PRODUCT * nbytes(out)
+            is_expensive = not may or out in narrowed or read > limit
+            if is_expensive and not here.argument and not _is_float8(out.aval):
+                chosen.add(out)
+                found = {out: nbytes(out)}
+            sources[out] = found
+            known[out] = here
+    return chosen
+
+
+def _narrowed(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The narrower values to keep in place of results of products that are only scaled and cast to them."""
+    readers: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for v in _variables(eqn):
+            readers.setdefault(v, []).append(eqn)
+    found: set[Var] = set()
+    for eqn in eqns:
+        if is_recomputed(eqn) or len(eqn.outvars) != 1:
+            continue
+        v = product = eqn.outvars[0]
+        while len(readers.get(v, [])) == 1 and nbytes(v) >= nbytes(product):
+            (reader,) = readers[v]
+            if not is_recomputed(reader) or len(reader.outvars) != 1 or _size(reader.outvars[0]) != _size(product):
+                break
+            v = reader.outvars[0]
+            found.update([v] if nbytes(v) < nbytes(product) else [])
+    return found
+
+
+def _is_float8(aval: Any) -> bool:
+    return is_floating(aval) and aval.dtype.itemsize == 1
+
+
+def nbytes(v: Any) -> float:
+    """The bytes of a value. A symbolic dimension counts as 1."""
+    return _size(v) * float(getattr(v.aval.dtype, "itemsize", 4))
+
+
+def _size(v: Any) -> float:
+    """The number of elements. A symbolic dimension counts as 1."""
+    return float(math.prod(n for n in v.aval.shape if isinstance(n, int)))
+
+
+def _variables(eqn: JaxprEqn) -> list[Any]:
+    """The variables that an equation reads to compute its results."""
+    operands = eqn.invars[:1] if ir.name(eqn) in IDENTITIES else eqn.invars
+    return [v for v in operands if not ir.is_literal(v)]
+
+
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether an equation may be computed again."""
+    if body := inline.body_of_call(eqn):
+        return all(map(is_recomputed, body.jaxpr.eqns))
+    return ir.name(eqn) in CHEAP

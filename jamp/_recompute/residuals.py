@@ -1,0 +1,362 @@
+"""What the backward pass of a segment reads, and what it takes to compute that again.
+
+`Kind` finds it once for all equal segments: it traces the derivative, in which the values of the segment have a name.
+For any choice of kept values it counts the bytes, as JAX would keep them, and the FLOPs. It proposes a few choices
+(`Point`), from all values kept to none.
+
+A segment that becomes no checkpoint keeps what JAX keeps: also values that it moves, operands that a product casts, and
+what only the derivative computes, such as the cosine for a sine.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jamp._cast import is_inexact
+from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.manual_axes import partitions, trace
+from jamp._jaxprs.primitives import ARITHMETIC, COLLECTIVES, CUBIC, EXPENSIVE, MOVING, OTHERS, PRODUCTS
+from jamp._products.flops import flops
+from jamp._products.lower import lower
+from jamp._products.product import name_of
+from jamp._recompute.kept import nbytes
+from jamp._recompute.segments import KEPT, Code, Segment, code, named
+
+_NEVER_AGAIN = COLLECTIVES | frozenset(
+    ("after_all", "create_token", "get", "random_gamma", "rng_bit_generator", "rng_uniform", "swap")
+)
+UNKNOWN = 1e18  # the FLOPs of a primitive that jamp does not know, which is therefore kept until last
+_OTHER = "jamp.other"  # the name of the values of a segment that it computes again
+_GROUPS = 9  # so many values of a segment, or groups of equal ones, are kept or dropped in all combinations
+_RANDOM = 60.0  # FLOPs for 32 random bits: threefry has 20 rounds of three operations for two numbers
+# FLOPs for a byte that is gathered from other devices: as many as one computes meanwhile. By their data sheets, a TPU
+# v5e computes 1,000 in bfloat16, and an H100 on NVLink 2,200.
+_GATHERED = 2000.0
+
+
+class Point(NamedTuple):
+    """A choice for a segment: the numbers of the values that it keeps, their bytes, and the FLOPs computed again."""
+
+    kept: frozenset[int]
+    size: float
+    flops: float
+
+
+class Kind:
+    """What the backward pass of a segment reads.
+
+    The values of the segment are numbered in the order in which they are computed, and its inputs from -1 down. What
+    only the derivative computes has the numbers after these.
+
+    Attributes:
+      code: The segment.
+      computed: The values, and the equation of each.
+      sizes: The bytes of each value.
+      kept: The numbers of the values that are kept without a budget.
+      live: The bytes that the backward pass reads in the segment at once.
+    """
+
+    def __init__(self, segment: Segment):
+        self.code = code(segment)
+        self.computed = [(v, eqn) for eqn in self.code.eqns for v in eqn.outvars]
+        values = [v for v, _ in self.computed]
+        self._numbers = {v: -1 - i for i, v in enumerate(self.code.inputs)} | {v: i for i, v in enumerate(values)}
+        self.sizes = [device_bytes(v) for v in values]
+        closed = _derivative(self.code, segment)
+        self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
+        self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}
+        self._constants = {*closed.jaxpr.constvars}
+        self._of_arguments = _of_arguments(closed, segment)
+        of_prefix = lambda prefix: {e.outvars[0]: n for e in closed.jaxpr.eqns if (n := _number(e, prefix)) is not None}
+        self._named = of_prefix(KEPT)
+        # What is read to compute each value, up to other values, and the FLOPs.
+        self._needs = {number: self._walk(self._producers[v].invars) for v, number in self._named.items()}
+        residuals = [v for v in closed.jaxpr.outvars[len(self.code.outputs) :] if not ir.is_literal(v)]
+        # Where named values are kept, a construct reads no operand that only they need.
+        given = [*closed.jaxpr.constvars, *closed.jaxpr.invars, *self._named]
+        between = [eqn for eqn in closed.jaxpr.eqns if self._named.keys().isdisjoint(eqn.outvars)]
+        needed, _ = dce_jaxpr(build.closed_jaxpr({}, given, residuals, between).jaxpr, [True] * len(residuals))
+        self._producers |= {v: eqn for eqn in needed.eqns for v in eqn.outvars}
+        self._read = self._walk(residuals)
+        known = self._inputs | self._named | of_prefix(_OTHER)
+        self._direct = set[int]()
+        for v in residuals:
+            if v not in known and v not in self._constants:
+                known[v] = len(self.computed)
+                self.computed.append((v, self._producers[v]))
+                self.sizes.append(device_bytes(v))
+            self._direct.update([known[v]] if v in known else [])
+        self.live = sum(self.sizes[i] for i in self._direct if i >= 0)
+        self._sources = sources_of(closed)
+        self._variables = {number: v for v, number in known.items()}
+        self._in_checkpoint = frozenset(self._numbers[v] for v in self.code.kept)
+        self.kept = self._in_checkpoint
+        if not segment.is_worth_it:
+            self.kept |= {i for i in self._direct if i >= 0}
+        self._is_worth_it = segment.is_worth_it
+        self._points: dict[frozenset[int], list[Point]] = {}
+
+    def numbers(self, variables: Iterable[Any]) -> list[int | None]:
+        """The numbers of some variables of the code. A literal has none."""
+        return [None if ir.is_literal(v) else self._numbers[v] for v in variables]
+
+    def sources(self, i: int) -> frozenset[int]:
+        """The inputs from which a value is computed."""
+        return self._sources.get(self._variables.get(i), frozenset())
+
+    def _walk(self, atoms: Iterable[Any]) -> tuple[frozenset[int], float]:
+        """The values from which these are computed, and the FLOPs in between."""
+        found, total, seen = set[int](), 0.0, set[int]()
+        stack = [v for v in atoms if not ir.is_literal(v)]
+        while stack:
+            v = stack.pop()
+            if v in self._named or v in self._inputs:
+                found.add(self._named[v] if v in self._named else self._inputs[v])
+            elif v not in self._constants and id(self._producers[v]) not in seen:
+                eqn = self._producers[v]
+                seen.add(id(eqn))
+                total += cost(eqn, eqn.outvars[0] in self._of_arguments)
+                stack.extend(x for x in eqn.invars if not ir.is_literal(x))
+        return frozenset(found), total
+
+    def needs(self, kept: frozenset[int]) -> tuple[set[int], float]:
+        """The values and inputs that are read in the backward pass if some are kept, and the FLOPs computed again."""
+        if not self._is_worth_it and kept >= self.kept:  # It is no checkpoint.
+            return set(self._direct), 0.0
+        (read, total), found, seen = self._read, set[int](), set[int]()
+        stack = list(read)
+        while stack:
+            i = stack.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            if i < 0 or i in kept:
+                found.add(i)
+            else:
+                others, more = self._needs[i]
+                total += more
+                stack.extend(others)
+        return found, total
+
+    def point(self, kept: frozenset[int], free: frozenset[int]) -> Point:
+        """What a choice costs. The values in `free` are there anyway."""
+        found, again = self.needs(kept | free)
+        return Point(kept | free, sum(self.sizes[i] for i in found if i >= 0 and i not in free), again)
+
+    def points(self, free: frozenset[int]) -> list[Point]:
+        """The choices that may be best, from all values kept to none: each keeps less and computes more again.
+
+        All combinations of some groups of values are tried.
+        """
+        if free not in self._points:
+            groups = self._groups(self._in_checkpoint - free)
+            fixed = self._in_checkpoint.difference(*groups)
+            found = [
+                self.point(fixed.union(*chosen), free)
+                for n in range(len(groups) + 1)
+                for chosen in itertools.combinations(groups, n)
+            ]
+            self._points[free] = _pareto([self.point(self.kept, free), *found])
+        return self._points[free]
+
+    def _groups(self, values: frozenset[int]) -> list[frozenset[int]]:
+        """The values that may be dropped, each large one by itself. If those are many, equal ones are together."""
+        may_be_dropped = sorted(i for i in values if self._needs[i][1] < math.inf)
+        least = 0.01 * sum(self.sizes[i] for i in values)
+        large = [i for i in may_be_dropped if self.sizes[i] >= least]
+        members: dict[Any, set[int]] = {}
+        for i in large:
+            members.setdefault((self.sizes[i], self._needs[i][1]) if len(large) > _GROUPS else i, set()).add(i)
+        groups = sorted(map(frozenset, members.values()), key=lambda x: -sum(self.sizes[i] for i in x))[:_GROUPS]
+        rest = frozenset(may_be_dropped).difference(*groups)
+        return [*groups, rest] if rest else groups
+
+
+def _pareto(points: list[Point]) -> list[Point]:
+    """The points than which no other one keeps less and computes less."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda x: (x.flops, x.size)):
+        if not found or point.size < found[-1].size:
+            found.append(point)
+    return found
+
+
+def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
+    """The results of a segment and what its backward pass reads, as a function of its inputs.
+
+    Its values have names, of two kinds: those that may be kept, and others.
+    """
+    may_be_kept = code.kept.union(v for v in code.outputs if not ir.is_literal(v))
+    values = enumerate(v for eqn in code.eqns for v in eqn.outvars)
+    closed = lower(named(code, {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in values}))
+    return with_residuals(closed, segment.perturbed, segment.alive, segment.around.inside)
+
+
+def sources_of(closed: ClosedJaxpr) -> dict[Any, frozenset[int]]:
+    """For each value, the numbers of the inputs from which it is computed."""
+    found: dict[Any, frozenset[int]] = {v: frozenset([-1 - i]) for i, v in enumerate(closed.jaxpr.invars)}
+    for eqn in closed.jaxpr.eqns:
+        reads = [found[v] for v in eqn.invars if not ir.is_literal(v) and v in found]
+        of_all = frozenset[int]().union(*reads)
+        found.update(dict.fromkeys(eqn.outvars, of_all))
+    return found
+
+
+def _of_arguments(closed: ClosedJaxpr, segment: Segment) -> set[Any]:
+    """The values that are arguments of the function, perhaps cast, moved or gathered."""
+    found: set[Any] = {v for v, x in zip(closed.jaxpr.invars, segment.origins, strict=True) if x.argument}
+    for eqn in closed.jaxpr.eqns:
+        if ir.name(eqn) in MOVING and all(ir.is_literal(v) or v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def with_residuals(
+    closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
+) -> ClosedJaxpr:
+    """A function that also returns what its backward pass reads. It may be inside a shard_map.
+
+    `perturbed` are the inputs that may have tangents, and `alive` the results that get cotangents. No gradient goes
+    through what JAX does not differentiate.
+    """
+    try:
+        return _with_residuals(closed, perturbed, alive, inside)
+    except Exception as error:
+        if not _has_no_derivative(error):
+            raise
+        return _with_residuals(_stopped(closed, inside), perturbed, alive, inside)
+
+
+# What JAX says of a primitive without a derivative, beside NotImplementedError.
+_WITHOUT_DERIVATIVE = re.compile(
+    r"Reverse-mode differentiation does not work|does not support reverse-mode|callbacks? do(es)? not support JVP"
+    r"|cannot be differentiated|can't apply forward-mode differentiation"
+)
+
+
+def _has_no_derivative(error: Exception) -> bool:
+    """Whether JAX raised an error because something has no derivative. Others are those of the user's rules."""
+    return isinstance(error, NotImplementedError) or bool(_WITHOUT_DERIVATIVE.search(str(error)))
+
+
+def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
+    """A function in which the operands of what JAX does not differentiate have no tangents."""
+    eqns, outputs = inline.flattened(closed)
+    found: list[JaxprEqn] = []
+    for eqn in eqns:
+        inputs: list[Any] = list(dict.fromkeys(v for v in eqn.invars if not ir.is_literal(v)))
+        single = build.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
+        try:
+            _with_residuals(single, [is_inexact(v.aval) for v in inputs], [True] * len(eqn.outvars), inside)
+            found.append(eqn)
+        except Exception as error:
+            if not _has_no_derivative(error):
+                raise
+            stopped = trace(inside, partial(_with_stopped_gradients, single), single.in_avals)
+            found.extend(inline.inline(stopped, inputs, eqn.outvars))
+    return build.closed_jaxpr({}, closed.jaxpr.invars, outputs, found)
+
+
+def _with_stopped_gradients(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    return interpret.call(closed, [jax.lax.stop_gradient(x) for x in args])
+
+
+def _with_residuals(
+    closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
+) -> ClosedJaxpr:
+    places = [i for i, x in enumerate(perturbed) if x]
+    n = len(closed.in_avals)
+
+    def of_perturbed(args: Sequence[Any]) -> Callable[..., list[Any]]:
+        return lambda *xs: stopped(interpret.call(closed, build.replaced(args, places, xs)), alive)
+
+    def jvp(*args: Any) -> list[Any]:
+        results, tangents = jax.jvp(of_perturbed(args[:n]), [args[i] for i in places], list(args[n:]))
+        return [*results, *(x for x in tangents if x.dtype != jax.dtypes.float0)]
+
+    def vjp(*args: Any) -> list[Any]:
+        results, pull_back = jax.vjp(of_perturbed(args), *(args[i] for i in places))
+        return [*results, *jax.tree.leaves(pull_back)]
+
+    # JAX splits constructs, which takes far longer than to see what the tangents of straight-line code read.
+    if any(ir.has_body(e) and ir.name(e) != "custom_jvp_call" for e in inline.flattened(closed)[0]):
+        return trace(inside, vjp, closed.in_avals)
+    types = [*closed.in_avals, *(closed.in_avals[i] for i in places)]
+    traced = trace(inside, jvp, types)
+    eqns, outputs = inline.flattened(traced)
+    results = outputs[: len(closed.out_avals)]
+    linear = {*traced.jaxpr.invars[n:]}
+    primal: list[JaxprEqn] = []
+    of_tangents: list[JaxprEqn] = []
+    for eqn in eqns:
+        if linear.isdisjoint(v for v in eqn.invars if not ir.is_literal(v)):
+            primal.append(eqn)
+        elif ir.has_body(eqn):
+            return trace(inside, vjp, closed.in_avals)
+        else:
+            linear.update(eqn.outvars)
+            of_tangents.append(eqn)
+    # Tangents that reach no result are not computed.
+    needed: set[Any] = {v for v in outputs[len(results) :] if not ir.is_literal(v)}
+    reads: dict[Any, None] = {}
+    for eqn in reversed(of_tangents):
+        if not needed.isdisjoint(eqn.outvars):
+            operands: list[Any] = [v for v in eqn.invars if not ir.is_literal(v)]
+            needed.update(v for v in operands if v in linear)
+            reads |= dict.fromkeys(v for v in operands if v not in linear)
+    # `flattened` makes the constants literals.
+    return build.closed_jaxpr({}, traced.jaxpr.invars[:n], [*results, *reads], primal)
+
+
+def stopped(results: Sequence[Any], alive: Sequence[bool]) -> list[Any]:
+    """The results, of which only those that are `alive` have tangents."""
+    return [x if is_alive else jax.lax.stop_gradient(x) for x, is_alive in zip(results, alive, strict=True)]
+
+
+def _number(eqn: JaxprEqn, wanted: str) -> int | None:
+    prefix, _, number = str(ir.params(eqn)["name"]).partition(" ") if ir.name(eqn) == "name" else ("", "", "")
+    return int(number) if prefix == wanted and number else None
+
+
+def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
+    """The FLOPs to compute an equation again, or infinity if it must not be.
+
+    No collective may, but an all_gather of an argument, as FSDP has for each layer.
+    """
+    name = name_of(eqn)
+    if of_arguments and is_gather(eqn):
+        return _GATHERED * device_bytes(eqn.outvars[0])
+    if name.startswith(("random_", "threefry")) and name != "random_gamma":
+        dtypes = [aval.dtype for aval in ir.avals(eqn.invars)]
+        keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
+        # The bits of other generators may depend on how a program is compiled.
+        is_exact = all(str(key) == "key<fry>" for key in keys)
+        return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars) if is_exact else math.inf
+    bodies = [e for inner, _ in ir.inner(eqn) for e in inner.eqns]
+    if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in bodies):
+        return math.inf
+    is_known = ir.has_body(eqn) or name in ARITHMETIC | CUBIC.keys() | EXPENSIVE | MOVING | OTHERS | PRODUCTS
+    return flops(eqn) if is_known else UNKNOWN
+
+
+def is_gather(eqn: JaxprEqn) -> bool:
+    """Whether an equation gathers the parts of an array from other devices."""
+    return ir.name(eqn) in ("all_gather", "all_gather_invariant")
+
+
+def device_bytes(v: Any) -> float:
+    """The bytes of a value on one device, as far as its type says."""
+    sharding = getattr(v.aval, "sharding", None)
+    if sharding is None:  # a token
+        return 0.0
+    parts = partitions(sharding.spec)
+    axes = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))]
+    return nbytes(v) / math.prod(sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.axis_names)

@@ -1,0 +1,499 @@
+"""Segments: straight-line code between constructs such as loops.
+
+`Split` cuts a jaxpr, and the bodies of its constructs, into segments of about a layer each. `kept.py` says which values
+of a segment the backward pass keeps, `budget.py` which of these it drops, and `recompute.py` makes it so.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from jamp._cast import is_complex, is_inexact
+from jamp._jaxprs import build, dataflow, equality, inline, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
+from jamp._jaxprs.manual_axes import is_partial
+from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
+from jamp._jaxprs.source import in_scope
+from jamp._products.product import equation, name_of, of
+from jamp._products.quantized import has_narrow_sums
+from jamp._recompute.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
+from jamp._rounded import ROUNDED, may_be_wider, rounded
+
+SEGMENT = "jamp.segment"  # the name scope of a call that `checkpoint.py` made
+KEPT = "jamp.kept"  # the name of the values that a segment keeps
+_LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
+PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
+_MOST = 1.5  # a segment has at most so many times that number, and at least half as many
+_SMALL = 0.1  # of the bytes that cross a cut: what may be kept in the end of a function, and never dropped
+_LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
+# JAX differentiates the bodies of these. A while has no gradient, a custom rule replaces the derivative of its body,
+# and in a `jax.checkpoint` the user has decided.
+ENTERED = ("jit", "scan", "cond", "shard_map", "scaled_call")
+
+
+class Around(NamedTuple):
+    """The constructs around a jaxpr: a loop, and a shard_map."""
+
+    loop: bool = False
+    inside: JaxprEqn | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segment:
+    """Straight-line code.
+
+    Attributes:
+      eqns, inputs, outputs: The code, what it reads, and what is read after it.
+      origins: Those of the inputs.
+      alive: Which outputs have tangents that reach a result of the function.
+      around: The constructs around it.
+      is_worth_it: Whether it becomes a checkpoint at any budget. Computing something in it again frees memory.
+      convolves: Whether more than half of its products are convolutions.
+      is_end: Whether it is the last product of a function and what follows.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+    origins: tuple[Origin, ...]
+    alive: tuple[bool, ...]
+    around: Around
+    is_worth_it: bool
+    convolves: bool
+    is_end: bool
+
+    @property
+    def perturbed(self) -> list[bool]:
+        """Which inputs may have tangents."""
+        return [x.perturbed and is_inexact(v.aval) for x, v in zip(self.origins, self.inputs, strict=True)]
+
+    def key(self, sources: bool) -> Any:
+        """What equal segments have in common. With `sources`, they come from the same lines."""
+        code = equality.fingerprint(self.inputs, self.outputs, self.eqns, sources)
+        return code, self.origins, self.alive, self.around, self.is_worth_it
+
+
+class Construct(NamedTuple):
+    """A construct that is entered."""
+
+    eqn: JaxprEqn
+    bodies: list["Body"]
+
+
+Part: TypeAlias = Segment | Construct | JaxprEqn
+
+
+class Body(NamedTuple):
+    """A jaxpr in parts: segments, constructs, and equations that are in neither."""
+
+    closed: ClosedJaxpr
+    parts: list[Part]
+    origins: dict[Var, Origin]
+    alive: Set[Var]
+
+
+class Code(NamedTuple):
+    """The equations of a segment in which jit calls are inlined, and the values in it that are kept."""
+
+    eqns: list[JaxprEqn]
+    inputs: Sequence[Var]
+    outputs: list[Any]
+    kept: set[Var]
+
+
+def key_of(eqn: JaxprEqn) -> Any:
+    """What equal constructs have in common. Calls of a custom rule have functions of their own, so none are equal."""
+    inputs: list[Any] = [v for v in eqn.invars if not ir.is_literal(v)]
+    return equality.fingerprint(inputs, eqn.outvars, [eqn], sources=False)
+
+
+def code(segment: Segment) -> Code:
+    """A segment as it is computed and differentiated. The variables of its inputs stay."""
+    closed = build.closed_jaxpr({}, segment.inputs, segment.outputs, segment.eqns)
+    eqns, outputs = inline.flattened(closed)
+    return Code(eqns, segment.inputs, outputs, kept(eqns, segment.inputs, segment.origins))
+
+
+def named(code: Code, names: Mapping[Var, str], stored: Set[Var] = frozenset()) -> ClosedJaxpr:
+    """The code of a segment, in which some values have a name (`checkpoint_name`).
+
+    Those that are `stored` are rounded to their dtypes for their readers in it, too.
+    """
+    eqns: list[JaxprEqn] = []
+    for eqn in with_rounding(code.eqns, stored):
+        if (product := of(eqn)) and has_narrow_sums(product) and (v := eqn.outvars[0]) in names:
+            eqns.append(equation(dataclasses.replace(product, kept_as=names[v]), eqn.invars, v, eqn))
+            continue
+        results = [core.Var(v.aval) if v in names else v for v in eqn.outvars]
+        eqns.append(eqn.replace(outvars=results))
+        for value, v in zip(results, eqn.outvars, strict=True):
+            if v in names:
+                name = ir.with_name_for(_name_equation(names[v]), v.aval).replace(invars=[value], outvars=[v])
+                eqns.append(build.located(name, eqn))
+    return build.closed_jaxpr({}, code.inputs, code.outputs, eqns)
+
+
+def computed_twice(code: Code) -> set[Var]:
+    """The values of a segment that must be rounded alike in both passes: its results, and those of products and casts.
+
+    What was kept, such as the maximum of a softmax, belongs to what is computed again from them.
+    """
+    is_rounding = lambda eqn: name_of(eqn) in PRODUCTS or ir.name(eqn) == "convert_element_type"
+    found: set[Var] = {v for v in code.outputs if not ir.is_literal(v)}
+    return found.union(v for eqn in code.eqns if is_rounding(eqn) for v in eqn.outvars)
+
+
+def with_rounding(eqns: Iterable[JaxprEqn], stored: Set[Var]) -> list[JaxprEqn]:
+    """Equations in which every reader of a 16-bit value that is `stored` gets it as it is stored.
+
+    `lower` rounds the results of autocast's products.
+    """
+    found: list[JaxprEqn] = []
+    for eqn in eqns:
+        if (product := of(eqn)) and product.format is not None:
+            found.append(eqn)
+            continue
+        places = {i: core.Var(v.aval) for i, v in enumerate(eqn.outvars) if v in stored and may_be_wider(v.aval)}
+        found.append(eqn.replace(outvars=[places.get(i, v) for i, v in enumerate(eqn.outvars)]) if places else eqn)
+        found.extend(build.located(rounding(v, eqn.outvars[i]), eqn) for i, v in places.items())
+    return found
+
+
+def rounding(source: Var, target: Var) -> JaxprEqn:
+    """The equation that rounds a value to its dtype."""
+    return _rounding_equation().replace(invars=[source], outvars=[target])
+
+
+@functools.cache
+def _rounding_equation() -> JaxprEqn:
+    return jax.make_jaxpr(rounded.bind)(np.float32(0)).eqns[0]
+
+
+@functools.cache
+def _name_equation(name: str) -> JaxprEqn:
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0).eqns[0]
+
+
+class Split:
+    """Cuts jaxprs into segments.
+
+    A function without a product is cut by bytes. At a budget of 1.0 it is left to JAX.
+
+    Args:
+      products: How many products a segment has, more or less.
+      whole: The keys of the constructs that are part of a segment, and so computed again as a whole.
+      cut_convolutions: Whether code with convolutions is cut. It pays if products are computed again.
+    """
+
+    def __init__(
+        self, products: int = PRODUCTS_OF_A_SEGMENT, whole: frozenset[Any] = frozenset(), cut_convolutions: bool = False
+    ):
+        self._origins = dataflow.Forward(origin, join, lambda value: CONSTANT)
+        self._alive = dataflow.Backward(_passes_tangents)
+        self._bodies: dict[Any, Body] = {}
+        self._traced: list[ClosedJaxpr] = []  # so that no other one gets their ids
+        self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
+        self._has_products = True
+
+    def function(self, closed: ClosedJaxpr) -> Body:
+        """A function in parts. Its last product and what follows are a segment of their own."""
+        self._has_products = any(map(holds_product, closed.jaxpr.eqns))
+        arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
+        return self._body(closed, arguments, [True] * len(closed.out_avals), Around(), is_function=True)
+
+    def _body(
+        self,
+        closed: ClosedJaxpr,
+        inputs: Sequence[Origin],
+        outputs: Sequence[bool],
+        around: Around,
+        is_function: bool = False,
+    ) -> Body:
+        """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
+        key = ir.identity(closed), tuple(inputs), tuple(outputs), around
+        if key in self._bodies:  # With the function, so that no other one gets its ids.
+            return self._bodies[key]
+        traced, closed = closed, _without_large_calls(closed)
+        jaxpr = closed.jaxpr
+        alive = self._alive(jaxpr, outputs)
+        if ir.is_next_checkpoint():
+            # It gives the scales of 8-bit values cotangents of zeros. The tangent of a product is that of its operands.
+            alive = alive - {v for eqn in jaxpr.eqns if (product := of(eqn)) for v in eqn.invars[product.arity :]}
+        origins = self._origins(closed, inputs)
+        parts: list[Part] = []
+        straight: list[JaxprEqn] = []
+        last_uses = ir.last_uses(jaxpr)
+        end = _end(jaxpr.eqns, last_uses, origins) if is_function else len(jaxpr.eqns)
+
+        def close(stop: int) -> None:
+            if not straight:
+                return
+            whole = range(stop - len(straight), stop)
+            is_one = around.loop or (_convolves(straight) and not self._cut_convolutions)
+            first, last = range(whole.start, min(end, stop)), range(max(end, whole.start), stop)
+            cut = _cut if self._has_products else _cut_by_bytes
+            pieces = [first] if is_one else cut(jaxpr.eqns, first, last_uses, self._products)
+            for piece in filter(None, [*pieces, last]):
+                members = tuple(jaxpr.eqns[i] for i in piece)
+                results = tuple(v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop)
+                parts.append(_segment(members, results, origins, alive, around, piece is last, self._has_products))
+            straight.clear()
+
+        with_refs = _with_refs(jaxpr.eqns)
+        for i, eqn in enumerate(jaxpr.eqns):
+            if i not in with_refs and (_is_plain(eqn) or (self._whole and key_of(eqn) in self._whole)):
+                straight.append(eqn)
+                continue
+            close(i)
+            if i in with_refs:
+                parts.append(eqn)
+                continue
+            bodies = ir.bodies(eqn) if ir.name(eqn) in ENTERED else None
+            if bodies is None:
+                parts.append(eqn)
+                continue
+            is_manual = ir.name(eqn) == "shard_map"
+            inner = Around(around.loop or ir.name(eqn) == "scan", eqn if is_manual else around.inside)
+            into = self._origins.into(eqn, self._origins.read(origins, eqn.invars))
+            out_of = self._alive.into(eqn, dataflow.flags(eqn.outvars, alive))
+            parts.append(Construct(eqn, [self._body(*x, inner) for x in zip(bodies, into, out_of, strict=True)]))
+        close(len(jaxpr.eqns))
+        self._bodies[key] = Body(closed, parts, origins, alive)
+        self._traced.append(traced)
+        return self._bodies[key]
+
+
+def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr in which jit calls are inlined that are too large for a segment, and the last call if it is no product.
+
+    A whole model may be in one call. It would be one segment, or the end.
+    """
+    while True:
+        eqns, jaxpr = closed.jaxpr.eqns, closed.jaxpr
+        held = {id(eqn): _runs(eqn) for eqn in eqns if ir.inlinable(eqn)}
+        last = next((eqn for eqn in reversed(eqns) if holds_product(eqn)), None)
+        large = {i for i, n in held.items() if n > _MOST * PRODUCTS_OF_A_SEGMENT}
+        large |= {id(last)} if last is not None and held.get(id(last), 0) > 1 else set()
+        if not large:
+            return closed
+        enter = lambda eqn, large=large: ir.inlinable(eqn) if id(eqn) in large else None
+        new, outputs = inline.flattened(build.without_constants(closed), enter)
+        constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        closed = build.closed_jaxpr(constants, jaxpr.invars, outputs, new)
+
+
+def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
+    """The equations from the first one that makes a Ref to the last one that uses a Ref. They stay together."""
+    makes = [i for i, eqn in enumerate(eqns) if any(map(ir.is_ref, eqn.outvars))]
+    uses = [i for i, eqn in enumerate(eqns) if any(map(ir.is_ref, eqn.invars))]
+    return range(makes[0], max([*makes, *uses]) + 1) if makes else range(0)
+
+
+def _passes_tangents(eqn: JaxprEqn, results: Sequence[bool]) -> bool:
+    """Whether the tangents of the operands reach a result of the function, if those of some results do. Backward.
+
+    Those that are written to a Ref reach what reads it.
+    """
+    if any(map(ir.is_ref, eqn.invars)):
+        return True
+    is_any = any(x and is_inexact(v.aval) for v, x in zip(eqn.outvars, results, strict=True))
+    return is_any and ir.name(eqn) != "stop_gradient"
+
+
+def _segment(
+    eqns: tuple[JaxprEqn, ...],
+    outputs: tuple[Var, ...],
+    origins: dict[Var, Origin],
+    alive: Set[Var],
+    around: Around,
+    is_end: bool,
+    has_products: bool,
+) -> Segment:
+    inputs = _reads(eqns)
+    convolves = _convolves(eqns) and not around.loop
+    is_worth_it = has_products and any(map(_is_worth_it, eqns))
+    of_inputs, of_outputs = tuple(origins[v] for v in inputs), tuple(v in alive for v in outputs)
+    return Segment(eqns, inputs, outputs, of_inputs, of_outputs, around, is_worth_it, convolves, is_end)
+
+
+def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
+    names = [name for eqn in eqns if (name := name_of(eqn)) in PRODUCTS]
+    return names.count("conv_general_dilated") > len(names) / 2
+
+
+def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[Var, Origin]) -> int:
+    """Where the end of a function begins: at its last product, or before, where fewer bytes cross.
+
+    What is kept in between is small, because no budget drops it: a random key, or the mean of a norm.
+    """
+    products = [i for i, eqn in enumerate(eqns) if holds_product(eqn)]
+    if not products or not _is_plain(eqns[products[-1]]):
+        return products[-1] + 1 if products else len(eqns)
+    last, start = products[-1], products[-2] + 1 if len(products) > 1 else 0
+    inputs = _reads(eqns[start:last])
+    held = kept(eqns[start:last], inputs, [origins[v] for v in inputs])
+    crossing = _crossing(eqns, range(len(eqns)), last_uses)
+    between = [sum(nbytes(v) for v in eqn.outvars if v in held) for eqn in eqns[start:last]]
+    sizes = itertools.accumulate(reversed(between))  # kept from each equation on, the last one first
+    start = last - sum(1 for _ in itertools.takewhile(lambda size: size <= _SMALL * crossing[last], sizes))
+    return min(range(start, last + 1), key=crossing.__getitem__)
+
+
+def _reads(eqns: Sequence[JaxprEqn]) -> tuple[Var, ...]:
+    """What some equations read that they do not compute."""
+    defined = {v for eqn in eqns for v in eqn.outvars}
+    reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
+    return tuple(dict.fromkeys(v for v in reads if not ir.is_literal(v) and v not in defined))
+
+
+def _crossing(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int]) -> list[float]:
+    """For each equation, the bytes that cross a cut in front of it."""
+    change = [0.0] * (whole.stop + 2)
+    for i in whole:
+        for v in eqns[i].outvars:
+            change[i + 1] += nbytes(v)
+            change[max(i, min(last_uses.get(v, -1), whole.stop)) + 1] -= nbytes(v)
+    return list(itertools.accumulate(change))
+
+
+def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
+    """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut.
+
+    A whole construct counts as the products that it runs, from one, for a kernel, to those of a layer.
+    """
+    layers = lambda eqn: min(max(1, _runs(eqn)), PRODUCTS_OF_A_SEGMENT) if _is_whole(eqn) else holds_product(eqn)
+    counts = itertools.accumulate((layers(eqns[i]) for i in whole), initial=0)
+    before = dict(zip([*whole, whole.stop], counts, strict=True))  # the number of products before each equation
+    least, most = products / 2 * _MOST, _MOST * products
+    if before[whole.stop] <= most:
+        return [whole]
+    crossing = _crossing(eqns, whole, last_uses)
+    found, start = [], whole.start
+    while before[whole.stop] - before[start] > most:
+        ends = [j for j in range(start + 1, whole.stop) if least <= before[j] - before[start] <= most]
+        if not ends:  # a single call holds more products
+            break
+        end = min(ends, key=crossing.__getitem__)
+        found.append(range(start, end))
+        start = end
+    return [*found, range(start, whole.stop)]
+
+
+def _cut_by_bytes(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
+    """Cut straight-line code without products, where the fewest bytes cross the cut.
+
+    Of code that computes 40 times the bytes that cross a cut, six segments (the square root) keep and compute again
+    about as many bytes as each other. With twice the `products`, segments are twice as long.
+    """
+    sizes = dict(zip(whole, (_computed_bytes(eqns[i]) for i in whole), strict=True))
+    crossing = _crossing(eqns, whole, last_uses)
+    inner = sorted(crossing[i] for i in whole[1:]) or [0.0]
+    computed, typical = sum(sizes.values()), inner[len(inner) // 2]
+    least = math.sqrt(computed * typical) * products / PRODUCTS_OF_A_SEGMENT
+    if typical * _LEAST_CUT > computed:
+        return [whole]
+    found, start, size = [], whole.start, 0.0
+    for i in whole:
+        size += sizes[i]
+        if size < least or i + 1 == whole.stop:
+            continue
+        near = range(max(start, i - (i - start) // 4), i + 1)  # a quarter shorter at most
+        end = min(reversed(near), key=lambda j: crossing[j + 1]) + 1
+        found.append(range(start, end))
+        start, size = end, sum(sizes[j] for j in range(end, i + 1))
+    return [*found, range(start, whole.stop)]
+
+
+def _computed_bytes(eqn: JaxprEqn) -> float:
+    """The bytes of the floating-point values that an equation computes, and of those in it."""
+    if body := ir.inlinable(eqn):
+        return sum(map(_computed_bytes, body.jaxpr.eqns))
+    return 0.0 if ir.name(eqn) in MOVING else sum(nbytes(v) for v in eqn.outvars if is_inexact(v.aval))
+
+
+def _is_plain(eqn: JaxprEqn) -> bool:
+    """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
+    if eqn.effects or ir.name(eqn) == "name":
+        return False
+    if any(is_partial(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return False  # JAX keeps no such value between the passes unless the axes are explicit.
+    if any(is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return False  # JAX's checkpoint rounds the values that it keeps, and cannot round complex ones.
+    if ir.name(eqn) == "sort" or (ir.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
+        return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
+    if ir.name(eqn) in ("jit", "custom_jvp_call"):
+        body = inline.body_of_call(eqn)
+        return body is not None and all(map(_is_plain, body.jaxpr.eqns))
+    return name_of(eqn) in CHEAP | EXPENSIVE | PRODUCTS or not ir.has_body(eqn)
+
+
+def _is_whole(eqn: JaxprEqn) -> bool:
+    """Whether an equation of a segment is a whole construct, which is computed again."""
+    return ir.has_body(eqn) and not ir.inlinable(eqn) and not is_recomputed(eqn)
+
+
+def _runs(eqn: JaxprEqn) -> int:
+    """How many products an equation runs."""
+    if not holds_product(eqn):
+        return 0
+    bodies = ir.inner(eqn)
+    return sum(times * _runs(e) for body, times in bodies for e in body.eqns) if bodies else 1
+
+
+def _is_worth_it(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes a large array that may be computed again. A symbolic size is large."""
+    if body := ir.inlinable(eqn):
+        return any(map(_is_worth_it, body.jaxpr.eqns))
+    sizes = [aval.size for aval in ir.avals(eqn.outvars) if is_inexact(aval)]
+    is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
+    return is_large and ir.name(eqn) not in MOVING and is_recomputed(eqn)
+
+
+def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
+    """A function in which the segments that jamp made are straight-line code again. The outermost budget decides.
+
+    Without `keep_names`, the user's `checkpoint_name`s go too, but for those in a `jax.checkpoint`.
+    """
+    eqns: list[JaxprEqn] = []
+
+    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        name = ir.name(eqn)
+        is_dropped = name == "name" and (not keep_names or ir.params(eqn)["name"] == KEPT)
+        if is_dropped or name in ("cotangents_behind_barrier", ROUNDED):
+            return operands
+        if name == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
+            return interpret.interpret_names(body, operands, run)
+        outvars = [core.Var(v.aval) for v in eqn.outvars]
+        bodies = ir.bodies(eqn) if name in ENTERED else None
+        if bodies:
+            inner = [opened(body, keep_names) for body in bodies]
+            eqns.append(build.with_bodies(eqn, inner, operands, outvars))
+        else:
+            eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        return list(outvars)
+
+    is_changed = lambda eqn: in_scope(eqn, SEGMENT) or (not keep_names and ir.name(eqn) == "name")
+    if not any(map(is_changed, ir.all_equations(closed.jaxpr))):
+        return closed
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    outputs = interpret.interpret(closed.jaxpr, [*constants, *closed.jaxpr.invars], run, lambda v: v)
+    return build.closed_jaxpr(constants, closed.jaxpr.invars, outputs, eqns)
+
+
+def _code_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The code of a segment that jamp made, in the calls around it."""
+    body = inline.body_of_call(eqn)
+    while body and len(body.jaxpr.eqns) == 1 and ir.name(body.jaxpr.eqns[0]) in ("custom_jvp_call", "remat2"):
+        (inner,) = body.jaxpr.eqns
+        if list(inner.invars) != list(body.jaxpr.invars) or list(inner.outvars) != list(body.jaxpr.outvars):
+            return None
+        body = inline.body_of_call(inner)
+    return body
