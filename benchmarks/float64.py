@@ -29,7 +29,7 @@ from benchmarks import hlo
 from benchmarks.ahead_of_time import TARGETS, compiled, is_installed
 from benchmarks.record import Rows, parser, record, show, write
 from benchmarks.timing import Case, across, compare
-from jamp._jaxprs import ir
+from jamp._jaxprs import ir, walk
 from jamp._jaxprs.primitives import PRODUCTS as PRODUCT_NAMES
 
 FLOAT64, AGAIN, PRODUCTS, KEPT, FLOAT32 = (
@@ -316,7 +316,7 @@ def bytes_on(target: str, name: str, quick: bool) -> Rows:
             rows.append({"problem": name, "name": case.name, "fails": str(error).partition(": %")[0]})
             show(rows[-1])
             continue
-        equations = ir.all_equations(jax.make_jaxpr(case.step)(case.carry, *case.args).jaxpr)
+        equations = walk.all_equations(jax.make_jaxpr(case.step)(case.carry, *case.args).jaxpr)
         operands = [str(eqn.invars[0].aval.dtype) for eqn in equations if ir.name(eqn) in PRODUCT_NAMES]
         found = {"megabytes": counted.bytes / 1e6, "kernels": counted.kernels}
         rows.append({"problem": name, "name": case.name, **found, **Counter(operands)})

@@ -10,7 +10,7 @@ from jax import lax, nn
 from pairs import wide
 
 import jamp
-from jamp._jaxprs import ir
+from jamp._jaxprs import constructs, ir
 
 N = 32
 KEY, ROWS = jax.random.key(7), np.arange(N, dtype=np.int32) * 5 % N // 2  # rows of which some are the same
@@ -225,7 +225,7 @@ def operation(eqn, args):
     params, name = ir.params(eqn), eqn.primitive.name
     inner = lambda body, *args: evaluate(getattr(body, "jaxpr", body), getattr(body, "consts", ()), args)
     if name == "scan":
-        n, m = ir.carry(eqn).start, ir.carry(eqn).stop
+        n, m = constructs.carry(eqn).start, constructs.carry(eqn).stop
         carry, steps = args[n:m], []
         for i in range(params["length"])[:: -1 if params["reverse"] else 1]:
             found = inner(params["jaxpr"], *args[:n], *carry, *(x[i] for x in args[m:]))

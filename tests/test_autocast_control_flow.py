@@ -21,7 +21,7 @@ import jamp
 from jamp._autocast.cast import cast
 from jamp._autocast.rules import RULES
 from jamp._autocast.target import Target
-from jamp._jaxprs import ir
+from jamp._jaxprs import constructs, ir
 from jamp._products.lower import lower
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -101,7 +101,7 @@ def test_products_inside_control_flow_are_narrow_and_so_are_those_of_the_gradien
         assert products(low, *args) == {dtype}, name
         loops = [e for kind in ("scan", "while") for e in found(kind, low, *args)]
         assert loops or name not in LOOPS
-        assert dtype not in [v.aval.dtype for e in loops for v in e.outvars[: len(ir.carry(e))]]
+        assert dtype not in [v.aval.dtype for e in loops for v in e.outvars[: len(constructs.carry(e))]]
         if name in ("while", "counting", "a loop whose end is batched"):  # without a gradient
             assert distance(*jax.jit(lambda *args: (low(*args), fun(*args)))(*args)) < 5 * eps
         else:
@@ -295,7 +295,8 @@ def test_a_construct_without_what_jamp_reads_is_not_entered_and_reported(monkeyp
     assert products(jamp.autocast(by_scan, jnp.float16, rules={"scan": "float32"}), W, X) == {
         F32
     }  # A rule keeps it out, too.
-    monkeypatch.setitem(ir._READ, "scan", [{"jaxpr", "a parameter that is gone"}])
+    scan = constructs.CONSTRUCTS["scan"]._replace(parameters=(frozenset({"jaxpr", "a parameter that is gone"}),))
+    monkeypatch.setitem(constructs.CONSTRUCTS, "scan", scan)
     with pytest.warns(UserWarning, match=r"scan at .* gives it parameters that autocast does not know; cast its"):
         assert products(jamp.autocast(by_scan, jnp.float16), W, X) == {F32}
     (row,) = jamp.autocast_report(by_scan, jnp.float16)(W, X).rows
@@ -305,9 +306,9 @@ def test_a_construct_without_what_jamp_reads_is_not_entered_and_reported(monkeyp
 def test_a_parameter_that_a_later_release_invents_is_carried_through():
     for fun in (jax.jit(step), LOOPS["scan"], ENTERED["cond"], jax.checkpoint(step), ENTERED["shard_map"]):
         closed = jax.make_jaxpr(fun)(W, X)
-        eqns = [e.replace(params={**e.params, "invented": 3}) if ir.bodies(e) else e for e in closed.jaxpr.eqns]
+        eqns = [e.replace(params={**e.params, "invented": 3}) if constructs.bodies(e) else e for e in closed.jaxpr.eqns]
         later = jax.extend.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
-        rewritten = lower(cast(later, Target(F16, RULES)))
+        rewritten = lower(cast(later, Target(F16, RULES), None, lower)[0])
         assert operand_dtypes(rewritten, ["dot_general"]) == {F16}
         assert [e.params["invented"] for e in rewritten.jaxpr.eqns if "invented" in e.params] == [3]
 

@@ -16,7 +16,7 @@ from pairs import of_pair
 import jamp
 import jamp.debug
 from jamp._autocast.rules import RULES, RULES_OF_FLOAT64
-from jamp._jaxprs.ir import bodies
+from jamp._jaxprs.constructs import bodies
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 EPS = float(np.finfo(np.float32).eps)

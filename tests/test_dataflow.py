@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jamp._jaxprs import ir
+from jamp._jaxprs import constructs, ir
 from jamp._jaxprs.dataflow import Backward, Forward, flags, spreads
 
 X = jnp.ones((4, 4))
@@ -87,7 +87,7 @@ def test_backward_follows_readers_into_constructs_and_around_loops(name):
 
 def test_the_inputs_and_outputs_of_bodies_are_those_of_every_step():
     (eqn,) = jax.make_jaxpr(rotate(jnp.tan, 9))(X, X, X).eqns
-    n = ir.carry(eqn).start
+    n = constructs.carry(eqn).start
     assert forward.into(eqn, [False] * len(eqn.invars)) == [[False] * n + [True] * 3]
     (eqn,) = jax.make_jaxpr(READS["carry"][0])(X, X, X).eqns
     assert backward.into(eqn, [False] * 3) == [[True, True, False]]  # Of the carry, JAX made one element a constant.

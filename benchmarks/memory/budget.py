@@ -33,7 +33,7 @@ from benchmarks.memory import convolutions, llama
 from benchmarks.memory.large_models import fused_attention
 from benchmarks.models import SHAPES, Shape, attend_written_out, problem
 from benchmarks.record import Rows, parser, record, show, write
-from jamp._products.flops import of_products
+from jamp._products.flops import flops_of_products
 
 POLICIES = jax.checkpoint_policies
 BF16 = jnp.bfloat16
@@ -129,7 +129,7 @@ def measure(target: str, only: list[str], quick: bool, before: Rows) -> Rows:
                 "seconds": time.time() - start,
                 "program": text,
             }
-            row |= {"gigaflops": of_products(jax.make_jaxpr(grad)(params, batch).jaxpr) / 1e9}
+            row |= {"gigaflops": flops_of_products(jax.make_jaxpr(grad)(params, batch).jaxpr) / 1e9}
             found.append(row)
             show(row)
         hand = [row for row in found if row["variant"].startswith("by hand")]

@@ -8,9 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from jamp._autocast.decisions import warnings_of
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
 from jamp._autocast.passes import marked_by_passes, passes
+from jamp._autocast.warn import warnings_of
 from jamp._jaxprs import interpret
 from jamp._jaxprs.source import users_stacklevel
 from jamp._numbers import as_number

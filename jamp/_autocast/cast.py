@@ -9,66 +9,84 @@ read as float32 and cast by each of them (XLA merges equal casts). With one read
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend import core
 
 from jamp._autocast import facts
-from jamp._autocast.custom_rules import KEEPS_RESULTS, Rewritten, enter, is_entered
-from jamp._autocast.facts import Constant, Input, Place
-from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST
+from jamp._autocast.custom_rules import Call, Rewritten, enter, is_entered
+from jamp._autocast.decisions import Decision, Decisions
+from jamp._autocast.facts import Constant, Input, Output
+from jamp._autocast.qualify import feeds, is_after_product, is_candidate, why_not
+from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST, YOURS
 from jamp._autocast.target import Target
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, dataflow, ir
+from jamp._jaxprs import build, constructs, dataflow, ir
+from jamp._jaxprs.cache import Cache
+from jamp._jaxprs.constructs import Derivative
+from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import splits
 from jamp._jaxprs.primitives import COPIES, PRODUCTS
-from jamp._jaxprs.source import in_scope, is_transposed, scope_path
-from jamp._products.product import Product, equation
+from jamp._jaxprs.source import in_scope, is_transposed
+from jamp._products.formats import Format
+from jamp._products.product import Dtype, Product, equation
 
 Atom: TypeAlias = Any  # Var | Literal
+Rest: TypeAlias = Callable[[ClosedJaxpr], ClosedJaxpr]
 
 
-def cast(closed: ClosedJaxpr, target: Target, manual: bool = False) -> ClosedJaxpr:
-    """The function with its products in 16 bit, at the dtypes of its arguments and results.
+def cast(
+    closed: ClosedJaxpr, target: Target, format: Format | None, rest: Rest, in_shard_map: bool = False
+) -> tuple[ClosedJaxpr, Decisions]:
+    """Return a function with its products in 16 bit, at the dtypes of its arguments and results, and the decisions.
 
-    `manual` says that it is called inside a shard_map.
+    Args:
+      closed: The function.
+      target: The dtypes and the rules.
+      format: That of the products that qualify, if it is not the compute dtype.
+      rest: The passes after this one. Derivative rules are traced while JAX differentiates, and run through all passes.
+      in_shard_map: Whether it is called inside a shard_map.
     """
-    weights = [Input(computed=False)] * len(closed.in_avals)
+    every = _Pass(target, format, rest)
+    arguments = [Input(computed=False)] * len(closed.in_avals)
     outputs = [Output()] * len(closed.out_avals)
-    return _Pass(target).run(closed, weights, Place(manual=manual), outputs).at([False] * len(outputs))
+    body = every.run(closed, arguments, outputs, _Place(Context(in_shard_map=in_shard_map)))
+    return body.at([False] * len(outputs)), every.decisions
 
 
-class Output(NamedTuple):
-    """What is known of an output of a jaxpr.
+class _Place(NamedTuple):
+    """Where a jaxpr is. A derivative rule says itself that it is a backward pass."""
 
-    Attributes:
-      consumed: Whether it is consumed (`facts.consumes`).
-      stored: Whether it is 16 bit if it is the result of a product, perhaps moved, even if others read it too.
-    """
+    context: Context
+    in_backward_rule: bool = False
 
-    consumed: bool = False
-    stored: bool = False
+    @property
+    def is_backward(self) -> bool:
+        return self.in_backward_rule or self.context.is_backward
 
 
 class _Pass:
     """Casts jaxprs, each of them once for the same facts about its inputs and outputs."""
 
-    def __init__(self, target: Target):
-        self.target = target
+    def __init__(self, target: Target, format: Format | None, rest: Rest):
+        self.target, self.format, self.rest = target, format, rest
+        self.decisions = Decisions()
         self.consumed = dataflow.Backward(facts.consumes)
         self.computed = dataflow.spreads(functools.partial(facts.computes, target.is_wide))
         as_constant = functools.partial(facts.as_constant, target.is_out_of_range)
         fills = functools.partial(facts.fills, target.is_wide)
         self.constants = dataflow.Forward(fills, facts.join_constants, as_constant)
-        self._done: dict[Any, tuple[ClosedJaxpr, Rewritten]] = {}
+        self.after_product, self.feeding = dataflow.spreads(is_after_product), dataflow.Backward(feeds)
+        self.of_tangents = dataflow.spreads(lambda eqn, operands: any(operands))
+        self._cache: Cache[Rewritten] = Cache()
 
-    def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], place: Place, outputs: Sequence[Output]) -> Rewritten:
-        key = ir.identity(closed), tuple(inputs), place, tuple(outputs)
-        if key not in self._done:  # With the function, so that no other one gets its ids.
-            self._done[key] = closed, _Body(self, closed, inputs, place, outputs).rewritten()
-        return self._done[key][1]
+    def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output], place: _Place) -> Rewritten:
+        context = place.context
+        path = context.path if self.target.parts else ""
+        key = tuple(inputs), tuple(outputs), path, context.shard_map, context.is_manual, place.is_backward
+        return self._cache(closed, key, lambda: _Body(self, closed, inputs, outputs, place, path).rewritten())
 
 
 class _Body:
@@ -76,24 +94,29 @@ class _Body:
 
     def __init__(
         self,
-        all_bodies: _Pass,
+        every: _Pass,
         closed: ClosedJaxpr,
         inputs: Sequence[Input],
-        place: Place,
         outputs: Sequence[Output],
+        place: _Place,
+        path: str,
     ):
-        self._pass, self._target, self._place, self._traced = all_bodies, all_bodies.target, place, closed
+        self._pass, self._target, self._place, self._path, self._traced = every, every.target, place, path, closed
         jaxpr = closed.jaxpr
-        self._consumed = all_bodies.consumed(jaxpr, [x.consumed for x in outputs])
-        self._computed = all_bodies.computed(closed, [x.computed for x in inputs])
-        self._constants = all_bodies.constants(closed, [x.constant for x in inputs])
+        self._consumed = every.consumed(closed, [x.consumed for x in outputs])
+        self._computed = every.computed(closed, [x.computed for x in inputs])
+        self._constants = every.constants(closed, [x.constant for x in inputs])
+        if every.format:
+            self._after_product = every.after_product(closed, [x.after_product for x in inputs])
+            self._feeding = every.feeding(closed, [x.feeding for x in outputs])
+            self._of_tangents = every.of_tangents(closed, [x.tangent for x in inputs])
         self._outputs = outputs
         reads: list[Any] = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
         self._readers = Counter(v for v in reads if not ir.is_literal(v))
         self._low: dict[Var, Var] = {}  # the values that are stored in 16 bit
         self._wide: set[Var] = set()  # those of them that were cast to float32 already
         self._eqns: list[JaxprEqn] = []
-        self._changed = any(x.low for x in inputs)
+        self._changed = any(x.low for x in inputs) or bool(every.target.parts)
         self._inputs = [self._define(v, x.low) for v, x in zip(jaxpr.invars, inputs, strict=True)]
 
     def rewritten(self) -> Rewritten:
@@ -116,24 +139,24 @@ class _Body:
     def _add(self, eqn: JaxprEqn) -> None:
         name, rules = ir.name(eqn), self._target.rules
         if in_scope(eqn, facts.FULL_PRECISION):
-            self._copy(eqn, low=False)
-        elif name in ir.CONSTRUCTS and name not in rules:
+            self._copy(eqn, name, facts.REGION, low=False)
+        elif name in constructs.CONSTRUCTS and name not in rules:
             self._enter(eqn)
         else:
             is_product = name in PRODUCTS
-            is_back = is_product and (is_transposed(eqn) or self._place.backward)
+            is_back = is_product and (is_transposed(eqn) or self._place.is_backward)
             is_gradient = is_back and not self._consumed.intersection(eqn.outvars)
             # Of arithmetic, only a rule for all operations of a scope asks.
             is_asked = is_product or self._target.parts
             is_out_of_range = bool(is_asked) and any(map(self._is_out_of_range, eqn.invars))
-            key = self._target.rule_key(eqn, self._place.scope, is_gradient, is_out_of_range)
+            key = self._target.rule_key(eqn, self._path, is_gradient, is_out_of_range)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
-            is_low = self._runs_low(eqn, category) and not ir.has_body(eqn)
+            is_low = self._runs_low(eqn, category) and not constructs.has_body(eqn)
             if is_product:
                 self._multiply(eqn, key, category, is_low)
             else:
-                self._copy(eqn, is_low)
+                self._copy(eqn, key, category, is_low)
 
     def _runs_low(self, eqn: JaxprEqn, category: str) -> bool:
         """Whether an equation of a category reads and writes its float32 values in 16 bit."""
@@ -149,27 +172,30 @@ class _Body:
         is_exact = all(map(self._is_low, arrays)) and all(map(self._target.holds, numbers))
         return len(arrays) == 1 and is_exact
 
-    def _copy(self, eqn: JaxprEqn, low: bool) -> None:
+    def _copy(self, eqn: JaxprEqn, key: str, category: str, low: bool) -> None:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
+        is_low = [low and self._target.is_wide(v.aval) for v in (*eqn.invars, *eqn.outvars)]
         if low and ir.name(eqn) in COPIES:
-            return self._copy_elements(eqn)
-        reads = [self._read(v, low and self._target.is_wide(v.aval), eqn) for v in eqn.invars]
-        writes = [self._define(v, low and self._target.is_wide(v.aval)) for v in eqn.outvars]
-        run = build.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if low else eqn
-        is_same = reads == eqn.invars and writes == eqn.outvars
-        self._eqns.append(run if is_same else run.replace(invars=reads, outvars=writes))
+            # It may copy an element many times, and its transpose is the sum over the copies, such as over all uses of
+            # a token. So it runs in float32, and its result is cast.
+            is_low = [False] * len(is_low)
+        n = len(eqn.invars)
+        reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_low[:n], strict=True)]
+        if low and not any(is_low):
+            writes: list[Any] = [core.Var(v.aval) for v in eqn.outvars]
+        else:
+            writes = [self._define(v, x) for v, x in zip(eqn.outvars, is_low[n:], strict=True)]
+        run = build.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if any(is_low) else eqn
+        # By a rule for a scope, another place may decide otherwise about the same equation.
+        is_same = reads == eqn.invars and writes == eqn.outvars and not self._target.parts
+        run = run if is_same else run.replace(invars=reads, outvars=writes)
+        self._eqns.append(run)
+        self._pass.decisions.add(run, Decision(eqn, key, category, low))
+        if low and not any(is_low):
+            self._eqns.extend(
+                build.convert(w, self._define(v, True), eqn) for w, v in zip(writes, eqn.outvars, strict=True)
+            )
         self._changed |= low
-
-    def _copy_elements(self, eqn: JaxprEqn) -> None:
-        """Add an equation that may copy an element many times, with its result in 16 bit.
-
-        It runs in float32, because its transpose is the sum over the copies, such as over all uses of a token.
-        """
-        (v,), reads = eqn.outvars, [self._read(x, False, eqn) for x in eqn.invars]
-        wide = core.Var(v.aval)
-        self._eqns.append(eqn.replace(invars=reads, outvars=[wide]))
-        self._eqns.append(build.convert(wide, self._define(v, True), eqn))
-        self._changed = True
 
     def _multiply(self, eqn: JaxprEqn, key: str, category: str, is_low: bool) -> None:
         """Add a product with the decision about it."""
@@ -180,25 +206,44 @@ class _Body:
         reads = [self._read(v, x, eqn) for v, x in zip(operands, casts, strict=True)]
         written = self._target.result_dtype(category)
         is_stored = is_low and written == self._target.compute_dtype and self._target.is_wide(result)
+        format, reason = self._format(eqn, key, category, is_low)
         product = Product(
             eqn.primitive,
             tuple(ir.params(eqn).items()),
             tuple(aval.dtype for aval in (*ir.avals(operands), result)),
             key,
             category,
-            self._target.compute_dtype if is_low else None,
+            format,
             tuple(weights),
             written if is_stored else result.dtype,
-            self._beyond_range(eqn) if key.endswith("[range]") else "",
+            reason,
         )
         self._eqns.append(equation(product, reads, self._define(eqn.outvars[0], is_stored), eqn))
         self._changed = True
 
+    def _format(self, eqn: JaxprEqn, key: str, category: str, is_low: bool) -> tuple[Dtype | Format | None, str]:
+        """Return the format of a product, and why it is not the one that was asked for."""
+        usual, wanted = self._target.compute_dtype if is_low else None, self._pass.format
+        if wanted is None or not is_candidate(eqn, category, is_low):
+            return usual, self._beyond_range(eqn) if key.endswith("[range]") else ""
+        why = why_not(
+            eqn,
+            wanted,
+            key,
+            is_asked_for=self._target.rules[key].reason == YOURS,
+            is_linear=any(self._pass.of_tangents.read(self._of_tangents, eqn.invars)),
+            in_backward_rule=self._place.in_backward_rule,
+            in_gradient=is_transposed(eqn) or self._place.is_backward,
+            is_attention=all(self._pass.after_product.read(self._after_product, eqn.invars[:2])),
+            is_fed_on=eqn.outvars[0] in self._feeding,
+        )
+        return (usual, why) if why else (wanted, "")
+
     def _enter(self, eqn: JaxprEqn) -> None:
-        if not is_entered(eqn, self._place.manual, self._target):
-            return self._copy(eqn, low=False)
+        if not is_entered(eqn, self._place.context.is_manual, self._target):
+            return self._copy(eqn, ir.name(eqn), facts.NOT_ENTERED, low=False)
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
-        name, carry = ir.name(eqn), ir.carry(eqn)
+        name, carry = ir.name(eqn), constructs.carry(eqn)
         wide = range(carry.stop) if name != "shard_map" else [i for i, x in enumerate(splits(eqn)) if not x]
         known = [
             Input(i not in wide and self._is_low(v), self._constant(v), not self._is_weight(v))
@@ -206,29 +251,44 @@ class _Body:
             else Input()
             for i, v in enumerate(eqn.invars)
         ]
-        scope = scope_path(eqn, self._place.scope) if self._target.parts else ""
-        place = self._place._replace(scope=scope, backward=self._place.backward or is_transposed(eqn))
-        place = place._replace(manual=True, inside=eqn) if name == "shard_map" else place
+        place = self._place._replace(context=self._place.context.inside(eqn))
 
         def rewrite(
-            closed: ClosedJaxpr, inputs: Sequence[Input], *, backward: bool, stored: Sequence[bool]
+            closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output], in_backward_rule: bool = False
         ) -> Rewritten:
-            outputs = [Output(stored=x) for x in stored]
-            return self._pass.run(closed, inputs, place._replace(backward=backward or place.backward), outputs)
+            here = place._replace(in_backward_rule=in_backward_rule or place.in_backward_rule)
+            return self._pass.run(closed, inputs, outputs, here)
 
-        consumed = self._pass.consumed.into(eqn, dataflow.flags(eqn.outvars, self._consumed))
-        bodies = [
-            self._pass.run(closed, [known[i] for i in operands], place, list(map(Output, flags)))
-            for closed, operands, flags in zip(ir.bodies(eqn) or (), ir.body_operands(eqn), consumed, strict=True)
-        ]
+        inputs, outputs = self._facts_of_bodies(eqn, known)
+        bodies = list(map(rewrite, constructs.bodies(eqn) or (), inputs, outputs))
         if not any(body.changed for body in bodies):
-            return self._copy(eqn, low=False)
-        first = len(eqn.outvars) if name in KEEPS_RESULTS else len(carry)
+            self._eqns.append(eqn.replace(invars=[self._read(v, False, eqn) for v in eqn.invars]))
+            return
+        first = len(eqn.outvars) if constructs.derivative(eqn) is Derivative.BY_RULE else len(carry)
         low = [i >= first and all(body.low[i] for body in bodies) for i in range(len(eqn.outvars))]
         reads = [self._read(v, x.low, eqn) for v, x in zip(eqn.invars, known, strict=True)]
         writes = [self._define(v, x) for v, x in zip(eqn.outvars, low, strict=True)]
-        self._eqns.extend(enter(eqn, bodies, known, low, reads, writes, rewrite, place.inside))
+        call = Call(eqn, bodies, inputs, outputs, low, rewrite, self._pass.rest)
+        self._eqns.extend(enter(call, reads, writes, place.context.shard_map))
         self._changed = True
+
+    def _facts_of_bodies(self, eqn: JaxprEqn, known: Sequence[Input]) -> tuple[list[list[Input]], list[list[Output]]]:
+        """What is known of the inputs and the outputs of each body of a construct."""
+        inputs = [[known[i] for i in places] for places in constructs.operands_of_bodies(eqn)]
+        outputs = [list(map(Output, flags)) for flags in self._pass.consumed.into(eqn, self._consumed)]
+        if self._pass.format:
+            after = self._pass.after_product.into(eqn, self._after_product)
+            tangent = self._pass.of_tangents.into(eqn, self._of_tangents)
+            feeding = self._pass.feeding.into(eqn, self._feeding)
+            inputs = [
+                [x._replace(after_product=y, tangent=z) for x, y, z in zip(*columns, strict=True)]
+                for columns in zip(inputs, after, tangent, strict=True)
+            ]
+            outputs = [
+                [x._replace(feeding=y) for x, y in zip(*columns, strict=True)]
+                for columns in zip(outputs, feeding, strict=True)
+            ]
+        return inputs, outputs
 
     def _constant(self, atom: Atom) -> Constant | None:
         return self._pass.constants.read(self._constants, [atom])[0]

@@ -1,6 +1,6 @@
 """The recursion into control flow, calls and custom derivatives: the same construct around rewritten bodies.
 
-When JAX asks for a custom rule, it is traced through the original call and rewritten by the callback `Rewrite`.
+When JAX asks for a custom rule, it is traced through the original call, cast, and run through the rest of the passes.
 """
 
 import functools
@@ -14,13 +14,12 @@ from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.extend import core
 from jax.tree_util import Partial
 
-from jamp._autocast.facts import Input
+from jamp._autocast.facts import Input, Output
 from jamp._autocast.target import Target
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs import build, constructs, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import trace
-from jamp._products.lower import lower
 
 
 class Rewritten:
@@ -51,30 +50,36 @@ class Rewritten:
 
 
 class Rewrite(Protocol):
-    """Rewrites a jaxpr. `backward` says that it is the backward rule of a custom_vjp.
-
-    `stored` outputs that are results of products, perhaps moved, are 16 bit, even if other operations read them too.
-    """
+    """Casts a jaxpr."""
 
     def __call__(
-        self, closed: ClosedJaxpr, inputs: Sequence[Input], *, backward: bool, stored: Sequence[bool]
+        self, closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output], in_backward_rule: bool = False
     ) -> Rewritten: ...
 
 
-# The results of these keep their traced dtypes, because the author's derivative rule computes them too.
-KEEPS_RESULTS = ("custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "linear_call", "remat_opt")
+class Call(NamedTuple):
+    """A construct whose bodies were cast.
 
-
-class _Call(NamedTuple):
-    """A call with a custom rule: the equation, its rewritten body, its operands, and the callback."""
+    Attributes:
+      eqn: The construct as it was traced.
+      bodies: Its bodies.
+      inputs, outputs: What is known of the inputs and the outputs of each body.
+      low: Which of its results are 16 bit.
+      rewrite: Casts other jaxprs as if they stood in its place.
+      rest: The passes after `cast`.
+    """
 
     eqn: JaxprEqn
-    body: ClosedJaxpr
-    known: Sequence[Input]
+    bodies: Sequence[Rewritten]
+    inputs: Sequence[Sequence[Input]]
+    outputs: Sequence[Sequence[Output]]
+    low: Sequence[bool]
     rewrite: Rewrite
+    rest: Callable[[ClosedJaxpr], ClosedJaxpr]
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        return interpret.call(self.body, args)
+        """Evaluate the body of a call. Its results have the traced dtypes."""
+        return interpret.call(self.bodies[0].at([False] * len(self.low)), args)
 
     def replay(
         self,
@@ -82,22 +87,27 @@ class _Call(NamedTuple):
         avals: Sequence[Any],
         args: Sequence[Any],
         *,
-        weights: Sequence[bool] = (),
+        inputs: Sequence[Input],
+        outputs: Sequence[Output] = (),
         residuals_from: int | None = None,
-        backward: bool = False,
+        in_backward_rule: bool = False,
     ) -> list[Any]:
-        """Trace `fun` at `avals`, rewrite it, and evaluate it on `args`.
+        """Trace a derivative rule, `fun` at `avals`, run the passes on it, and evaluate it on `args`.
 
-        The results have the traced dtypes, but residuals (from some result on) are 16 bit where that is exact.
+        `inputs` say what is known of the arguments, but for whether they are 16 bit. `outputs` say what is known of the
+        first results. All results have the traced dtypes, but residuals, from some result on, are 16 bit where that is
+        exact.
         """
         closed = jax.make_jaxpr(fun)(*avals)
-        types = zip(args, avals, weights or [False] * len(args), strict=True)
-        inputs = [Input(jax.typeof(x).dtype != aval.dtype, computed=not is_weight) for x, aval, is_weight in types]
+        known = zip(args, avals, inputs, strict=True)
+        given = [x._replace(low=jax.typeof(y).dtype != aval.dtype, constant=None) for y, aval, x in known]
         n = len(closed.out_avals)
         stored = [i >= (n if residuals_from is None else residuals_from) for i in range(n)]
-        rewritten = self.rewrite(closed, inputs, backward=backward, stored=stored)
+        feeding = [x.feeding for x in outputs] + [False] * (n - len(outputs))
+        wanted = [Output(stored=x, feeding=y) for x, y in zip(stored, feeding, strict=True)]
+        rewritten = self.rewrite(closed, given, wanted, in_backward_rule)
         low = [x and y for x, y in zip(rewritten.low, stored, strict=True)]
-        return interpret.call(lower(rewritten.at(low)), args)
+        return interpret.call(self.rest(rewritten.at(low)), args)
 
 
 def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
@@ -105,23 +115,14 @@ def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
     if ir.name(eqn) == "custom_linear_solve" and target.compute_dtype.itemsize == 2:
         return False  # A solver needs the digits of float32.
     # Inside a shard_map, JAX does not tell a custom rule which of its operands are differentiated.
-    return ir.bodies(eqn) is not None and not (manual and ir.asks_for_zeros(eqn))
+    return constructs.bodies(eqn) is not None and not (manual and constructs.asks_for_zeros(eqn))
 
 
-def enter(
-    eqn: JaxprEqn,
-    bodies: Sequence[Rewritten],
-    known: Sequence[Input],
-    low: Sequence[bool],
-    reads: Sequence[Any],
-    writes: Sequence[Var],
-    rewrite: Rewrite,
-    inside: JaxprEqn | None,
-) -> list[JaxprEqn]:
-    """The equations of a construct with rewritten bodies. `low` results are 16 bit. It may be `inside` a shard_map."""
+def enter(call: Call, reads: Sequence[Any], writes: Sequence[Var], inside: JaxprEqn | None) -> list[JaxprEqn]:
+    """Return the equations of a construct with cast bodies. It may be `inside` a shard_map."""
+    eqn, bodies, low = call.eqn, call.bodies, call.low
     name = ir.name(eqn)
     if name in _RETRACED:
-        call = _Call(eqn, bodies[0].at([False] * len(low)), known, rewrite)
         closed = trace(inside, lambda *args: _RETRACED[name](call, args), ir.avals(reads))
         return inline.inline(closed, reads, writes)
     wanted = [[False], low] if name == "while" else [low[: len(body.low)] for body in bodies]
@@ -132,12 +133,12 @@ def enter(
 
     def thunk(closed: ClosedJaxpr) -> ClosedJaxpr:
         outputs = [False] * len(closed.out_avals)
-        return lower(rewrite(closed, known, backward=False, stored=outputs).at(outputs))
+        return call.rest(call.rewrite(closed, call.inputs[0], [Output()] * len(outputs)).at(outputs))
 
     return [build.with_thunk(entered, thunk)]
 
 
-def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
+def _custom_jvp(call: Call, args: Sequence[Any]) -> Sequence[Any]:
     """Keep the author's rule. It is traced through the original call and rewritten like any other code."""
     eqn = call.eqn
     inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
@@ -157,21 +158,21 @@ def _custom_jvp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
             return [*results, *(derivatives[i] for i in floating)]
 
         types, values = [*inputs, *(inputs[i] for i in perturbed)], [*primals, *(tangents[i] for i in perturbed)]
-        weights = [not x.computed for x in (*call.known, *(call.known[i] for i in perturbed))]
-        results = call.replay(original, types, values, weights=weights)
+        of_tangents = [call.inputs[0][i]._replace(tangent=True) for i in perturbed]
+        results = call.replay(original, types, values, inputs=[*call.inputs[0], *of_tangents], outputs=call.outputs[0])
         derivatives = build.replaced(list(map(_no_tangent, outputs)), floating, results[len(outputs) :])
         return results[: len(outputs)], derivatives
 
-    fun.defjvp(rule, symbolic_zeros=ir.asks_for_zeros(eqn))
+    fun.defjvp(rule, symbolic_zeros=constructs.asks_for_zeros(eqn))
     result: list[Any] = fun(*args)
     return result
 
 
-def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
+def _custom_vjp(call: Call, args: Sequence[Any]) -> Sequence[Any]:
     """As `_custom_jvp`. The residuals of the forward rule are 16 bit where that is exact."""
     eqn = call.eqn
     inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
-    asks = ir.asks_for_zeros(eqn)
+    asks = constructs.asks_for_zeros(eqn)
 
     @jax.custom_vjp
     def fun(*xs: Any) -> list[Any]:
@@ -188,7 +189,8 @@ def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
             traced[:] = structure, [jax.typeof(x) for x in residuals]
             return [*results, *residuals]
 
-        values = call.replay(original, inputs, xs, residuals_from=len(outputs))
+        known = [x._replace(computed=True) for x in call.inputs[0]]
+        values = call.replay(original, inputs, xs, inputs=known, outputs=call.outputs[0], residuals_from=len(outputs))
         # The static values reach the backward rule in the function of a Partial.
         dtypes = [jax.typeof(xs[i]).dtype for i in perturbed]
         rest = functools.partial(_pull_back, call, perturbed, dtypes, *traced)
@@ -200,7 +202,7 @@ def _custom_vjp(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _pull_back(
-    call: _Call,
+    call: Call,
     perturbed: Sequence[int],
     dtypes: Sequence[Any],
     structure: Any,
@@ -222,7 +224,8 @@ def _pull_back(
         original,
         [*types, *(outputs[i] for i in floating)],
         values,
-        backward=True,
+        inputs=[Input()] * len(values),
+        in_backward_rule=True,
     )
     cotangents = [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
     return tuple(build.replaced([None] * len(inputs), perturbed, cotangents))
@@ -232,9 +235,9 @@ def _no_tangent(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
-def _linear_call(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
+def _linear_call(call: Call, args: Sequence[Any]) -> Sequence[Any]:
     """A linear function with its own transpose, traced through the original call."""
-    inputs, n = ir.avals(call.eqn.invars), ir.residuals(call.eqn)
+    inputs, n = ir.avals(call.eqn.invars), constructs.residuals(call.eqn)
 
     def transposed(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         def original(*values: Any) -> Any:
@@ -242,7 +245,8 @@ def _linear_call(call: _Call, args: Sequence[Any]) -> Sequence[Any]:
             return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
 
         types = [*inputs[:n], *ir.avals(call.eqn.outvars)]
-        found = call.replay(original, types, [*residuals, *cotangents])
+        known = [Input()] * n + [Input(tangent=True)] * len(cotangents)
+        found = call.replay(original, types, [*residuals, *cotangents], inputs=known)
         return [x.astype(jax.typeof(y).dtype) for x, y in zip(found, args[n:], strict=True)]
 
     fun = lambda residuals, operands: call.run([*residuals, *operands])
@@ -259,7 +263,7 @@ def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int])
     return original
 
 
-_RETRACED: dict[str, Callable[[_Call, Sequence[Any]], Sequence[Any]]] = {
+_RETRACED: dict[str, Callable[[Call, Sequence[Any]], Sequence[Any]]] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
     "linear_call": _linear_call,

@@ -44,27 +44,29 @@ class Input(NamedTuple):
       low: Whether it is stored in 16 bit.
       constant: The constant that it is, or None.
       computed: Whether it is computed, and not an argument of the function. Such an argument is a weight.
+      after_product: Whether it depends on a product. This and the next are found for 8-bit formats only.
+      tangent: Whether it depends on a tangent or cotangent.
     """
 
     low: bool = False
     constant: Constant | None = None
     computed: bool = True
+    after_product: bool = False
+    tangent: bool = False
 
 
-class Place(NamedTuple):
-    """The surroundings of a jaxpr.
+class Output(NamedTuple):
+    """What is known of an output of a jaxpr.
 
     Attributes:
-      manual: Whether it is in a shard_map.
-      inside: The shard_map, if it is in the traced function and not around it.
-      scope: Its name stack, if a rule is for part of one.
-      backward: Whether it is part of a backward pass.
+      consumed: Whether it is consumed (`consumes`).
+      stored: Whether it is 16 bit if it is the result of a product, perhaps moved, even if others read it too.
+      feeding: Whether a later product reads it, perhaps through other operations.
     """
 
-    manual: bool = False
-    inside: JaxprEqn | None = None
-    scope: str = ""
-    backward: bool = False
+    consumed: bool = False
+    stored: bool = False
+    feeding: bool = False
 
 
 def computes(is_wide: IsWide, eqn: JaxprEqn, operands: Flags) -> bool:

@@ -12,46 +12,57 @@ from jax.typing import DTypeLike
 
 from jamp._arguments import Call
 from jamp._autocast.cast import cast
+from jamp._autocast.decisions import Decisions
 from jamp._autocast.quantize import quantize
 from jamp._autocast.rules import ANY, COMPUTE, GRADIENT, YOURS, Rule, categories, rules_for, wide_dtype
 from jamp._autocast.target import Target
 from jamp._cast import as_dtype
-from jamp._jaxprs import ir
+from jamp._jaxprs import constructs, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._products.formats import Float8, Format, Int8
-from jamp._products.lower import lower
 from jamp._products.product import products
 from jamp._recompute.budget import MemoryBudget
-from jamp._recompute.checkpoint import recompute
-from jamp._recompute.segments import opened
+from jamp._recompute.checkpoint import lowered
 
 
 class Passes(NamedTuple):
-    """A call of a function, and its jaxprs: as traced, and with the decisions about its products.
-
-    It may be `manual`, inside a shard_map.
-    """
+    """A call of a function, its jaxpr as traced, and the one with the decisions about it."""
 
     call: Call
     traced: ClosedJaxpr
     decided: ClosedJaxpr
+    decisions: Decisions
     target: Target
     format: Format | None
-    manual: bool
 
     @property
     def is_cast(self) -> bool:
         """Whether autocast changes a product, or by a rule of the user another operation."""
-        rules = [self.target.rules[key] for key in self.target.used if key in self.target.rules]
+        rules = [self.target.rules[key] for key in self.used if key in self.target.rules]
         is_by_rule = any(rule == Rule(COMPUTE, YOURS) for rule in rules)
         return is_by_rule or any(product.format for product in products(self.decided.jaxpr))
 
+    @property
+    def used(self) -> set[str]:
+        """The keys of the rules that decided about an equation, and the names of all primitives."""
+        found = {key for x in self.decisions for key in (x.key, ir.name(x.eqn))}
+        return found.union(*((product.key, product.operation) for product in products(self.decided.jaxpr)))
+
     def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
-        """The jaxpr to evaluate."""
+        """Return the jaxpr to evaluate."""
         if not self.is_cast and budget == 1.0:
             return self.traced
-        # The outermost budget decides, also about the segments of an autocast or a recompute inside.
-        return lower(recompute(opened(self.decided), budget) if recomputes else self.decided)
+        return lowered(self.quantized, budget if recomputes else None)
+
+    @property
+    def quantized(self) -> ClosedJaxpr:
+        """The function before its products are lowered."""
+        return quantize(self.decided)
+
+
+def finished(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Run the passes after `cast` on a derivative rule. What JAX keeps for it, the author has decided."""
+    return lowered(quantize(closed), None)
 
 
 Trace: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Passes]
@@ -71,9 +82,9 @@ def passes(fun: Callable[..., Any], compute_dtype: DTypeLike | Format, rules: Ma
     def trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passes:
         call, target = Call(args, kwargs), Target(dtype, table)
         traced = call.trace(fun, "autocast")
-        manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-        decided = cast(traced, target, manual)
-        return Passes(call, traced, quantize(decided, config, table) if config else decided, target, config, manual)
+        in_shard_map = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+        decided, decisions = cast(traced, target, config, finished, in_shard_map)
+        return Passes(call, traced, decided, decisions, target, config)
 
     return trace
 
@@ -130,16 +141,16 @@ def _merge(rules: Mapping[str, str], wide: np.dtype[Any]) -> dict[str, Rule]:
         if category not in categories(wide):
             names = ", ".join(categories(wide))
             raise ValueError(f"The rule for {name!r} must be one of {names}, got {category!r}.")
-        known = {*table, *(key.split("[")[0] for key in table), *ir.CONSTRUCTS, *ir.primitive_names()}
+        known = {*table, *(key.split("[")[0] for key in table), *constructs.CONSTRUCTS, *ir.primitive_names()}
         base = name.partition("[")[0] if name.endswith("]") else ""
         if base == ANY:
             continue
-        if name not in known and (base not in known or base in ir.CONSTRUCTS):
+        if name not in known and (base not in known or base in constructs.CONSTRUCTS):
             close = difflib.get_close_matches(name, known, 1, 0.8)
             keys = "The keys are names of JAX primitives. Matrix products are 'dot_general'"
             hint = f"Did you mean {close[0]!r}?" if close else f"{keys}, convolutions 'conv_general_dilated'."
             raise ValueError(f"{name!r} is not the name of an operation. {hint}")
-        if name in ir.CONSTRUCTS and category != str(wide):
+        if name in constructs.CONSTRUCTS and category != str(wide):
             raise ValueError(f"The rule for {name!r} must be '{wide}', which keeps autocast out, got {category!r}.")
     is_kept = lambda name, case: name not in rules or (case == f"{GRADIENT}]" and rules[name] == COMPUTE)
     kept = {key: rule for key, rule in table.items() if is_kept(key.split("[")[0], key.partition("[")[2])}

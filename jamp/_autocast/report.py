@@ -11,12 +11,14 @@ from jax.typing import DTypeLike
 
 from jamp import _table
 from jamp._arguments import of_types, paths
-from jamp._autocast.decisions import Decision, cause, decisions
+from jamp._autocast.cast import cast
+from jamp._autocast.decisions import Entry, entries
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
-from jamp._autocast.passes import Passes, passes
+from jamp._autocast.passes import Passes, finished, passes
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST, Rule, rules_for, wide_dtype
 from jamp._autocast.target import Target
-from jamp._jaxprs import ir
+from jamp._autocast.warn import cause
+from jamp._jaxprs import ir, walk
 from jamp._jaxprs.primitives import CHEAP, PRODUCTS, operation
 from jamp._jaxprs.source import in_scope, is_transposed, pattern
 from jamp._products.flops import flops
@@ -203,18 +205,19 @@ def autocast_report(
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
         passes = trace(args, kwargs)
-        as_run = any(in_scope(eqn, AUTOCAST) for eqn in ir.all_equations(passes.traced.jaxpr))
-        closed, target = passes.decided, passes.target
+        as_run = any(in_scope(eqn, AUTOCAST) for eqn in walk.all_equations(passes.traced.jaxpr))
+        closed, decisions, target = passes.decided, passes.decisions, passes.target
         if as_run:
-            closed, target = passes.traced, Target(target.compute_dtype, _as_run(target.wide))
+            target = Target(target.compute_dtype, _as_run(target.wide))
+            closed, decisions = cast(passes.traced, target, None, finished)
         parameters = dict(zip(closed.jaxpr.invars, paths(fun, args, kwargs), strict=True))
-        merged: dict[AutocastRow, list[Decision]] = {}
-        for x in decisions(closed, target, parameters, passes.manual):
+        merged: dict[AutocastRow, list[Entry]] = {}
+        for x in entries(closed, decisions, target, parameters):
             row = _row(x, target, as_run)
             if row is not None:
                 merged.setdefault(row, []).append(x)
         rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
-        backward = not as_run and any(map(is_transposed, ir.all_equations(passes.traced.jaxpr)))
+        backward = not as_run and any(map(is_transposed, walk.all_equations(passes.traced.jaxpr)))
         name = passes.format.name if passes.format else ""
         unchanged = "" if as_run else _unchanged(passes)
         unread = tuple(passes.target.unread)
@@ -223,7 +226,7 @@ def autocast_report(
     return of_types(report)
 
 
-def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:
+def _row(x: Entry, target: Target, as_run: bool) -> AutocastRow | None:
     """The row of an equation, without the sums, or None if it reads no floating value or only casts one."""
     name, category, (before, after) = ir.name(x.eqn), x.category, (x.before, x.after)
     if "float" not in before[0] or name == "convert_element_type":
@@ -232,7 +235,7 @@ def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:
         category = ACCUMULATE if str(target.wide) in after[1] else COMPUTE
     if category in (NOT_ENTERED, NO_RULE):
         reason = cause(x.eqn)
-    elif x.product and x.product.reason:
+    elif x.product and x.product.reason and not as_run:
         reason = x.product.reason
     elif category == REGION:
         reason = "it is inside jamp.full_precision"
@@ -249,7 +252,7 @@ def _row(x: Decision, target: Target, as_run: bool) -> AutocastRow | None:
     return AutocastRow(key, category, " -> ".join(before), " -> ".join(after), x.source, reason)
 
 
-def _summed(row: AutocastRow, merged: list[Decision]) -> AutocastRow:
+def _summed(row: AutocastRow, merged: list[Entry]) -> AutocastRow:
     return dataclasses.replace(
         row,
         count=sum(x.times for x in merged),

@@ -41,7 +41,6 @@ class Target:
         self.compute_dtype, self.wide, self.rules = compute_dtype, wide_dtype(compute_dtype), rules
         # The rules for a part of the name stack.
         self.parts = [key for key in rules if "[" in key and key not in rules_for(self.wide)]
-        self.used: set[str] = set()  # the keys that decided about an equation, and the names of all primitives
         # The types of the arrays of constants that this process cannot read, because others hold parts of them.
         self.unread: dict[str, None] = {}
 
@@ -105,12 +104,10 @@ class Target:
         the range of 16 bit.
         """
         name, case = ir.name(eqn), GRADIENT if is_gradient else None
-        self.used.add(name)
         for key in self.parts:
             base, _, part = key[:-1].partition("[")
             is_meant = base == name or (base == ANY and name not in EXPENSIVE and not is_out_of_range)
             if is_meant and f"/{part}/" in scope_path(eqn, scope):
-                self.used.add(key)
                 return key
         is_of_float64 = self.compute_dtype == _FLOAT32
         if name not in PRODUCTS or (is_of_float64 and not any(map(self.is_wide, ir.avals(eqn.invars)))):

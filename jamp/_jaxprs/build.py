@@ -9,7 +9,8 @@ import numpy as np
 from jax.extend import core
 
 from jamp._jaxprs import ir
-from jamp._jaxprs.ir import BODIES, ClosedJaxpr, Jaxpr, JaxprEqn, Var, avals
+from jamp._jaxprs.constructs import BODIES
+from jamp._jaxprs.ir import ClosedJaxpr, Jaxpr, JaxprEqn, Var, avals
 
 CAST = "jamp.cast"  # the name scope of the casts that jamp adds to a jaxpr
 
@@ -45,7 +46,7 @@ def located(eqn: JaxprEqn, like: JaxprEqn) -> JaxprEqn:
 def with_bodies(
     eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], invars: Sequence[Any], outvars: Sequence[Var]
 ) -> JaxprEqn:
-    """A construct with other operands, results and bodies. The bodies are in the order of `ir.bodies`."""
+    """A construct with other operands, results and bodies. The bodies are in the order of `constructs.bodies`."""
     params = ir.params(eqn)
     if "branches" in params:
         new: dict[str, Any] = {"branches": tuple(bodies)}

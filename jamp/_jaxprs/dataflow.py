@@ -9,13 +9,24 @@ A loop passes facts on from step to step, so those about a carry are computed to
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from jamp._jaxprs import build, ir
-from jamp._jaxprs.ir import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jamp._jaxprs import build, constructs, ir
+from jamp._jaxprs.cache import Cache
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 
 Flags = list[bool]
 T = TypeVar("T")
+
+
+class Analysis(Protocol):
+    """What `Forward` and `Backward` have in common."""
+
+    def __call__(self, closed: ClosedJaxpr, given: Sequence[Any]) -> Any:
+        """Return the facts about the values of a jaxpr, given the facts about its inputs or outputs."""
+
+    def into(self, eqn: JaxprEqn, facts: Any) -> list[list[Any]]:
+        """Return what is given to each body of a construct, from the facts about the jaxpr in which it stands."""
 
 
 class Forward(Generic[T]):
@@ -34,31 +45,32 @@ class Forward(Generic[T]):
         constant: Callable[[Any], T],
     ):
         self._rule, self._join, self._constant = rule, join, constant
-        self._done: dict[Any, tuple[ClosedJaxpr, dict[Var, T]]] = {}
+        self._cache: Cache[dict[Var, T]] = Cache()
 
-    def __call__(self, closed: ClosedJaxpr, inputs: Sequence[T]) -> dict[Var, T]:
-        """The facts about the values of a jaxpr, given those about its inputs."""
-        jaxpr, key = closed.jaxpr, (ir.identity(closed), tuple(inputs))
-        if key not in self._done:
-            facts = dict(zip(jaxpr.invars, inputs, strict=True))
-            facts |= {v: self._constant(x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
-            self._done[key] = closed, facts  # With the function, so that no other one gets its ids.
-            for eqn in jaxpr.eqns:
-                facts.update(zip(eqn.outvars, self._results(eqn, self.read(facts, eqn.invars)), strict=True))
-        return self._done[key][1]
+    def __call__(self, closed: ClosedJaxpr, given: Sequence[T]) -> dict[Var, T]:
+        """Return the facts about the values of a jaxpr, given the facts about its inputs."""
+        return self._cache(closed, tuple(given), lambda: self._facts(closed, given))
+
+    def _facts(self, closed: ClosedJaxpr, inputs: Sequence[T]) -> dict[Var, T]:
+        jaxpr = closed.jaxpr
+        facts = dict(zip(jaxpr.invars, inputs, strict=True))
+        facts |= {v: self._constant(x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
+        for eqn in jaxpr.eqns:
+            facts.update(zip(eqn.outvars, self._results(eqn, self.read(facts, eqn.invars)), strict=True))
+        return facts
 
     def read(self, facts: dict[Var, T], atoms: Sequence[Any]) -> list[T]:
         """The facts about some variables and literals."""
         return [self._constant(v.val) if ir.is_literal(v) else facts[v] for v in atoms]
 
-    def into(self, eqn: JaxprEqn, operands: Sequence[T]) -> list[list[T]]:
-        """The facts about the inputs of each body of a construct, given those about its operands."""
-        known = self._around(eqn, list(operands))
-        return [[known[i] for i in places] for places in ir.body_operands(eqn)]
+    def into(self, eqn: JaxprEqn, facts: dict[Var, T]) -> list[list[T]]:
+        """Return the facts about the inputs of each body of a construct."""
+        known = self._around(eqn, self.read(facts, eqn.invars))
+        return [[known[i] for i in places] for places in constructs.operands_of_bodies(eqn)]
 
     def _around(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
         """The facts about the operands of a construct in any step, if it is a loop."""
-        known, carry = operands, ir.carry(eqn)
+        known, carry = operands, constructs.carry(eqn)
         while carry:
             end = self._outputs(eqn, known)[-1]
             ends = build.replaced(known, carry, end[: len(carry)])
@@ -72,17 +84,17 @@ class Forward(Generic[T]):
         if not _bodies(eqn):
             return [self._rule(eqn, operands)] * len(eqn.outvars)
         known = self._around(eqn, operands)
-        (first, *others), carry = self._outputs(eqn, known), ir.carry(eqn)
+        (first, *others), carry = self._outputs(eqn, known), constructs.carry(eqn)
         first = build.replaced(first, range(len(carry)), [known[i] for i in carry])
         return [functools.reduce(self._join, column) for column in zip(first, *others, strict=True)]
 
     def _outputs(self, eqn: JaxprEqn, operands: list[T]) -> list[list[T]]:
         """The facts about the outputs of each body that computes results, given those about the operands."""
         outputs = []
-        for body, places in zip(_bodies(eqn), ir.body_operands(eqn), strict=True):
+        for body, places in zip(_bodies(eqn), constructs.operands_of_bodies(eqn), strict=True):
             facts = self(body, [operands[i] for i in places])
             outputs.append(self.read(facts, body.jaxpr.outvars))
-        return outputs[ir.bodies_before_results(eqn) :]
+        return outputs[constructs.bodies_before_results(eqn) :]
 
 
 def spreads(rule: Callable[[JaxprEqn, Flags], bool]) -> Forward[bool]:
@@ -95,22 +107,26 @@ class Backward:
 
     def __init__(self, rule: Callable[[JaxprEqn, Flags], bool]):
         self._rule = rule
-        self._done: dict[Any, tuple[Jaxpr, set[Var]]] = {}
+        self._cache: Cache[set[Var]] = Cache()
 
-    def __call__(self, jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
-        """The values of a jaxpr with the property, given which of its outputs have it."""
-        key = id(jaxpr), tuple(outputs)
-        if key not in self._done:
-            having: set[Any] = {v for v, x in zip(jaxpr.outvars, outputs, strict=True) if x and not ir.is_literal(v)}
-            self._done[key] = jaxpr, having
-            for eqn in reversed(jaxpr.eqns):
-                operands = self._operands(eqn, flags(eqn.outvars, having))
-                having.update(v for v, x in zip(eqn.invars, operands, strict=True) if x and not ir.is_literal(v))
-        return self._done[key][1]
+    def __call__(self, closed: ClosedJaxpr, given: Sequence[bool]) -> set[Var]:
+        """Return the values of a jaxpr that have the property, given which of its outputs have it."""
+        return self._cache(closed, tuple(given), lambda: self._having(closed, given))
 
-    def into(self, eqn: JaxprEqn, results: Sequence[bool]) -> list[Flags]:
-        """The flags of the outputs of each body of a construct, given those of its results."""
-        known, carry = list(results), ir.carry(eqn)
+    def _having(self, closed: ClosedJaxpr, outputs: Sequence[bool]) -> set[Var]:
+        jaxpr = closed.jaxpr
+        having: set[Any] = {v for v, x in zip(jaxpr.outvars, outputs, strict=True) if x and not ir.is_literal(v)}
+        for eqn in reversed(jaxpr.eqns):
+            operands = self._operands(eqn, flags(eqn.outvars, having))
+            having.update(v for v, x in zip(eqn.invars, operands, strict=True) if x and not ir.is_literal(v))
+        return having
+
+    def into(self, eqn: JaxprEqn, facts: set[Var]) -> list[Flags]:
+        """Return the flags of the outputs of each body of a construct."""
+        return self._into(eqn, flags(eqn.outvars, facts))
+
+    def _into(self, eqn: JaxprEqn, results: Sequence[bool]) -> list[Flags]:
+        known, carry = list(results), constructs.carry(eqn)
         while carry:
             read = self._read(eqn, known)
             new = [x or (i < len(carry) and read[carry[i]]) for i, x in enumerate(known)]
@@ -122,16 +138,16 @@ class Backward:
     def _operands(self, eqn: JaxprEqn, results: Flags) -> Flags:
         if not _bodies(eqn):
             return [self._rule(eqn, results)] * len(eqn.invars)
-        carry, end = ir.carry(eqn), self.into(eqn, results)[-1]
+        carry, end = constructs.carry(eqn), self._into(eqn, results)[-1]
         return [x or (i in carry and end[i - carry.start]) for i, x in enumerate(self._read(eqn, end))]
 
     def _read(self, eqn: JaxprEqn, results: Flags) -> Flags:
         """The flags of the operands that some body reads, given those of the results."""
         read = [False] * len(eqn.invars)
         for body, places, outputs in zip(
-            _bodies(eqn), ir.body_operands(eqn), _outputs_of_bodies(eqn, results), strict=True
+            _bodies(eqn), constructs.operands_of_bodies(eqn), _outputs_of_bodies(eqn, results), strict=True
         ):
-            having = self(body.jaxpr, outputs)
+            having = self(body, outputs)
             for i, x in zip(places, flags(body.jaxpr.invars, having), strict=True):
                 read[i] = read[i] or x
         return read
@@ -143,7 +159,7 @@ def flags(atoms: Sequence[Any], having: set[Var]) -> Flags:
 
 
 def _bodies(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
-    return (ir.bodies(eqn) or ()) if ir.name(eqn) in ir.CONSTRUCTS else ()
+    return constructs.bodies(eqn) or ()
 
 
 def _outputs_of_bodies(eqn: JaxprEqn, results: Flags) -> list[Flags]:

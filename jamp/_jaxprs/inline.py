@@ -5,9 +5,9 @@ from typing import Any
 
 from jax.extend import core
 
-from jamp._jaxprs import ir
+from jamp._jaxprs.constructs import inlinable
 from jamp._jaxprs.interpret import interpret_names
-from jamp._jaxprs.ir import ClosedJaxpr, Env, JaxprEqn, Var, bodies, inlinable
+from jamp._jaxprs.ir import ClosedJaxpr, Env, JaxprEqn, Var
 
 
 def inline(closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Var]) -> list[JaxprEqn]:
@@ -47,12 +47,3 @@ def _inlined(
         return outvars
 
     return eqns, interpret_names(closed, inputs, run)
-
-
-def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The body of a call that, unless it is differentiated, only evaluates this body. Otherwise None."""
-    calls = ("custom_jvp_call", "custom_vjp_call", "closed_call", "scaled_call")
-    if ir.name(eqn) in calls or (ir.name(eqn) == "remat2" and not ir.params(eqn).get("differentiated")):
-        found = bodies(eqn)
-        return found[0] if found else None
-    return inlinable(eqn)

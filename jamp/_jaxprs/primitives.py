@@ -110,11 +110,3 @@ def operation(eqn: JaxprEqn) -> str:
     name = ir.name(eqn)
     product = ir.params(eqn).get("product") if name in _OF_PRODUCTS else None
     return _SHOWN.get(name, name) if product is None else product.operation
-
-
-def holds_product(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product, or holds one in its bodies."""
-    name = ir.name(eqn)
-    if name in PRODUCTS or name == "product" or name in CHEAP:  # The second is autocast's, until it is lowered.
-        return name not in CHEAP
-    return any(holds_product(e) for jaxpr, _ in ir.inner(eqn) for e in jaxpr.eqns)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jamp._jaxprs import ir
+from jamp._jaxprs import constructs, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 
 Words = tuple[Array, Array]  # u32[] both: what the random bits of a step, or of a leaf in it, are a hash of
@@ -123,7 +123,7 @@ def check_not_scaled(closed: ClosedJaxpr, updates: int) -> None:
 
 def _is_straight_through(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call of this module's `straight_through`. A user's function may have the same name."""
-    infos = [body.debug_info for body, _ in ir.inner(eqn)] if ir.name(eqn) == "custom_jvp_call" else []
+    infos = [body.debug_info for body, _ in constructs.inner(eqn)] if ir.name(eqn) == "custom_jvp_call" else []
     return any(info.func_name == "straight_through" and info.func_filename == __file__ for info in infos)
 
 

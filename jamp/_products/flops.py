@@ -5,14 +5,33 @@ import math
 from jamp._jaxprs import ir
 from jamp._jaxprs.ir import Jaxpr, JaxprEqn
 from jamp._jaxprs.primitives import ARITHMETIC, CUBIC, EXPENSIVE, MOVING, PRODUCTS
+from jamp._jaxprs.walk import leaves
 from jamp._products.product import as_traced, name_of
 
 
 def flops(eqn: JaxprEqn) -> float:
-    """Two for each multiply-add of a product, one for each element of any other arithmetic. A symbolic size is 1.
+    """Count two for each multiply-add of a product, one for each element of any other arithmetic. A symbolic size is 1.
 
     Linear algebra counts as textbooks do.
     """
+    return sum((times * _own_flops(e) for e, times in leaves(eqn, _is_known)), 0.0)
+
+
+def flops_of_products(jaxpr: Jaxpr) -> float:
+    """Count the FLOPs of the products of a jaxpr, and of the jaxprs in it. Each branch of a cond counts."""
+    products = [x for eqn in jaxpr.eqns for x in leaves(eqn, _is_known) if name_of(x[0]) in PRODUCTS]
+    return sum((times * _own_flops(eqn) for eqn, times in products), 0.0)
+
+
+_KNOWN = PRODUCTS | CUBIC.keys() | ARITHMETIC | EXPENSIVE | MOVING
+
+
+def _is_known(eqn: JaxprEqn) -> bool:
+    return name_of(eqn) in _KNOWN
+
+
+def _own_flops(eqn: JaxprEqn) -> float:
+    """The FLOPs of an equation without a body."""
     eqn = as_traced(eqn)
     known = lambda sizes: math.prod(n for n in sizes if isinstance(n, int))
     sizes = [known(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
@@ -21,20 +40,4 @@ def flops(eqn: JaxprEqn) -> float:
         return 2.0 * sizes[-1] * known([ir.summed_terms(eqn)])
     if name in CUBIC:
         return CUBIC[name] * max(sizes[len(eqn.invars) :]) * known(ir.avals(eqn.invars)[0].shape[-1:])
-    if name in MOVING:
-        return 0.0
-    if name in ARITHMETIC | EXPENSIVE:
-        return float(max(sizes))
-    return float(sum(times * flops(e) for inner, times in ir.inner(eqn) for e in inner.eqns))
-
-
-def of_products(jaxpr: Jaxpr) -> float:
-    """The FLOPs of the products of a jaxpr, and of the jaxprs in it. Each branch of a cond counts."""
-    total = 0.0
-    for eqn in jaxpr.eqns:
-        if name_of(eqn) in PRODUCTS:
-            total += flops(eqn)
-        else:
-            inner = ir.inner(eqn)[-1:] if ir.is_platform_dependent(eqn) else ir.inner(eqn)
-            total += sum(times * of_products(body) for body, times in inner)
-    return total
+    return float(max(sizes)) if name in ARITHMETIC | EXPENSIVE else 0.0

@@ -27,64 +27,34 @@ from jamp._jaxprs import build, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace
 from jamp._jaxprs.primitives import PRODUCTS
+from jamp._jaxprs.rewrite import Body, Rewriter
 from jamp._products.arithmetic import Arithmetic, Rounded, moved, others_of
 from jamp._products.formats import Format
-from jamp._products.product import Product, of
+from jamp._products.product import Product, of, product_p
 from jamp._products.quantized import Quantized, scaled_sums
 from jamp._rounded import as_stored
 
 
 def lower(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same function without the primitive `product`."""
-    return _Pass().run(closed, None)
+    """Return the same function without the primitive `product`. Equal products are traced once."""
+    traced: dict[Any, ClosedJaxpr] = {}
 
-
-class _Pass:
-    """Lowers jaxprs, and equal products once."""
-
-    def __init__(self) -> None:
-        self._bodies: dict[Any, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
-        self._products: dict[Any, ClosedJaxpr] = {}
-
-    def run(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
-        """Lower a jaxpr, which may be inside a shard_map."""
-        key = ir.identity(closed), inside
-        if key not in self._bodies:  # With the function, so that no other one gets its ids.
-            self._bodies[key] = closed, self._lower(closed, inside)
-        return self._bodies[key][1]
-
-    def _lower(self, closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
-        eqns: list[JaxprEqn] = []
-        for eqn in closed.jaxpr.eqns:
-            bodies = ir.bodies(eqn) if ir.name(eqn) in ir.CONSTRUCTS else None
-            if product := of(eqn):
-                lowered = self._product(eqn, product, inside)
-                items = inline.inline(lowered, eqn.invars, eqn.outvars)
-                eqns.extend(build.located(item, eqn) for item in items)
-            elif bodies:
-                around = eqn if ir.name(eqn) == "shard_map" else inside
-                new = [self.run(body, around) for body in bodies]
-                is_same = all(x is y for x, y in zip(new, bodies, strict=True))
-                eqns.append(eqn if is_same else build.with_bodies(eqn, new, eqn.invars, eqn.outvars))
-            else:
-                eqns.append(eqn)
-        if all(x is y for x, y in zip(eqns, closed.jaxpr.eqns, strict=False)) and len(eqns) == len(closed.jaxpr.eqns):
-            return closed
-        constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        return build.closed_jaxpr(constants, closed.jaxpr.invars, closed.jaxpr.outvars, eqns)
-
-    def _product(self, eqn: JaxprEqn, product: Product, inside: JaxprEqn | None) -> ClosedJaxpr:
-        avals = ir.avals(eqn.invars)
+    def rule(eqn: JaxprEqn, body: Body) -> list[JaxprEqn] | None:
+        product = of(eqn)
+        if product is None:
+            return None
+        avals, inside = ir.avals(eqn.invars), body.context.shard_map
         key = product, *avals, eqn.ctx, inside
-        if key not in self._products:
-            multiply = multiplied(product)
+        if key not in traced:
+            traced[key] = trace(inside, functools.partial(_in_context, eqn, multiplied(product)), avals)
+        return [build.located(item, eqn) for item in inline.inline(traced[key], eqn.invars, eqn.outvars)]
 
-            def in_context(*operands: Array) -> Array:
-                with ir.context(eqn):
-                    return multiply(*operands)
+    return Rewriter(rule, reads=lambda context: context.shard_map)(closed)
 
-            self._products[key] = trace(inside, in_context, avals)
-        return self._products[key]
+
+def _in_context(eqn: JaxprEqn, fun: Callable[..., Array], *operands: Array) -> Array:
+    with ir.context(eqn):
+        return fun(*operands)
 
 
 def multiplied(product: Product) -> Callable[..., Array]:
@@ -107,6 +77,26 @@ def multiplied(product: Product) -> Callable[..., Array]:
         return as_stored(result)
 
     return multiply
+
+
+def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, product: Product) -> tuple[Any, Any]:
+    places = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0]
+    if not places:
+        out = product_p.bind(*primals, product=product)
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    fun = lambda *xs: multiplied(product)(*build.replaced(primals, places, xs))
+    found: tuple[Any, Any] = jax.jvp(fun, [primals[i] for i in places], [tangents[i] for i in places])
+    return found
+
+
+def _batched(args: Sequence[Any], dims: Sequence[Any], *, product: Product) -> tuple[Any, int]:
+    return jax.vmap(multiplied(product), tuple(dims))(*args), 0
+
+
+# `recompute` asks for the derivatives of code whose products are not lowered yet.
+ad.primitive_jvps[product_p] = _differentiated
+batching.primitive_batchers[product_p] = _batched
+mlir.register_lowering(product_p, mlir.lower_fun(lambda *xs, product: multiplied(product)(*xs), multiple_results=False))
 
 
 def _by_jax(product: Product, arithmetic: Arithmetic, *operands: Array) -> Array:

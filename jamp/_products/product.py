@@ -1,8 +1,8 @@
 """A product of the traced function, with the decision about it.
 
-The pass `cast` replaces every product by an equation of the primitive `product`. `quantize` changes the format of some,
-the report reads them, and `lower` turns them into JAX's own primitives with a derivative. So the primitive has only a
-type and a value.
+The pass `cast` replaces every product by an equation of the primitive `product`. `quantize` encodes the operands of
+some, the report reads them, and `lower` turns them into JAX's own primitives with a derivative. Between these passes,
+the derivative of the primitive is that of the lowered product.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from jax.extend import core
 
 from jamp._jaxprs import ir
 from jamp._jaxprs.ir import Jaxpr, JaxprEqn
+from jamp._jaxprs.walk import walk
 from jamp._products.formats import Format
 
 Dtype: TypeAlias = np.dtype[Any]
@@ -71,19 +72,19 @@ class Product:
         return f"({self.key}: {self.category} in {name}" + f", weight: {weights}" * bool(weights) + ")"
 
 
-_product = core.Primitive("product")
+product_p = core.Primitive("product")
 
 
 def equation(product: Product, operands: Sequence[Any], result: Any, like: JaxprEqn) -> JaxprEqn:
     """A product as an equation, from the line and the scopes of another."""
     return like.replace(
-        primitive=_product, params={"product": product}, invars=list(operands), outvars=[result], effects=frozenset()
+        primitive=product_p, params={"product": product}, invars=list(operands), outvars=[result], effects=frozenset()
     )
 
 
 def of(eqn: JaxprEqn) -> Product | None:
     """The decision that an equation carries, if it is a product."""
-    product: Product | None = ir.params(eqn)["product"] if eqn.primitive is _product else None
+    product: Product | None = ir.params(eqn)["product"] if eqn.primitive is product_p else None
     return product
 
 
@@ -105,13 +106,8 @@ def as_traced(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def products(jaxpr: Jaxpr) -> Iterator[Product]:
-    """The products of a jaxpr, and of the jaxprs in it."""
-    for eqn in jaxpr.eqns:
-        if product := of(eqn):
-            yield product
-        elif ir.name(eqn) in ir.CONSTRUCTS:
-            for body in ir.bodies(eqn) or ():
-                yield from products(body.jaxpr)
+    """Yield the products of a jaxpr, and of the jaxprs in it."""
+    yield from filter(None, (of(eqn) for eqn, _ in walk(jaxpr, lambda eqn, context: True)))
 
 
 def result_type(product: Product, operands: Sequence[Any]) -> Any:
@@ -121,4 +117,4 @@ def result_type(product: Product, operands: Sequence[Any]) -> Any:
     return result.update(dtype=product.dtype, weak_type=False)
 
 
-_product.def_abstract_eval(lambda *operands, product: result_type(product, operands))
+product_p.def_abstract_eval(lambda *operands, product: result_type(product, operands))

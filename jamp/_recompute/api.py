@@ -19,8 +19,6 @@ from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import pattern, scope, user_line, users_stacklevel
 from jamp._numbers import as_number
-from jamp._products.lower import lower
-from jamp._recompute import checkpoint as _recompute
 from jamp._recompute.budget import (
     Memory,
     MemoryBudget,
@@ -32,6 +30,7 @@ from jamp._recompute.budget import (
     megabytes,
     warnings_of_budget,
 )
+from jamp._recompute.checkpoint import lowered
 from jamp._recompute.policies import warnings_of_policies
 from jamp._recompute.segments import code, opened
 
@@ -101,7 +100,7 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
     def with_budget(*args: P.args, **kwargs: P.kwargs) -> R:
         call, closed = _traced(args, kwargs, fun, memory_budget, "recompute")
         with jax.named_scope(AUTOCAST) if passes_of(fun) else contextlib.nullcontext():
-            values = interpret.call(lower(_recompute.recompute(closed, memory_budget)), call.leaves)
+            values = interpret.call(lowered(closed, memory_budget), call.leaves)
         result: R = call.finish(values)
         return result
 
@@ -115,7 +114,7 @@ def _traced(
     if trace := passes_of(fun):
         traced = trace(args, kwargs)
         is_unchanged = not traced.is_cast and budget == 1.0  # Then autocast opens nothing either.
-        call, closed = traced.call, traced.traced if is_unchanged else opened(traced.decided)
+        call, closed = traced.call, traced.traced if is_unchanged else opened(traced.quantized)
     else:
         call = Call(args, kwargs)
         closed = opened(call.trace(fun, caller))

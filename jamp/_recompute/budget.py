@@ -18,12 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.sharding import AxisType
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, equality, ir
+from jamp._jaxprs import build, constructs, equality, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import is_transposed, user_line, users_stacklevel
 from jamp._numbers import as_number
-from jamp._products.lower import lower
 from jamp._recompute.residuals import UNKNOWN, Kind, Point, cost, device_bytes, is_gather, sources_of, with_residuals
 from jamp._recompute.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of, opened
 
@@ -206,20 +205,20 @@ class Memory:
     def _add_construct(
         self, construct: Construct, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
     ) -> None:
-        eqn, name, carry = construct.eqn, ir.name(construct.eqn), ir.carry(construct.eqn)
+        eqn, name, carry = construct.eqn, ir.name(construct.eqn), constructs.carry(construct.eqn)
         self.others.append((eqn, around.times))
         inside = eqn if name == "shard_map" else around.inside
-        for j, (body, places) in enumerate(zip(construct.bodies, ir.body_operands(eqn), strict=True)):
+        for j, (body, places) in enumerate(zip(construct.bodies, constructs.operands_of_bodies(eqn), strict=True)):
             jaxpr = body.closed.jaxpr
             branches = around.branches
             if name == "scan":
-                branches = tuple((cond, k, (*lengths, ir.iterations(eqn))) for cond, k, lengths in branches)
-            here = Loops(around.times * ir.iterations(eqn), (*around.eqns, eqn), inside, branches)
+                branches = tuple((cond, k, (*lengths, constructs.iterations(eqn))) for cond, k, lengths in branches)
+            here = Loops(around.times * constructs.iterations(eqn), (*around.eqns, eqn), inside, branches)
             inner = {v: _given(v) for v in jaxpr.constvars}
             if name == "cond":  # It returns what it keeps, in some versions of JAX also of its operands.
                 here = here._replace(branches=(*branches, (place, j, ())))
                 for v, i in zip(jaxpr.invars, places, strict=True):
-                    is_copied = ir.is_literal(eqn.invars[i]) or ir.cond_copies_operands()
+                    is_copied = ir.is_literal(eqn.invars[i]) or constructs.cond_copies_operands()
                     inner[v] = _computed(v, eqn, here) if is_copied else values[eqn.invars[i]]
                 self._add_body(body, inner, (*place, j), here, {})
                 continue
@@ -267,7 +266,7 @@ class Memory:
             return
         key = equality.fingerprint(inputs, [*defined], eqns, sources=False), perturbed, alive
         if key not in self._known.plain:
-            closed = lower(build.closed_jaxpr({}, inputs, [*defined], eqns))
+            closed = build.closed_jaxpr({}, inputs, [*defined], eqns)
             self._known.plain[key] = with_residuals(closed, perturbed, alive, around.inside)
         found = self._known.plain[key]
         results = found.jaxpr.outvars[: len(defined)]
@@ -465,7 +464,7 @@ def _repeatable(memory: Memory) -> list[frozenset[Any]]:
 def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> list[str]:
     """Warnings that a budget does not bound what a function keeps, `way` being how to give one to a loss."""
     messages = []
-    if any(map(is_transposed, ir.all_equations(closed.jaxpr))):
+    if any(map(is_transposed, walk.all_equations(closed.jaxpr))):
         messages.append(
             "This function takes a gradient itself. What that keeps is not changed: transform the loss inside, "
             f"jax.grad(jamp.{way})."
@@ -486,7 +485,7 @@ def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> l
 
 
 def _warn(memory: Memory, target: float, total: float) -> None:
-    equations = list(ir.all_equations(memory.body.closed.jaxpr))
+    equations = list(walk.all_equations(memory.body.closed.jaxpr))
     if any(map(is_transposed, equations)):
         return  # `warnings_of_budget` names the cause.
     held = sorted((x for x in memory.readers if memory.readers[x] > 0 and x.eqn), key=lambda x: -x.size)[:3]

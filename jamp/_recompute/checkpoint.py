@@ -33,13 +33,22 @@ from jamp._recompute.segments import (
     code,
     computed_twice,
     named,
+    opened,
     rounding,
     with_rounding,
 )
 from jamp._rounded import may_be_wider
 
 
-def recompute(closed: ClosedJaxpr, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
+def lowered(closed: ClosedJaxpr, budget: MemoryBudget | None) -> ClosedJaxpr:
+    """Return a function by JAX's own primitives. With a budget, its backward pass computes values again.
+
+    The outermost budget decides, also about the segments of an autocast or a recompute inside.
+    """
+    return lower(closed if budget is None else recompute(opened(closed), budget))
+
+
+def recompute(closed: ClosedJaxpr, budget: MemoryBudget) -> ClosedJaxpr:
     """The same function, whose backward pass computes values again.
 
     Within a budget of 1.0 these are the results of cheap operations. No product, random number or collective is
@@ -163,8 +172,7 @@ def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) ->
 
     def segment(*args: Array) -> list[Array]:
         args = tuple(stopped(args, reaches))  # in here, because outside it would be another array, which is kept
-        # The rule of a convolution is traced after all passes.
-        return stopped(interpret.call(lower(body) if piece.convolves else body, args), piece.alive)
+        return stopped(interpret.call(body, args), piece.alive)
 
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import checkpoint_policies
 
-from jamp._jaxprs import ir
+from jamp._jaxprs import ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.source import user_line
 from jamp._recompute.budget import MemoryBudget
@@ -30,7 +30,7 @@ def warnings_of_policies(closed: ClosedJaxpr) -> list[str]:
     """A warning for each policy that this JAX ignores."""
     if not ir.is_next_checkpoint() or jax.__version_info__ >= (0, 11, 2):
         return []  # From 0.11.2 on, JAX asks every policy about some operations.
-    found = [(eqn, ir.params(eqn)["policy"]) for eqn in ir.all_equations(closed.jaxpr) if _is_checkpoint(eqn)]
+    found = [(eqn, ir.params(eqn)["policy"]) for eqn in walk.all_equations(closed.jaxpr) if _is_checkpoint(eqn)]
     lines = {
         f"{getattr(policy, '__qualname__', type(policy).__name__)} of the jax.checkpoint at {user_line(eqn)}": None
         for eqn, policy in found

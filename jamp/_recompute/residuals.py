@@ -20,12 +20,11 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs import build, constructs, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import partitions, trace
 from jamp._jaxprs.primitives import ARITHMETIC, COLLECTIVES, CUBIC, EXPENSIVE, MOVING, OTHERS, PRODUCTS
 from jamp._products.flops import flops
-from jamp._products.lower import lower
 from jamp._products.product import name_of
 from jamp._recompute.kept import nbytes
 from jamp._recompute.segments import KEPT, Code, Segment, code, named
@@ -196,7 +195,7 @@ def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
     """
     may_be_kept = code.kept.union(v for v in code.outputs if not ir.is_literal(v))
     values = enumerate(v for eqn in code.eqns for v in eqn.outvars)
-    closed = lower(named(code, {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in values}))
+    closed = named(code, {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in values})
     return with_residuals(closed, segment.perturbed, segment.alive, segment.around.inside)
 
 
@@ -287,7 +286,7 @@ def _with_residuals(
         return [*results, *jax.tree.leaves(pull_back)]
 
     # JAX splits constructs, which takes far longer than to see what the tangents of straight-line code read.
-    if any(ir.has_body(e) and ir.name(e) != "custom_jvp_call" for e in inline.flattened(closed)[0]):
+    if any(constructs.has_body(e) and ir.name(e) != "custom_jvp_call" for e in inline.flattened(closed)[0]):
         return trace(inside, vjp, closed.in_avals)
     types = [*closed.in_avals, *(closed.in_avals[i] for i in places)]
     traced = trace(inside, jvp, types)
@@ -299,7 +298,7 @@ def _with_residuals(
     for eqn in eqns:
         if linear.isdisjoint(v for v in eqn.invars if not ir.is_literal(v)):
             primal.append(eqn)
-        elif ir.has_body(eqn):
+        elif constructs.has_body(eqn):
             return trace(inside, vjp, closed.in_avals)
         else:
             linear.update(eqn.outvars)
@@ -340,10 +339,10 @@ def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
         # The bits of other generators may depend on how a program is compiled.
         is_exact = all(str(key) == "key<fry>" for key in keys)
         return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars) if is_exact else math.inf
-    bodies = [e for inner, _ in ir.inner(eqn) for e in inner.eqns]
+    bodies = [e for inner, _ in constructs.inner(eqn) for e in inner.eqns]
     if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in bodies):
         return math.inf
-    is_known = ir.has_body(eqn) or name in ARITHMETIC | CUBIC.keys() | EXPENSIVE | MOVING | OTHERS | PRODUCTS
+    is_known = constructs.has_body(eqn) or name in ARITHMETIC | CUBIC.keys() | EXPENSIVE | MOVING | OTHERS | PRODUCTS
     return flops(eqn) if is_known else UNKNOWN
 
 

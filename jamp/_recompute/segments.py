@@ -17,11 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jamp._cast import is_complex, is_inexact
-from jamp._jaxprs import build, dataflow, equality, inline, interpret, ir
+from jamp._jaxprs import build, constructs, dataflow, equality, inline, ir, walk
+from jamp._jaxprs.constructs import Derivative
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import is_partial
-from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS, holds_product
+from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS
+from jamp._jaxprs.rewrite import Body as Rewritten, Replaced, Rewriter
 from jamp._jaxprs.source import in_scope
+from jamp._jaxprs.walk import holds_product
 from jamp._products.product import equation, name_of, of
 from jamp._products.quantized import has_narrow_sums
 from jamp._recompute.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
@@ -34,9 +37,6 @@ PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
 _MOST = 1.5  # a segment has at most so many times that number, and at least half as many
 _SMALL = 0.1  # of the bytes that cross a cut: what may be kept in the end of a function, and never dropped
 _LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
-# JAX differentiates the bodies of these. A while has no gradient, a custom rule replaces the derivative of its body,
-# and in a `jax.checkpoint` the user has decided.
-ENTERED = ("jit", "scan", "cond", "shard_map", "scaled_call")
 
 
 class Around(NamedTuple):
@@ -223,7 +223,7 @@ class Split:
             return self._bodies[key]
         traced, closed = closed, _without_large_calls(closed)
         jaxpr = closed.jaxpr
-        alive = self._alive(jaxpr, outputs)
+        alive = self._alive(closed, outputs)
         if ir.is_next_checkpoint():
             # It gives the scales of 8-bit values cotangents of zeros. The tangent of a product is that of its operands.
             alive = alive - {v for eqn in jaxpr.eqns if (product := of(eqn)) for v in eqn.invars[product.arity :]}
@@ -256,14 +256,14 @@ class Split:
             if i in with_refs:
                 parts.append(eqn)
                 continue
-            bodies = ir.bodies(eqn) if ir.name(eqn) in ENTERED else None
+            bodies = constructs.bodies(eqn) if is_entered(eqn) else None
             if bodies is None:
                 parts.append(eqn)
                 continue
             is_manual = ir.name(eqn) == "shard_map"
             inner = Around(around.loop or ir.name(eqn) == "scan", eqn if is_manual else around.inside)
-            into = self._origins.into(eqn, self._origins.read(origins, eqn.invars))
-            out_of = self._alive.into(eqn, dataflow.flags(eqn.outvars, alive))
+            into = self._origins.into(eqn, origins)
+            out_of = self._alive.into(eqn, alive)
             parts.append(Construct(eqn, [self._body(*x, inner) for x in zip(bodies, into, out_of, strict=True)]))
         close(len(jaxpr.eqns))
         self._bodies[key] = Body(closed, parts, origins, alive)
@@ -278,13 +278,13 @@ def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     while True:
         eqns, jaxpr = closed.jaxpr.eqns, closed.jaxpr
-        held = {id(eqn): _runs(eqn) for eqn in eqns if ir.inlinable(eqn)}
+        held = {id(eqn): _runs(eqn) for eqn in eqns if constructs.inlinable(eqn)}
         last = next((eqn for eqn in reversed(eqns) if holds_product(eqn)), None)
         large = {i for i, n in held.items() if n > _MOST * PRODUCTS_OF_A_SEGMENT}
         large |= {id(last)} if last is not None and held.get(id(last), 0) > 1 else set()
         if not large:
             return closed
-        enter = lambda eqn, large=large: ir.inlinable(eqn) if id(eqn) in large else None
+        enter = lambda eqn, large=large: constructs.inlinable(eqn) if id(eqn) in large else None
         new, outputs = inline.flattened(build.without_constants(closed), enter)
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         closed = build.closed_jaxpr(constants, jaxpr.invars, outputs, new)
@@ -414,7 +414,7 @@ def _cut_by_bytes(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, i
 
 def _computed_bytes(eqn: JaxprEqn) -> float:
     """The bytes of the floating-point values that an equation computes, and of those in it."""
-    if body := ir.inlinable(eqn):
+    if body := constructs.inlinable(eqn):
         return sum(map(_computed_bytes, body.jaxpr.eqns))
     return 0.0 if ir.name(eqn) in MOVING else sum(nbytes(v) for v in eqn.outvars if is_inexact(v.aval))
 
@@ -430,27 +430,27 @@ def _is_plain(eqn: JaxprEqn) -> bool:
     if ir.name(eqn) == "sort" or (ir.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
         return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
     if ir.name(eqn) in ("jit", "custom_jvp_call"):
-        body = inline.body_of_call(eqn)
+        body = constructs.body_of_call(eqn)
         return body is not None and all(map(_is_plain, body.jaxpr.eqns))
-    return name_of(eqn) in CHEAP | EXPENSIVE | PRODUCTS or not ir.has_body(eqn)
+    return name_of(eqn) in CHEAP | EXPENSIVE | PRODUCTS or not constructs.has_body(eqn)
 
 
 def _is_whole(eqn: JaxprEqn) -> bool:
     """Whether an equation of a segment is a whole construct, which is computed again."""
-    return ir.has_body(eqn) and not ir.inlinable(eqn) and not is_recomputed(eqn)
+    return constructs.has_body(eqn) and not constructs.inlinable(eqn) and not is_recomputed(eqn)
 
 
 def _runs(eqn: JaxprEqn) -> int:
     """How many products an equation runs."""
     if not holds_product(eqn):
         return 0
-    bodies = ir.inner(eqn)
+    bodies = constructs.inner(eqn)
     return sum(times * _runs(e) for body, times in bodies for e in body.eqns) if bodies else 1
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
     """Whether an equation computes a large array that may be computed again. A symbolic size is large."""
-    if body := ir.inlinable(eqn):
+    if body := constructs.inlinable(eqn):
         return any(map(_is_worth_it, body.jaxpr.eqns))
     sizes = [aval.size for aval in ir.avals(eqn.outvars) if is_inexact(aval)]
     is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
@@ -458,42 +458,38 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
 
 
 def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
-    """A function in which the segments that jamp made are straight-line code again. The outermost budget decides.
+    """Return a function in which the segments that jamp made are straight-line code again.
 
     Without `keep_names`, the user's `checkpoint_name`s go too, but for those in a `jax.checkpoint`.
     """
-    eqns: list[JaxprEqn] = []
 
-    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def rule(eqn: JaxprEqn, _: Rewritten) -> Replaced | None:
         name = ir.name(eqn)
         is_dropped = name == "name" and (not keep_names or ir.params(eqn)["name"] == KEPT)
         if is_dropped or name in ("cotangents_behind_barrier", ROUNDED):
-            return operands
+            return Replaced([], eqn.invars)
         if name == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
-            return interpret.interpret_names(body, operands, run)
-        outvars = [core.Var(v.aval) for v in eqn.outvars]
-        bodies = ir.bodies(eqn) if name in ENTERED else None
-        if bodies:
-            inner = [opened(body, keep_names) for body in bodies]
-            eqns.append(build.with_bodies(eqn, inner, operands, outvars))
-        else:
-            eqns.append(eqn.replace(invars=operands, outvars=outvars))
-        return list(outvars)
+            return Replaced(*inline.inlined(rewriter(body), eqn.invars))
+        return None
 
     is_changed = lambda eqn: in_scope(eqn, SEGMENT) or (not keep_names and ir.name(eqn) == "name")
-    if not any(map(is_changed, ir.all_equations(closed.jaxpr))):
+    if not any(map(is_changed, walk.all_equations(closed.jaxpr))):
         return closed
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    outputs = interpret.interpret(closed.jaxpr, [*constants, *closed.jaxpr.invars], run, lambda v: v)
-    return build.closed_jaxpr(constants, closed.jaxpr.invars, outputs, eqns)
+    rewriter = Rewriter(rule, enters=is_entered)
+    return rewriter(closed)
+
+
+def is_entered(eqn: JaxprEqn) -> bool:
+    """Whether JAX differentiates the bodies of a construct, so that its segments are checkpoints."""
+    return constructs.derivative(eqn) is Derivative.OF_BODY
 
 
 def _code_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The code of a segment that jamp made, in the calls around it."""
-    body = inline.body_of_call(eqn)
+    body = constructs.body_of_call(eqn)
     while body and len(body.jaxpr.eqns) == 1 and ir.name(body.jaxpr.eqns[0]) in ("custom_jvp_call", "remat2"):
         (inner,) = body.jaxpr.eqns
         if list(inner.invars) != list(body.jaxpr.invars) or list(inner.outvars) != list(body.jaxpr.outvars):
             return None
-        body = inline.body_of_call(inner)
+        body = constructs.body_of_call(inner)
     return body

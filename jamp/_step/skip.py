@@ -16,7 +16,7 @@ import optax
 from jax import Array, lax
 from jax.tree_util import keystr
 
-from jamp._jaxprs import interpret, ir
+from jamp._jaxprs import constructs, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import CHEAP
 from jamp._optimizer_state.rounding import check_not_scaled
@@ -90,7 +90,7 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
     Otherwise the gradients are read without a selection, and their norm can be computed at the same time as the check
     instead of after it.
     """
-    inner = [(ir.name(eqn), ir.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
+    inner = [(ir.name(eqn), constructs.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
     return all(name in CHEAP if body is None else _is_safe_on_nan(body) for name, body in inner)
 
 
@@ -122,7 +122,7 @@ def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped:
         if not selected:
             pending.append(eqn)
             continue
-        body = ir.inlinable(eqn)
+        body = constructs.inlinable(eqn)
         if body is None:
             evaluate([*pending, eqn], index + 1)
             env.update({v: _select(grads_finite, env[v], skipped[position[v]]) for v in selected})

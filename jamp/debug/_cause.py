@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._cast import is_floating, is_inexact
-from jamp._jaxprs import interpret, ir
+from jamp._jaxprs import constructs, interpret, ir
 from jamp._jaxprs.ir import JaxprEqn
 from jamp.debug._nonfinite_search import number, to_host
 from jamp.debug._wider import bind_wider
@@ -102,7 +102,7 @@ def _overflow(
     end = float(jnp.finfo(dtype).max)
     # bfloat16 has the range of float32, so it takes float64.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    if jnp.finfo(dtype).bits == 64 or ir.has_body(eqn):  # A body runs only at its own dtypes.
+    if jnp.finfo(dtype).bits == 64 or constructs.has_body(eqn):  # A body runs only at its own dtypes.
         return None
     try:
         with jax.enable_x64(True):

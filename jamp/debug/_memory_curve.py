@@ -9,7 +9,7 @@ import jax
 
 from jamp import _table
 from jamp._arguments import arrays_and_types, is_array
-from jamp._products.flops import of_products
+from jamp._products.flops import flops_of_products
 from jamp._recompute.budget import MemoryBudget, check_budget, in_bytes
 
 
@@ -125,7 +125,7 @@ def _point(budget: MemoryBudget, fun: Any, args: tuple[Any, ...], kwargs: dict[s
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The memory budget is", UserWarning)  # The curve shows what is least.
-        flops = of_products(jax.make_jaxpr(results)(*values).jaxpr)
+        flops = flops_of_products(jax.make_jaxpr(results)(*values).jaxpr)
         # `jax.jit`, `nnx.jit` and `eqx.filter_jit` know what is donated.
         lowered = fun.lower(*args, **kwargs) if hasattr(fun, "lower") else jax.jit(results).lower(*values)
     compiled: Any = lowered.compile()

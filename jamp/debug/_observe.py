@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._cast import is_floating
-from jamp._jaxprs import build, interpret, ir
+from jamp._jaxprs import build, constructs, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import Location
@@ -137,7 +137,7 @@ def _narrow(x: Any) -> Any:
 def _as_traced(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
     """The results as traced, but with float32 in place of float64, so that the errors of float64 can be estimated."""
     before, after = ir.avals(eqn.invars), ir.avals(eqn.outvars)
-    if not any(x.dtype == _F64 for x in (*before, *after)) or ir.has_body(eqn):
+    if not any(x.dtype == _F64 for x in (*before, *after)) or constructs.has_body(eqn):
         given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(arrays, before, strict=True)]
         return interpret.bind(eqn, given, after)
     types = [x.update(dtype=_F32, weak_type=False) if x.dtype == _F64 else x for x in after]
@@ -151,7 +151,7 @@ def _in_float64(eqn: JaxprEqn, values: list[Value], results: list[Any]) -> list[
         return [values[0].wide]
     if all(x.wide is x.array for x in values) and not any(map(is_floating, results)):
         return results
-    if name in _AS_TRACED or ir.has_body(eqn):
+    if name in _AS_TRACED or constructs.has_body(eqn):
         return []
     try:
         return bind_wider(eqn, [x.wide for x in values], _F64)

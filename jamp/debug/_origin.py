@@ -23,7 +23,7 @@ from jax import Array
 from jax.extend import core
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, equality, interpret, ir
+from jamp._jaxprs import build, constructs, equality, interpret, ir
 from jamp._jaxprs.ir import JaxprEqn
 from jamp._jaxprs.primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES, operation
 from jamp._jaxprs.source import Location, pattern
@@ -147,7 +147,7 @@ class OriginWalker(Walker[Value]):
 def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """The results of an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
     types = ir.avals(eqn.outvars)
-    if eqn.effects or ir.has_body(eqn) or not all(map(_is_on_cpu, args)):
+    if eqn.effects or constructs.has_body(eqn) or not all(map(_is_on_cpu, args)):
         return interpret.bind(eqn, args, types)
     inputs: list[Any] = [core.Var(jax.typeof(x)) for x in args]
     outputs = [core.Var(x) for x in types]

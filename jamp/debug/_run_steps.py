@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from jamp._cast import is_floating
-from jamp._jaxprs import interpret, ir
+from jamp._jaxprs import constructs, interpret, ir
 from jamp.debug._steps import CAST, Body, Step
 from jamp.debug._wider import bind_wider, is_narrower
 
@@ -142,7 +142,7 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
 
 def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     eqn, before, after = step.eqn, ir.avals(step.eqn.invars), ir.avals(step.eqn.outvars)
-    if ir.name(eqn) in _AS_TRACED or ir.has_body(eqn):
+    if ir.name(eqn) in _AS_TRACED or constructs.has_body(eqn):
         given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(xs, before, strict=True)]
         return list(map(widen, interpret.bind(eqn, given, after)))
     compute = lambda values: bind_wider(eqn, values, reference_dtype())
@@ -177,7 +177,7 @@ def _cond(step: Step, data: Data, xs: list[Any]) -> list[Any]:
 def _while(step: Step, data: Data, xs: list[Any]) -> list[Any]:
     if not all(isinstance(x, Switches) for x in data.values()):
         data, xs = {}, list(map(lax.stop_gradient, xs))  # It has no derivative in reverse mode.
-    n, carry = ir.condition_constants(step.eqn), ir.carry(step.eqn)
+    n, carry = constructs.condition_constants(step.eqn), constructs.carry(step.eqn)
     again, body = step.bodies
     condition = lambda state: _run_body(again, data, [*xs[:n], *state])[0]
     step_once = lambda state: _run_body(body, data, [*xs[n : carry.start], *state])
@@ -185,7 +185,7 @@ def _while(step: Step, data: Data, xs: list[Any]) -> list[Any]:
 
 
 def _scan(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    carry = ir.carry(step.eqn)
+    carry = constructs.carry(step.eqn)
     consts, state, n = xs[: carry.start], xs[carry.start : carry.stop], len(carry)
     taps = {i: x for i, x in data.items() if isinstance(x, Damage)}
 
@@ -194,7 +194,7 @@ def _scan(step: Step, data: Data, xs: list[Any]) -> list[Any]:
         results = _run_body(step.bodies[0], data | mine, [*consts, *state, *slices])
         return results[:n], results[n:]
 
-    state, stacked = lax.scan(iteration, state, (xs[carry.stop :], taps), **ir.scan_options(step.eqn))
+    state, stacked = lax.scan(iteration, state, (xs[carry.stop :], taps), **constructs.scan_options(step.eqn))
     return [*state, *stacked]
 
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jamp._jaxprs import interpret, ir
+from jamp._jaxprs import constructs, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
-from jamp._jaxprs.primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, holds_product, operation
+from jamp._jaxprs.primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, operation
 from jamp._jaxprs.source import Location
+from jamp._jaxprs.walk import holds_product
 from jamp._products.flops import flops
 from jamp.debug._wider import is_narrower
 
@@ -110,8 +111,8 @@ class Builder:
         outs = [core.Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
         eqn = eqn.replace(invars=reads, outvars=outs)
         if bodies:
-            here.steps += (ir.iterations(eqn),) * (name == "scan")
-            operands = zip(bodies, ir.body_operands(eqn), strict=True)
+            here.steps += (constructs.iterations(eqn),) * (name == "scan")
+            operands = zip(bodies, constructs.operands_of_bodies(eqn), strict=True)
             inner = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
             steps.append(Step(eqn, self._wide, bodies=tuple(inner)))
             return outs
@@ -152,7 +153,7 @@ def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
     name = ir.name(eqn)
     if name.startswith("custom_") and not holds_product(eqn):
         return None
-    return ir.bodies(eqn) if name in (*_INLINED, *LOOPS) else None
+    return constructs.bodies(eqn) if name in (*_INLINED, *LOOPS) else None
 
 
 def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:

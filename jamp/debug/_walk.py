@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._jaxprs import interpret, ir
+from jamp._jaxprs import constructs, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import IDENTITIES, operation
 from jamp._jaxprs.source import Location, in_scope
@@ -63,7 +63,7 @@ class Walker(abc.ABC, Generic[V]):
         if ir.name(eqn) in IDENTITIES:
             return values[:1]
         here = caller.inside(eqn)
-        bodies = ir.bodies(eqn) if ir.name(eqn) in _ENTER else None
+        bodies = constructs.bodies(eqn) if ir.name(eqn) in _ENTER else None
         if bodies is None:
             return self.operation(eqn, values, here)
         return _ENTER[ir.name(eqn)](self, eqn, bodies, values, functools.partial(self._inside, here, id(eqn)))
@@ -91,7 +91,7 @@ Bodies = Sequence[ClosedJaxpr]
 
 def _call(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
     kind = {"remat2": "remat", "custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}
-    name = ir.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
+    name = constructs.function_name(eqn) or bodies[0].jaxpr.debug_info.func_name
     step = f"{kind.get(ir.name(eqn), operation(eqn))}({name})"
     return inside("" if in_scope(eqn, SEGMENT) else step, bodies[0], values)
 
@@ -102,7 +102,7 @@ def _cond(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any],
 
 
 def _while(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
-    n, carry = ir.condition_constants(eqn), ir.carry(eqn)
+    n, carry = constructs.condition_constants(eqn), constructs.carry(eqn)
     consts, state, iteration = values[n : carry.start], values[carry.start :], 0
     while inside(f"while, condition {iteration}", bodies[0], [*values[:n], *state], iteration)[0].array:
         state = inside(f"while, iteration {iteration}", bodies[1], [*consts, *state], iteration)
@@ -111,7 +111,7 @@ def _while(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any]
 
 
 def _scan(walker: Walker[Any], eqn: JaxprEqn, bodies: Bodies, values: list[Any], inside: Inside) -> list[Any]:
-    carry, options = ir.carry(eqn), ir.scan_options(eqn)
+    carry, options = constructs.carry(eqn), constructs.scan_options(eqn)
     length, is_reverse = options["length"], options["reverse"]
     consts, state, xs = values[: carry.start], values[carry.start : carry.stop], values[carry.stop :]
     rows: list[list[Any]] = []

@@ -1,0 +1,80 @@
+"""Which products qualify for 8 bit, by the source of their operands and the readers of their results.
+
+Attention does not, because products compute both operands. The head does not, because no product follows. Neither does
+what must be differentiated or transposed once more.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._autocast.rules import COMPUTE, RULES
+from jamp._jaxprs import ir
+from jamp._jaxprs.dataflow import Flags
+from jamp._jaxprs.ir import JaxprEqn
+from jamp._jaxprs.walk import holds_product
+from jamp._products.formats import Format
+from jamp._products.matrix_product import as_matrix_product
+
+
+def is_candidate(eqn: JaxprEqn, category: str, is_low: bool) -> bool:
+    """Whether a product has 16-bit operands, by a rule or as traced, and a result that may be one of 8-bit operands."""
+    if category != COMPUTE:
+        return False
+    if is_low:
+        return bool(ir.avals(eqn.outvars)[0].dtype == np.float32)
+    dtypes = [aval.dtype for aval in ir.avals(eqn.invars[:2])]
+    return all(dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+
+
+def why_not(
+    eqn: JaxprEqn,
+    format: Format,
+    key: str,
+    *,
+    is_asked_for: bool,
+    is_linear: bool,
+    in_backward_rule: bool,
+    in_gradient: bool,
+    is_attention: bool,
+    is_fed_on: bool,
+) -> str:
+    """Return why a product stays in the carrier, or "" if it qualifies."""
+    carrier, matrix = np.dtype(format.carrier).name, as_matrix_product(eqn)
+    if matrix is None:
+        why = "its windows overlap or leave gaps, or it has padding, dilation or groups"
+        return f"no compiler has {format.name} gradients of such a convolution: {why}"
+    if is_linear:
+        return f"it is linear in a tangent, which JAX transposes, and stays in {carrier}"
+    if in_backward_rule:
+        return f"it is in the backward pass that a derivative rule of the function defines, and stays in {carrier}"
+    if is_asked_for:
+        return ""
+    if in_gradient:
+        return (
+            f"it is part of a gradient that the function takes itself, and stays in {carrier}. If the loss depends "
+            "on that gradient (forces), it must stay, because 8-bit products have no second derivative. If not, "
+            "write jax.grad(jamp.autocast(f, format))"
+        )
+    sizes = ir.product_sizes(matrix.eqn)
+    if any(isinstance(n, int) and n < format.min_size for n in sizes):  # A symbolic size is not compared.
+        return f"one of its sizes {sizes} is below min_size={format.min_size}"
+    force = f"rules={{{(ir.name(eqn) if key in RULES else key)!r}: 'compute'}} makes it {format.name}"
+    if is_attention:
+        return f"products compute both operands, as in attention; {force}"
+    if not is_fed_on:
+        return f"no product follows, so it is the head; {force}"
+    return ""
+
+
+def is_after_product(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation depend on a product. Forward."""
+    return any(operands) or holds_product(eqn)
+
+
+def feeds(eqn: JaxprEqn, results: Flags) -> bool:
+    """Whether a product reads the operands of an equation, perhaps through others. Backward.
+
+    A dot product of all elements, such as a squared loss, is not a layer.
+    """
+    is_layer = ir.name(eqn) != "dot_general" or ir.product_sizes(eqn)[:2] != [1, 1]
+    return any(results) or (holds_product(eqn) and is_layer)

@@ -1,0 +1,121 @@
+"""Warnings about what autocast leaves alone, and rules that match nothing."""
+
+import difflib
+
+import numpy as np
+
+from jamp._autocast.decisions import Entry, entries
+from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED
+from jamp._autocast.passes import Passes
+from jamp._autocast.rules import GRADIENT, YOURS, rules_for
+from jamp._autocast.target import Target
+from jamp._cast import is_floating
+from jamp._jaxprs import constructs, ir, walk
+from jamp._jaxprs.ir import JaxprEqn
+from jamp._jaxprs.primitives import PRODUCTS, operation
+from jamp._jaxprs.source import in_scope
+from jamp._products.flops import flops
+from jamp._products.product import Product, products
+from jamp._recompute.budget import MemoryBudget, warnings_of_budget
+from jamp._recompute.policies import warnings_of_policies
+
+_WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
+
+
+def cause(eqn: JaxprEqn) -> str:
+    """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
+    name = ir.name(eqn)
+    if name == "custom_linear_solve":
+        return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec, dtype)"
+    if name not in constructs.CONSTRUCTS:
+        if name != operation(eqn):
+            return "it is part of a derivative of a function that jamp transformed, and runs as that made it"
+        if name in ir.primitive_names() and not constructs.has_body(eqn):
+            return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
+        return f"it is a kernel, or an operation of a library, that autocast does not know; {_WAY_OUT}"
+    if constructs.bodies(eqn) is not None:
+        return f"it is a custom rule with symbolic zeros, or that closes over arrays, inside shard_map; {_WAY_OUT}"
+    if constructs.is_known(eqn):
+        return f"it reads or writes a Ref; {_WAY_OUT}"
+    return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"
+
+
+def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
+    """Warnings for the user: about large parts that are not entered, or that no product is changed."""
+    target, unused = passes.target, [*_unused_rules(passes), *warnings_of_policies(passes.traced)]
+    if budget != 1.0:
+        unused += warnings_of_budget(passes.traced, budget, "autocast(loss, compute_dtype, memory_budget=...)")
+    if target.compute_dtype == np.float32:
+        return unused  # Nothing is lost in float64. The report has it.
+    is_used = any(_is_asked_for(product, passes) for product in products(passes.decided.jaxpr))
+    if is_used and not any(_is_left_out(x.eqn, x.category, target) for x in passes.decisions):
+        return unused
+    every = list(entries(passes.decided, passes.decisions, target))
+    total = sum(x.times * flops(x.eqn) for x in every) or 1
+    has_autocast = any(in_scope(eqn, AUTOCAST) for eqn in walk.all_equations(passes.traced.jaxpr))
+    messages = unused + ([] if is_used or has_autocast else _unchanged(every, passes, budget))
+    for x in every:
+        share = x.times * flops(x.eqn) / total
+        if _is_left_out(x.eqn, x.category, target) and share >= 0.01:
+            where = x.source or x.scope or "an unknown line"
+            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {operation(x.eqn)} at {where} runs"
+            messages.append(f"{message} as it was traced, because {cause(x.eqn)}.")
+    return messages
+
+
+def _is_asked_for(product: Product, passes: Passes) -> bool:
+    """Whether a product is in the format that was asked for."""
+    return product.format == passes.format if passes.format else product.format is not None
+
+
+def _unused_rules(passes: Passes) -> list[str]:
+    """Warnings about rules of the user that decided about no operation."""
+    rules = {key for key, rule in passes.target.rules.items() if rule.reason == YOURS}
+    unused = sorted(rules - passes.used)
+    # The derivatives of custom rules are traced later, and the gradients of weights only by a gradient.
+    is_custom = lambda eqn: ir.name(eqn) in ("custom_jvp_call", "custom_vjp_call", "linear_call")
+    every = walk.with_paths(passes.traced.jaxpr) if unused else []
+    paths = [(path, is_custom(eqn)) for eqn, path in every]
+    messages = []
+    for key in unused:
+        part = key.partition("[")[2][:-1]
+        if part == GRADIENT or (key in rules_for(passes.target.wide) and part):
+            continue
+        seen = sorted({name for path, _ in paths for name in path.split("/") if name})
+        close = difflib.get_close_matches(part, seen, 3) if part else []
+        hint = f" Scopes with a similar name: {', '.join(close)}." if close else ""
+        if part and not close:
+            hint = f" A name in brackets is a scope, of jax.named_scope({part!r}) or of a Linen module."
+        if part in seen:
+            hint = " The scope has no such operation, or an earlier rule decides about it."
+        if any(custom and (not close or f"/{part}/" in path) for path, custom in paths):
+            continue
+        messages.append(f"The rule for {key!r} matches no operation of this function.{hint}")
+    return messages
+
+
+def _unchanged(every: list[Entry], passes: Passes, budget: MemoryBudget) -> list[str]:
+    """A warning that no product is cast or no cast product is 8 bit, with the reason for the largest."""
+    changeable = [x for x in every if ir.name(x.eqn) in PRODUCTS]
+    candidates = [x for x in changeable if x.product and x.product.reason]
+    largest = max(candidates or changeable, key=lambda x: x.times * flops(x.eqn), default=None)
+    if largest is None:
+        return []
+    name = type(passes.format).__name__ if passes.format else "autocast"
+    why = largest.product.reason if largest.product else ""
+    if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in ir.avals(largest.eqn.invars)):
+        why = "its operands are 16 bit already, by a cast in the code, by dtype=... of a module, or as arguments"
+    if not why:  # The code asked for float32, or for a 16-bit result.
+        return []
+    place = largest.source or largest.scope
+    at = f" is at {place}" if place else ""
+    way = "" if budget == 1.0 else " For a memory budget alone, use jamp.recompute."
+    return [f"{name} changes no product of this function. The largest{at}: {why}.{way}"]
+
+
+def _is_left_out(eqn: JaxprEqn, category: str, target: Target) -> bool:
+    """Whether an equation with float32 products in it runs as it was traced."""
+    if category not in (NOT_ENTERED, NO_RULE) or not any(map(target.is_wide, ir.avals(eqn.invars))):
+        return False
+    inner = [e for jaxpr, _ in constructs.inner(eqn) for e in walk.all_equations(jaxpr)]
+    return any(ir.name(e) in PRODUCTS and any(map(target.is_wide, ir.avals(e.invars))) for e in inner)

@@ -1,0 +1,69 @@
+"""Visit the equations of a jaxpr and of the jaxprs in it."""
+
+from collections.abc import Callable, Iterator
+
+from jamp._jaxprs import constructs, ir
+from jamp._jaxprs.context import Context
+from jamp._jaxprs.ir import Jaxpr, JaxprEqn
+from jamp._jaxprs.primitives import CHEAP, PRODUCTS
+from jamp._jaxprs.source import scope_path
+
+
+def walk(
+    jaxpr: Jaxpr, enters: Callable[[JaxprEqn, Context], bool], context: Context = Context()
+) -> Iterator[tuple[JaxprEqn, Context]]:
+    """Yield the equations of a jaxpr and their contexts. Those that it enters are replaced by those of their bodies."""
+    for eqn in jaxpr.eqns:
+        bodies = constructs.bodies(eqn) if enters(eqn, context) else None
+        if bodies is None:
+            yield eqn, context
+        for body in bodies or ():
+            yield from walk(body.jaxpr, enters, context.inside(eqn))
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield every equation of a jaxpr and of the jaxprs in it, also of kernels."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body, _ in constructs.inner(eqn):
+            yield from all_equations(body)
+
+
+def with_paths(jaxpr: Jaxpr, around: str = "") -> Iterator[tuple[JaxprEqn, str]]:
+    """Yield every equation, as `all_equations`, with the names in the name stacks of it and around it."""
+    for eqn in jaxpr.eqns:
+        path = scope_path(eqn, around)
+        yield eqn, path
+        for body, _ in constructs.inner(eqn):
+            yield from with_paths(body, path)
+
+
+def leaves(eqn: JaxprEqn, is_leaf: Callable[[JaxprEqn], bool], times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """Yield the equations that an equation consists of, also if it is a kernel, and how often each runs.
+
+    An equation without a body, or that `is_leaf`, consists of itself. Of branches for platforms, the default counts.
+    """
+    inner = [] if is_leaf(eqn) else constructs.inner(eqn)
+    if constructs.is_platform_dependent(eqn):
+        inner = inner[-1:]
+    if not inner:
+        yield eqn, times
+    for jaxpr, n in inner:
+        for e in jaxpr.eqns:
+            yield from leaves(e, is_leaf, times * n)
+
+
+def holds_product(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product, or holds one in its bodies."""
+    is_product = lambda e: ir.name(e) in PRODUCTS or ir.name(e) == "product"  # autocast's, until it is lowered
+    is_leaf = lambda e: ir.name(e) in CHEAP or is_product(e)
+    return any(is_product(e) for e, _ in leaves(eqn, is_leaf))
+
+
+def inlined(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yield the equations that a call evaluates if it is not differentiated. Any other equation is one by itself."""
+    body = constructs.body_of_call(eqn)
+    if body is None:
+        yield eqn
+    for e in body.jaxpr.eqns if body else ():
+        yield from inlined(e)
