@@ -86,9 +86,9 @@ class Call(NamedTuple):
         fun: Callable[..., Any],
         avals: Sequence[Any],
         args: Sequence[Any],
-        *,
         inputs: Sequence[Input],
         outputs: Sequence[Output] = (),
+        *,
         residuals_from: int | None = None,
         in_backward_rule: bool = False,
     ) -> list[Any]:
@@ -189,8 +189,8 @@ def _custom_vjp(call: Call, args: Sequence[Any]) -> Sequence[Any]:
             traced[:] = structure, [jax.typeof(x) for x in residuals]
             return [*results, *residuals]
 
-        known = [x._replace(computed=True) for x in call.inputs[0]]
-        values = call.replay(original, inputs, xs, inputs=known, outputs=call.outputs[0], residuals_from=len(outputs))
+        known = call.inputs[0], call.outputs[0]
+        values = call.replay(original, inputs, xs, *known, residuals_from=len(outputs))
         # The static values reach the backward rule in the function of a Partial.
         dtypes = [jax.typeof(xs[i]).dtype for i in perturbed]
         rest = functools.partial(_pull_back, call, perturbed, dtypes, *traced)
