@@ -26,7 +26,7 @@ from ._optimizer_state.stochastic_rounding import (
     StochasticRoundingState as StochasticRoundingState,
     stochastic_rounding as stochastic_rounding,
 )
-from ._products.formats import Float8 as Float8, Int8 as Int8
+from ._products.formats import MXFP8 as MXFP8, Float8 as Float8, Int8 as Int8
 from ._recompute.api import memory_report as memory_report, recompute as recompute
 from ._step.accessors import (
     convert_loss_scale as convert_loss_scale,

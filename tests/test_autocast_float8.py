@@ -17,7 +17,7 @@ from jaxprs import equations, normal
 
 import jamp
 from jamp._jaxprs import ir
-from jamp._products.quantized import quantize
+from jamp._products.formats.scaled import quantize
 
 E4, E5, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 F8 = jamp.Float8(min_size=8)

@@ -14,8 +14,8 @@ from jaxprs import equations, normal
 import jamp
 from benchmarks import mixture
 from jamp._jaxprs import interpret
+from jamp._products.formats.scaled import quantize
 from jamp._products.matrix_product import as_matrix_product
-from jamp._products.quantized import quantize
 
 BF16 = jnp.bfloat16
 F8, I8 = jamp.Float8(min_size=8), jamp.Int8(min_size=8)

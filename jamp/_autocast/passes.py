@@ -19,7 +19,7 @@ from jamp._autocast.target import Target
 from jamp._cast import as_dtype
 from jamp._jaxprs import constructs, ir
 from jamp._jaxprs.ir import ClosedJaxpr
-from jamp._products.formats import Float8, Format, Int8
+from jamp._products.formats import Format
 from jamp._products.product import products
 from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.checkpoint import lowered
@@ -121,7 +121,7 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     if checked is not None and checked in (jnp.float16, jnp.bfloat16, jnp.float32):
         return checked
     got, why = checked or dtype, "."
-    if isinstance(dtype, type) and dtype in (Float8, Int8):
+    if isinstance(dtype, type) and issubclass(dtype, Format):
         got, why = f"the class {dtype.__name__}", f": pass an instance, jamp.{dtype.__name__}()."
     elif checked is not None and jnp.issubdtype(checked, jnp.floating):
         why = ". To compute in it, leave autocast out."

@@ -47,17 +47,19 @@ def why_not(
         return f"it is linear in a tangent, which JAX transposes, and stays in {carrier}"
     if in_backward_rule:
         return f"it is in the backward pass that a derivative rule of the function defines, and stays in {carrier}"
+    sizes = ir.product_sizes(matrix.eqn)
     if is_asked_for:
-        return ""
+        return format.why_not(matrix.eqn, sizes)
     if in_gradient:
         return (
             f"it is part of a gradient that the function takes itself, and stays in {carrier}. If the loss depends "
             "on that gradient (forces), it must stay, because 8-bit products have no second derivative. If not, "
             "write jax.grad(jamp.autocast(f, format))"
         )
-    sizes = ir.product_sizes(matrix.eqn)
     if any(isinstance(n, int) and n < format.min_size for n in sizes):  # A symbolic size is not compared.
         return f"one of its sizes {sizes} is below min_size={format.min_size}"
+    if why := format.why_not(matrix.eqn, sizes):
+        return why
     force = f"rules={{{(ir.name(eqn) if key in RULES else key)!r}: 'compute'}} makes it {format.name}"
     if is_attention:
         return f"products compute both operands, as in attention; {force}"

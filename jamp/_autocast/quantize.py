@@ -17,7 +17,7 @@ from jamp._products import product as _product
 from jamp._products.formats import Format
 from jamp._products.matrix_product import as_matrix_product
 from jamp._products.product import as_traced
-from jamp._products.quantized import QUANTIZE, packed, summed
+from jamp._products.quantized import QUANTIZE, packed
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -44,12 +44,12 @@ class _Quantize:
         assert matrix is not None  # Other convolutions do not qualify.
         config, params = product.format, ir.params(matrix.eqn)
         operands, packs = list[Any](eqn.invars), list[Any]()
-        axes = summed(ir.name(matrix.eqn), params, config)
+        axes = config.axes(ir.name(matrix.eqn), params)
         for i, move in enumerate(matrix.moves[:2]):
             v = operands[i]
             key = _source(body.shared["sources"], v), axes[i], move
             if key not in body.shared:
-                pack = lambda x, move=move, i=i: packed(move(x) if move else x, config.forward, axes[i])
+                pack = lambda x, move=move, i=i: packed(move(x) if move else x, config, axes[i])
                 body.shared[key] = self._run(eqns, (key[1:], config, "pack"), pack, [v], inside)
             packs.extend(body.shared[key])
             if move:

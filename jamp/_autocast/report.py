@@ -65,7 +65,7 @@ class AutocastReport:
       rows: One row for each kind of floating operation and source line, the most FLOPs first.
       compute_dtype: The name of the compute dtype.
       backward: Whether the function takes the gradient of a function that autocast has not transformed.
-      quantized: "float8" for a `Float8` and "int8" for an `Int8`, whose carrier is the compute dtype; else "".
+      quantized: The name of an 8-bit format, such as "float8", whose carrier is the compute dtype; else "".
       as_run: Whether the function has autocast inside, and is reported as it runs.
       unchanged: For a compute dtype of float32, why the function is unchanged; else "".
       unread: The types of closed-over arrays that were not searched for values beyond the range of the compute dtype,
@@ -98,7 +98,7 @@ class AutocastReport:
     @property
     def share_8_bit(self) -> float:
         """The share of the FLOPs in float8 or int8, from 0 to 1; nan where there are none."""
-        return self._share(lambda row: row.after.startswith(("float8", "int8")))
+        return self._share(_is_8_bit)
 
     def _share(self, counts: Callable[[AutocastRow], bool]) -> float:
         total = sum(row.flops for row in self.rows)
@@ -113,7 +113,7 @@ class AutocastReport:
             is_large = row.flops >= 0.01 * total > 0 and row.operation not in CHEAP  # Between products float32 is free.
             is_reached = row.category not in (NOT_ENTERED, NO_RULE)
             is_high = self._wide in row.after and not self._is_low(row)
-            is_kept = self.quantized and row.category == COMPUTE and not row.after.startswith(self.quantized)
+            is_kept = self.quantized and row.category == COMPUTE and not _is_8_bit(row)
             is_out_of_range = row.operation.endswith("[range]")
             if (is_high and (is_large or not is_reached or is_out_of_range)) or (is_kept and is_large):
                 share = f"({row.flops / (total or 1):.1%} of the FLOPs) stays {row.after.rpartition('-> ')[2]}"
@@ -180,6 +180,11 @@ class AutocastReport:
             return []
         of = "jamp.debug.rounding_report(fun, dtype)(*args)"
         return ["", f"next: {of} measures the error that each row causes"]
+
+
+def _is_8_bit(row: AutocastRow) -> bool:
+    """Whether the operands of a product have 8 bits."""
+    return row.after.startswith(("float8", "int8"))
 
 
 def autocast_report(

@@ -86,6 +86,13 @@ def varying_over(x: Array, axis_name: Any) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def varying_together(arrays: Sequence[Array]) -> list[Array]:
+    """Return the arrays, each varying along every axis along which one of them does. Some primitives need that."""
+    axes = frozenset[str]().union(*(varying(jax.typeof(x)) for x in arrays))
+    missing = [tuple(axes - varying(jax.typeof(x))) for x in arrays]
+    return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
+
+
 def _manual() -> set[str]:
     """The axes of the enclosing shard_maps."""
     mesh = jax.sharding.get_abstract_mesh()

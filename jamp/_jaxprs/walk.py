@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from jamp._jaxprs import constructs, ir
 from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import Jaxpr, JaxprEqn
-from jamp._jaxprs.primitives import CHEAP, PRODUCTS
+from jamp._jaxprs.primitives import CHEAP, ENCODED_PRODUCTS, PRODUCTS
 from jamp._jaxprs.source import scope_path
 
 
@@ -55,7 +55,7 @@ def leaves(eqn: JaxprEqn, is_leaf: Callable[[JaxprEqn], bool], times: int = 1) -
 
 def holds_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product, or holds one in its bodies."""
-    is_product = lambda e: ir.name(e) in PRODUCTS or ir.name(e) == "product"  # autocast's, until it is lowered
+    is_product = lambda e: ir.name(e) in PRODUCTS | ENCODED_PRODUCTS | {"product"}  # the last until it is lowered
     is_leaf = lambda e: ir.name(e) in CHEAP or is_product(e)
     return any(is_product(e) for e, _ in leaves(eqn, is_leaf))
 

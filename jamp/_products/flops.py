@@ -4,7 +4,7 @@ import math
 
 from jamp._jaxprs import ir
 from jamp._jaxprs.ir import Jaxpr, JaxprEqn
-from jamp._jaxprs.primitives import ARITHMETIC, CUBIC, EXPENSIVE, MOVING, PRODUCTS
+from jamp._jaxprs.primitives import ARITHMETIC, CUBIC, ENCODED_PRODUCTS, EXPENSIVE, MOVING, PRODUCTS
 from jamp._jaxprs.walk import leaves
 from jamp._products.product import as_traced, name_of
 
@@ -19,11 +19,12 @@ def flops(eqn: JaxprEqn) -> float:
 
 def flops_of_products(jaxpr: Jaxpr) -> float:
     """Count the FLOPs of the products of a jaxpr, and of the jaxprs in it. Each branch of a cond counts."""
-    products = [x for eqn in jaxpr.eqns for x in leaves(eqn, _is_known) if name_of(x[0]) in PRODUCTS]
+    products = [x for eqn in jaxpr.eqns for x in leaves(eqn, _is_known) if name_of(x[0]) in _PRODUCTS]
     return sum((times * _own_flops(eqn) for eqn, times in products), 0.0)
 
 
-_KNOWN = PRODUCTS | CUBIC.keys() | ARITHMETIC | EXPENSIVE | MOVING
+_PRODUCTS = PRODUCTS | ENCODED_PRODUCTS
+_KNOWN = _PRODUCTS | CUBIC.keys() | ARITHMETIC | EXPENSIVE | MOVING
 
 
 def _is_known(eqn: JaxprEqn) -> bool:
@@ -36,7 +37,7 @@ def _own_flops(eqn: JaxprEqn) -> float:
     known = lambda sizes: math.prod(n for n in sizes if isinstance(n, int))
     sizes = [known(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
     name = ir.name(eqn)
-    if name in PRODUCTS:
+    if name in _PRODUCTS:
         return 2.0 * sizes[-1] * known([ir.summed_terms(eqn)])
     if name in CUBIC:
         return CUBIC[name] * max(sizes[len(eqn.invars) :]) * known(ir.avals(eqn.invars)[0].shape[-1:])

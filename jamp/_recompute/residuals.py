@@ -23,7 +23,16 @@ from jamp._cast import is_inexact
 from jamp._jaxprs import build, constructs, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import partitions, trace
-from jamp._jaxprs.primitives import ARITHMETIC, COLLECTIVES, CUBIC, EXPENSIVE, MOVING, OTHERS, PRODUCTS
+from jamp._jaxprs.primitives import (
+    ARITHMETIC,
+    COLLECTIVES,
+    CUBIC,
+    ENCODED_PRODUCTS,
+    EXPENSIVE,
+    MOVING,
+    OTHERS,
+    PRODUCTS,
+)
 from jamp._products.flops import flops
 from jamp._products.product import name_of
 from jamp._recompute.kept import nbytes
@@ -342,7 +351,8 @@ def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
     bodies = [e for inner, _ in constructs.inner(eqn) for e in inner.eqns]
     if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in bodies):
         return math.inf
-    is_known = constructs.has_body(eqn) or name in ARITHMETIC | CUBIC.keys() | EXPENSIVE | MOVING | OTHERS | PRODUCTS
+    known = ARITHMETIC | CUBIC.keys() | ENCODED_PRODUCTS | EXPENSIVE | MOVING | OTHERS | PRODUCTS
+    is_known = constructs.has_body(eqn) or name in known
     return flops(eqn) if is_known else UNKNOWN
 
 
