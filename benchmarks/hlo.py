@@ -8,7 +8,6 @@ array that a kernel only slices, gathers from or updates in place, it reads and 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -231,20 +230,6 @@ def size(array: tuple[str, str, str]) -> float:
     bits = re.search(r"\d+", name)
     each = SIZES[name] if name in SIZES else int(bits[0]) / 8 if bits else 0.0
     return each * math.prod(int(n) for n in dimensions.split(",") if n)
-
-
-def running(programs: Programs, name: str = "ENTRY", times: int = 1) -> Iterator[tuple[str, int, bool]]:
-    """The computations that run, how often, and whether they are the inside of a fusion."""
-    yield name, times, False
-    for _, _, kind, _, rest in programs[name]:
-        inner = re.findall(r"(?:body|condition|to_apply|calls|[a-z]+_computation)=(%[\w.-]+)", rest)
-        if kind == "fusion":
-            yield from ((name, times, True) for name in inner)
-        elif branches := re.search(r"branch_computations=\{([^}]*)\}", rest):
-            inner += re.findall(r"%[\w.-]+", branches[1])
-        if kind in ("while", "call", "conditional", "async-start"):
-            for body in inner:
-                yield from running(programs, body, times * _trips(rest, programs))
 
 
 def products(text: str) -> dict[str, int]:

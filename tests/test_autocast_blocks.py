@@ -77,7 +77,7 @@ def test_values_and_both_gradients_are_close_in_any_layout(equation):
 def test_shapes_that_are_no_multiple_of_32_stay_in_the_carrier_with_the_reason():
     for m, k, n in ((95, 64, 64), (96, 48, 64), (96, 64, 80)):
         x, w, v = normal(m, k), normal(k, n), normal(n, 64)
-        fun = lambda x, w: jnp.sum((x @ w) @ v)
+        fun = lambda x, w, v=v: jnp.sum((x @ w) @ v)
         report = jamp.autocast_report(fun, jamp.MXFP8(min_size=8))(x, w)
         reasons = [row.reason for row in report.rows if row.operation == "dot_general"]
         assert f"its sizes {[m, n, k]} are not all multiples of the block of 32" in reasons

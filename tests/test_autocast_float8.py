@@ -235,8 +235,7 @@ CONSTRUCTS = {
     ("name", "granularity"),
     [
         pytest.param(name, kind, marks=[pytest.mark.slow] * ((name, kind) not in (("scan", "tensor"), ("vmap", "row"))))
-        for name in CONSTRUCTS
-        for kind in ("tensor", "row")
+        for name, kind in zip(CONSTRUCTS, ("tensor", "row") * 4, strict=False)
     ],
 )
 def test_inside_every_construct_the_gradients_are_those_of_float32(name, granularity):

@@ -23,7 +23,6 @@ FLIPS = 0.15
 ROUNDED = {"dot_general[gradient]": "compute"}
 HALF = (jnp.bfloat16, jnp.float16)
 SOME = (0, 2, 3, 7, 9, 12, 18, 19, 27, 30, 33, 36, 38, 41)  # They have every leaf and construct.
-MORE = (*SOME, 8, 10, 17, 20, 22, 25, 35)  # They have each in two programs or more.
 
 
 def gradient(fun):
@@ -110,16 +109,15 @@ def test_a_program_is_what_it_is_with_products_cast_by_hand(seed):
 
 @pytest.mark.slow
 @pytest.mark.promotes("x64 makes Python numbers float64")
-@pytest.mark.parametrize("seeds", [MORE[i::3] for i in range(3)], ids=str)
+@pytest.mark.parametrize("seeds", [SOME[i::3] for i in range(3)], ids=str)
 def test_programs_are_what_they_are_by_hand_in_every_derivative_and_in_float64(seeds):
     for seed in seeds:
         check(seed, (jnp.float32 if seed % 4 == 0 else HALF[seed % 2],))
 
 
 def test_programs_have_every_leaf_and_construct():
-    for seeds, times in ((SOME, 1), (MORE, 2)):
-        texts = [str(program(seed)[1]) for seed in seeds]
-        assert not [name for name in (*LEAVES, *WRAPS) if sum(f"'{name}'" in text for text in texts) < times]
+    texts = [str(program(seed)[1]) for seed in SOME]
+    assert not [name for name in (*LEAVES, *WRAPS) if not any(f"'{name}'" in text for text in texts)]
 
 
 if __name__ == "__main__":

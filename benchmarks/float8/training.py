@@ -1,5 +1,7 @@
 """Training in float8: where the loss is after the first hundreds of steps, beside float32 and bfloat16.
 
+    python -m benchmarks.float8.training --json docs/benchmarks/float8_training.json   half an hour, with qwix
+
 A decoder of 1.45 M parameters reads Python's standard library for 300 steps of 1,024 bytes. It has the form of a
 larger one, of 8 layers of 768, that ended 0.047 nats a byte above bfloat16 after 300 steps in one run on an H200
 (float32 2.269, bfloat16 2.285, float8 2.332). A run that the file has already is not made again.
@@ -32,8 +34,8 @@ from benchmarks.accuracy.intervals import T, interval
 from benchmarks.accuracy.tasks import spread, windows
 from benchmarks.accuracy.text_model import COMPILER_OPTIONS, text
 from benchmarks.models import attend_written_out, cross_entropy, train_step
-from benchmarks.record import Rows, record, show, write
-from jamp._products import quantized
+from benchmarks.record import Rows, parser, record, show, write
+from jamp._products.formats import scaled
 
 MARGIN = 0.02  # nats a byte
 SEEDS = (0, 1, 2)
@@ -107,6 +109,7 @@ WAYS: dict[str, Way] = {
 }
 OTHERS: dict[str, Way] = {
     "int8": under_autocast(jamp.Int8()),
+    "mxfp8": under_autocast(jamp.MXFP8()),
     "cast to float8 without scales": under_autocast(jamp.Float8()),
     "float8, E4M3 gradients": under_autocast(jamp.Float8(backward=jnp.float8_e4m3fn)),
 }
@@ -116,10 +119,11 @@ ALL = WAYS | OTHERS
 def unscaled(x: Any, dtype: Any, axes: Any = None) -> Any:
     """A plain cast to float8, in place of `quantize`: every scale is 1."""
     x = jax.lax.stop_gradient(x).astype(jnp.float32)
-    return x.astype(dtype), jnp.sign(1 + jnp.max(jnp.abs(x), axes, keepdims=axes is not None))
+    ones = jnp.sign(1 + jnp.max(jnp.abs(x), axes, keepdims=axes is not None))
+    return scaled.Encoded(x.astype(dtype), ones)
 
 
-quantized_by_jamp = quantized.quantize
+quantized_by_jamp = scaled.quantize
 PATCHES = {"cast to float8 without scales": unscaled}
 
 
@@ -160,7 +164,8 @@ def train(way: str, seed: int, data: Array, held_out: Array, steps: tuple[int, .
 
 
 def training(file: Path | None, quick: bool) -> None:
-    found: dict[str, Any] = record("benchmarks.float8", quick, "cpu", ("qwix",)) | {"margin": MARGIN, "rows": []}
+    found: dict[str, Any] = record("benchmarks.float8.training", quick, "cpu", ("qwix",))
+    found |= {"margin": MARGIN, "rows": []}
     if file and file.exists():
         found = json.loads(file.read_text())
     data, test = text()
@@ -171,7 +176,7 @@ def training(file: Path | None, quick: bool) -> None:
         is_known = any(row["way"] == way and row["seed"] == seed for row in found["rows"])
         if is_known or (way.startswith("Qwix") and not importlib.util.find_spec("qwix")):
             continue
-        with mock.patch.object(quantized, "quantize", PATCHES.get(way, quantized_by_jamp)):
+        with mock.patch.object(scaled, "quantize", PATCHES.get(way, quantized_by_jamp)):
             found["rows"].append(train(way, seed, data, held_out, (1, 2) if quick else STEPS))
         show(found["rows"][-1])
         write(file, found)
@@ -191,3 +196,8 @@ def show_differences(rows: Rows) -> None:
         if len(differences) in T:
             cells.append("{:+.4f} to {:+.4f}".format(*interval(differences[:, -1])))
         print("|", " | ".join(cells), "|")
+
+
+if __name__ == "__main__":
+    options = parser("benchmarks.float8.training", __doc__).parse_args()
+    training(options.json, options.quick)

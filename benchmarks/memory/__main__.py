@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import jamp
 from benchmarks import hlo, models
 from benchmarks.ahead_of_time import TARGETS, compiled, facts, kept
-from benchmarks.float8.models import linen_loss, linen_model
 from benchmarks.memory import llama
 from benchmarks.memory.large_models import fused_attention
 from benchmarks.models import SHAPES, Shape, problem, resnet_loss, resnet_params
@@ -37,14 +36,6 @@ SMALL = Shape(3, 512, 8, 1024, 512)
 IMAGES = jax.ShapeDtypeStruct((64, 56, 56, 3), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
 CUDNN = "cuDNN's attention"
 DEEP = "GPT, 24 layers of 512, 8 x 512, unrolled"
-LINEN = "Flax Linen's transformer, unrolled"
-STREAM = {"gather": "compute", "add": "compute"}  # embeddings and sums, and so the residual stream, in 16 bit
-
-
-def linen() -> Any:
-    """The model of `benchmarks.float8`, with its loss as a function of the dtype too."""
-    loss = lambda *args, dtype=None: linen_loss(linen_model(dtype))[0](*args)
-    return loss, *linen_loss(linen_model())[1:]
 
 
 def with_cudnn(name: str, batch: int) -> Any:
@@ -62,7 +53,6 @@ MODELS = {
     "GPT, 3 layers of 512, 8 x 512, scanned": lambda: problem(models, SMALL, 8, True),
     "GPT, 3 layers of 512, 8 x 512, unrolled": lambda: problem(models, SMALL, 8, False),
     DEEP: lambda: problem(models, replace(SMALL, layers=24), 8, False),
-    LINEN: linen,
     "ViT, 3 layers of 512, 16 x 196, unrolled": lambda: problem(models, Shape(3, 512, 8, 100, 196, 16), 16, False),
     "ResNet-18, 64 images of 56 x 56": lambda: (resnet_loss, jax.eval_shape(lambda: resnet_params(64)), IMAGES),
 }
@@ -76,9 +66,7 @@ def variants(model: str, loss: Any) -> dict[str, Any]:
     float32 = partial(loss, attend=fused_attention(None)) if CUDNN in model else loss
     found = {"by hand": by_hand, "float32": float32, "autocast": auto(loss)}
     found["recompute=False"] = auto(loss, recompute=False)
-    if model == LINEN:
-        found["autocast, stream in 16 bit"] = auto(loss, rules=STREAM)
-    elif loss is not resnet_loss:
+    if loss is not resnet_loss:
         policy = {"policy": jax.checkpoint_policies.dots_saveable}
         found["by hand, dots_saveable"] = partial(by_hand, **policy)
         found["autocast, dots_saveable"] = auto(partial(loss, **policy))

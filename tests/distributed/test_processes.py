@@ -1,11 +1,11 @@
 """Real processes, which speak over the loopback address."""
 
-import pytest
 from distributed.launch import STEPS, finish, start
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_processes_take_the_same_decision_at_every_step(processes):
+def test_processes_take_the_same_decision_at_every_step():
+    """Two. Four do in integrations/test_processes.py."""
+    processes = 2
     steps, final = finish(start(processes, devices=4))
     local = [[step.pop("my batch is finite") for step in mine] for mine in steps]
     assert steps == [steps[0]] * processes

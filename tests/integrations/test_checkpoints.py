@@ -39,7 +39,7 @@ SCALES = {
     "none": jamp.NoOpLossScale(),
 }
 BATCHES = [contract.X * np.float32(np.inf if k in (2, 3, 6) else 1 + k / 10) for k in range(9)]
-STEPS, LIVES = 54, 5  # of a process that is killed
+STEPS, LIVES = 54, 3  # of a process that is killed
 
 
 def nnx_state(loss_scale):
@@ -114,7 +114,9 @@ ERRORS = {  # of a truncated and of a foreign checkpoint
     "safetensors": (r"header", r"loss_scale|step"),
 }
 FLAX_KNOWS = ("loss_scaled", "master_params", "linen")  # for others it needs named arrays, as npz does
-CASES = list(itertools.product(INTEGRATIONS, SCALES))
+# Every integration, and every loss scale in one of them.
+CASES = [(name, list(SCALES)[i % len(SCALES)]) for i, name in enumerate(INTEGRATIONS)]
+CASES += [("loss_scaled", scale) for scale in SCALES if ("loss_scaled", scale) not in CASES]
 
 
 # On one device and committed to it, as Orbax restores: otherwise each step is compiled twice.
@@ -284,7 +286,7 @@ def train(folder):
 
 
 @pytest.mark.slow
-def test_killed_at_random_steps_five_times_a_training_ends_with_the_same_bits(tmp_path):
+def test_killed_at_random_steps_three_times_a_training_ends_with_the_same_bits(tmp_path):
     path, seed, began = os.pathsep.join(sys.path), random.SystemRandom().randrange(10**6), []
     command = [sys.executable, "-W", "error", __file__, "train", tmp_path / "killed"]
     options, rng = {"env": environment(PYTHONPATH=path), "stdout": subprocess.PIPE, "text": True}, random.Random(seed)
@@ -298,7 +300,7 @@ def test_killed_at_random_steps_five_times_a_training_ends_with_the_same_bits(tm
         assert child.returncode == -signal.SIGKILL, f"{seed=}"
     assert len(set(began)) > LIVES // 2, f"{seed=}: it hardly went on from one life to the next, {began}"
     for name in ("killed", "undisturbed"):
-        run_python(__file__, "train", tmp_path / name, PYTHONPATH=path)
+        train(tmp_path / name)
     assert (tmp_path / "killed.end").read_bytes() == (tmp_path / "undisturbed.end").read_bytes(), f"{seed=} {began}"
 
 

@@ -149,7 +149,12 @@ def named(found):
 slow_if = lambda is_slow: [pytest.mark.slow] * is_slow
 # Every fault in NNX, and two in each of the others.
 QUICK = {"Linen": ("heads",), "NNX": ("mask",), "Equinox": ("parameter",)}
-CASES = [pytest.param(x, fault, marks=slow_if(fault not in QUICK[x])) for x in LAYERS for fault in FAULTS]
+CASES = [
+    pytest.param(x, fault, marks=slow_if(fault not in QUICK[x]))
+    for x in LAYERS
+    for fault in FAULTS
+    if x == "NNX" or fault in (*QUICK[x], "factor")
+]
 
 
 @pytest.mark.promotes("Flax and Equinox")
@@ -177,8 +182,7 @@ def test_the_line_of_a_fault_in_a_layer_is_named(framework, fault):
 
 @pytest.mark.slow
 @pytest.mark.promotes("Flax and Equinox")
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_healthy_model_of_12_layers_with_finite_masks_raises_no_alarm(dtype):
+def test_a_healthy_model_of_12_layers_with_finite_masks_raises_no_alarm():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -188,7 +192,7 @@ def test_a_healthy_model_of_12_layers_with_finite_masks_raises_no_alarm(dtype):
 
     model = Model()
     params = noisy(model.init(KEYS[3], X))
-    found = jamp.debug.compare(model.apply, jamp.autocast(model.apply, dtype))(params, X)
+    found = jamp.debug.compare(model.apply, jamp.autocast(model.apply, jnp.float16))(params, X)
     assert not found
     assert len(found.rows) > 200
 

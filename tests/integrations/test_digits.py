@@ -67,8 +67,7 @@ def equinox(fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [linen, nnx_model, equinox])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("make", "fault"), [*zip([linen, nnx_model, equinox] * 3, FAULTS, strict=True)])
 def test_a_planted_fault_in_a_model_is_the_first_row(make, fault):
     loss, model = make(fault)
     first = jamp.debug.rounding_report(loss, jnp.bfloat16)(model, X, Y).rows[0]
