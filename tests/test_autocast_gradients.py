@@ -4,6 +4,7 @@ import functools
 import gc
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -338,3 +339,41 @@ def test_no_scope_of_the_user_is_taken_for_a_backward_pass(name):
     (row,) = jamp.autocast_report(inside, jnp.bfloat16)(X, W).rows
     assert row.category == "compute"
     assert not jamp.autocast_report(scoped, jnp.bfloat16)(X, W).backward
+
+
+def without_metadata(closed):
+    """A jaxpr whose equations have no name stack and no traceback."""
+    strip = lambda x: without_metadata(x) if hasattr(x, "jaxpr") else x
+    (empty,) = jax.make_jaxpr(lax.neg)(0.0).eqns
+    source = empty.source_info.replace(traceback=None)
+    eqns = [
+        e.replace(
+            source_info=source,
+            params={k: jax.tree.map(strip, v, is_leaf=lambda x: hasattr(x, "jaxpr")) for k, v in e.params.items()},
+        )
+        for e in closed.jaxpr.eqns
+    ]
+    return jax.extend.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jamp.Float8(min_size=8)], ids=["bfloat16", "Float8"])
+def test_without_metadata_the_products_that_jamp_transposes_are_the_same(dtype):
+    custom = jax.custom_vjp(lambda x, w: x @ w)
+    custom.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+
+    def fun(w, x):
+        with jax.named_scope("layer"):
+            x = jax.jit(lambda x: jnp.tanh(x @ w[0]))(x)
+        x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        return jnp.sum((custom(x, w[1]) @ w[0]) ** 2)
+
+    w, x = normal(2, 16, 16, scale=0.3), normal(32, 16)
+    bare = without_metadata(jax.make_jaxpr(fun)(w, x))
+    results, dtypes = [], []
+    for f in (fun, lambda w, x: jax.extend.core.jaxpr_as_fun(bare)(w, x)[0]):
+        grad = jax.grad(jamp.autocast(f, dtype))
+        found = [e for e in equations(jax.make_jaxpr(grad)(w, x)) if e.primitive.name in PRODUCTS]
+        dtypes.append([[str(v.aval.dtype) for v in (*e.invars, *e.outvars)] for e in found])
+        results.append(grad(w, x))
+    assert dtypes[0] == dtypes[1]
+    np.testing.assert_array_equal(*results)

@@ -3,6 +3,7 @@
 The products of 16-bit operands are in this module, those of 8-bit operands in `quantized.py`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jamp._jaxprs import interpret, ir
-from jamp._jaxprs.ir import JaxprEqn
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import PRODUCTS
 from jamp._products.product import Dtype, Product
 from jamp._products.wide_dot import multiply, multiply_back
@@ -101,16 +102,28 @@ def cotangent(product: Product, i: int, aval: Any, types: Sequence[Any], values:
 
     `types` and `values` are of the cotangent of the result, and of the other operands.
     """
-    params = {**dict(product.params), "preferred_element_type": types[0].dtype}
+    params = (
+        *(x for x in product.params if x[0] != "preferred_element_type"),
+        ("preferred_element_type", types[0].dtype),
+    )
+    closed = _transposed(product.primitive, params, i, aval, tuple(types), jax.sharding.get_abstract_mesh())
+    evaluate = lambda eqn, args: [run(eqn, args)] if ir.name(eqn) in PRODUCTS else moved(eqn, args)
+    return interpret.interpret(closed.jaxpr, values, evaluate)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _transposed(
+    primitive: Any, params: tuple[tuple[str, Any], ...], i: int, aval: Any, types: tuple[Any, ...], mesh: Any
+) -> ClosedJaxpr:
+    """The cotangent of the i-th operand as a jaxpr. A model transposes few products of different types, many times."""
+    del mesh  # The types name its axes.
 
     def transposed(g: Array, *others: Array) -> Array:
-        fun = lambda x: product.primitive.bind(*others[:i], x, *others[i:], **params)
+        fun = lambda x: primitive.bind(*others[:i], x, *others[i:], **dict(params))
         found: Array = jax.linear_transpose(fun, aval)(g)[0]
         return found
 
-    closed = jax.make_jaxpr(transposed)(*types)
-    evaluate = lambda eqn, args: [run(eqn, args)] if ir.name(eqn) in PRODUCTS else moved(eqn, args)
-    return interpret.interpret(closed.jaxpr, values, evaluate)[0]
+    return jax.make_jaxpr(transposed)(*types)
 
 
 def moved(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
