@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jamp._autocast.target import Target
-from jamp._jaxprs import constructs, dataflow, ir
-from jamp._jaxprs.context import Context
+from jamp._jaxprs import dataflow, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import COPIES, IDENTITIES, REARRANGES
 from jamp._jaxprs.source import in_scope, scope, user_line
+from jamp._jaxprs.walk import walk
 from jamp._products import product as _product
 from jamp._products.product import Product, as_traced
 from jamp._products.quantized import QUANTIZE
@@ -91,27 +91,11 @@ def entries(
     same: Callable[[str, str], str] = lambda x, y: x if x == y else ""
     paths = dataflow.Forward[str](_path, same, lambda value: "")
     given = [(parameters or {}).get(v, "") for v in closed.jaxpr.invars]
-    yield from _entries(closed, decisions, target, paths, given, Context())
-
-
-def _entries(
-    closed: ClosedJaxpr,
-    decisions: Decisions,
-    target: Target,
-    paths: dataflow.Forward[str],
-    given: list[str],
-    context: Context,
-) -> Iterator[Entry]:
-    facts = paths(closed, given)
-    for eqn in closed.jaxpr.eqns:
-        if ir.name(eqn) in IDENTITIES or in_scope(eqn, QUANTIZE):
-            continue  # of an autocast inside
+    is_entered = lambda eqn: _product.of(eqn) is None and decisions.of(eqn) is None
+    for eqn, facts, context in walk(closed, is_entered, paths, given):
         product, decision = _product.of(eqn), decisions.of(eqn)
-        if product is None and decision is None:
-            bodies = constructs.bodies(eqn) or ()
-            for body, inner in zip(bodies, paths.into(eqn, facts) if bodies else (), strict=True):
-                yield from _entries(body, decisions, target, paths, inner, context.inside(eqn))
-            continue
+        if ir.name(eqn) in IDENTITIES or in_scope(eqn, QUANTIZE) or (product is None and decision is None):
+            continue  # It is of an autocast inside, or `cast` added it.
         if product:
             traced, key, category = as_traced(eqn), product.key, product.category
             before = ", ".join(map(str, product.before[:-1])), str(product.before[-1])

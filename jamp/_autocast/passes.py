@@ -40,13 +40,13 @@ class Passes(NamedTuple):
         """Whether autocast changes a product, or by a rule of the user another operation."""
         rules = [self.target.rules[key] for key in self.used if key in self.target.rules]
         is_by_rule = any(rule == Rule(COMPUTE, YOURS) for rule in rules)
-        return is_by_rule or any(product.format for product in products(self.decided.jaxpr))
+        return is_by_rule or any(product.format for product in products(self.decided))
 
     @property
     def used(self) -> set[str]:
         """The keys of the rules that decided about an equation, and the names of all primitives."""
         found = {key for x in self.decisions for key in (x.key, ir.name(x.eqn))}
-        return found.union(*((product.key, product.operation) for product in products(self.decided.jaxpr)))
+        return found.union(*((product.key, product.operation) for product in products(self.decided)))
 
     def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
         """Return the jaxpr to evaluate."""

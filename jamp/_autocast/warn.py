@@ -47,7 +47,7 @@ def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
         unused += warnings_of_budget(passes.traced, budget, "autocast(loss, compute_dtype, memory_budget=...)")
     if target.compute_dtype == np.float32:
         return unused  # Nothing is lost in float64. The report has it.
-    is_used = any(_is_asked_for(product, passes) for product in products(passes.decided.jaxpr))
+    is_used = any(_is_asked_for(product, passes) for product in products(passes.decided))
     if is_used and not any(_is_left_out(x.eqn, x.category, target) for x in passes.decisions):
         return unused
     every = list(entries(passes.decided, passes.decisions, target))

@@ -1,24 +1,35 @@
 """Visit the equations of a jaxpr and of the jaxprs in it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from jamp._jaxprs import constructs, ir
+from jamp._jaxprs import constructs, dataflow, ir
 from jamp._jaxprs.context import Context
-from jamp._jaxprs.ir import Jaxpr, JaxprEqn
+from jamp._jaxprs.ir import ClosedJaxpr, Jaxpr, JaxprEqn
 from jamp._jaxprs.primitives import CHEAP, ENCODED_PRODUCTS, PRODUCTS
 from jamp._jaxprs.source import scope_path
 
 
 def walk(
-    jaxpr: Jaxpr, enters: Callable[[JaxprEqn, Context], bool], context: Context = Context()
-) -> Iterator[tuple[JaxprEqn, Context]]:
-    """Yield the equations of a jaxpr and their contexts. Those that it enters are replaced by those of their bodies."""
-    for eqn in jaxpr.eqns:
-        bodies = constructs.bodies(eqn) if enters(eqn, context) else None
+    closed: ClosedJaxpr,
+    enters: Callable[[JaxprEqn], bool],
+    analysis: dataflow.Analysis | None = None,
+    given: Sequence[Any] = (),
+    context: Context = Context(),
+) -> Iterator[tuple[JaxprEqn, Any, Context]]:
+    """Yield the equations of a jaxpr, and in place of those that it `enters` the equations of their bodies.
+
+    Each comes with what an analysis found about its jaxpr, from what is `given` about the inputs or outputs.
+    """
+    facts = analysis(closed, given) if analysis else None
+    for eqn in closed.jaxpr.eqns:
+        bodies = constructs.bodies(eqn) if enters(eqn) else None
         if bodies is None:
-            yield eqn, context
-        for body in bodies or ():
-            yield from walk(body.jaxpr, enters, context.inside(eqn))
+            yield eqn, facts, context
+            continue
+        into = analysis.into(eqn, facts) if analysis else [()] * len(bodies)
+        for body, inner in zip(bodies, into, strict=True):
+            yield from walk(body, enters, analysis, inner, context.inside(eqn))
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -53,17 +64,26 @@ def leaves(eqn: JaxprEqn, is_leaf: Callable[[JaxprEqn], bool], times: int = 1) -
             yield from leaves(e, is_leaf, times * n)
 
 
+def is_product(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product: of JAX, or of autocast, until it is lowered."""
+    return ir.name(eqn) in _PRODUCTS
+
+
+_PRODUCTS = PRODUCTS | ENCODED_PRODUCTS | {"product"}
+
+
 def holds_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product, or holds one in its bodies."""
-    is_product = lambda e: ir.name(e) in PRODUCTS | ENCODED_PRODUCTS | {"product"}  # the last until it is lowered
     is_leaf = lambda e: ir.name(e) in CHEAP or is_product(e)
     return any(is_product(e) for e, _ in leaves(eqn, is_leaf))
 
 
-def inlined(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+def inlined(
+    eqn: JaxprEqn, body_of: Callable[[JaxprEqn], ClosedJaxpr | None] = constructs.body_of_call
+) -> Iterator[JaxprEqn]:
     """Yield the equations that a call evaluates if it is not differentiated. Any other equation is one by itself."""
-    body = constructs.body_of_call(eqn)
+    body = body_of(eqn)
     if body is None:
         yield eqn
     for e in body.jaxpr.eqns if body else ():
-        yield from inlined(e)
+        yield from inlined(e, body_of)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from jamp._jaxprs import ir
-from jamp._jaxprs.ir import Jaxpr, JaxprEqn
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.walk import walk
 from jamp._products.formats import Format
 
@@ -105,9 +105,9 @@ def as_traced(eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(primitive=product.primitive, params=dict(product.params), invars=invars, outvars=[result])
 
 
-def products(jaxpr: Jaxpr) -> Iterator[Product]:
+def products(closed: ClosedJaxpr) -> Iterator[Product]:
     """Yield the products of a jaxpr, and of the jaxprs in it."""
-    yield from filter(None, (of(eqn) for eqn, _ in walk(jaxpr, lambda eqn, context: True)))
+    yield from filter(None, (of(eqn) for eqn, *_ in walk(closed, lambda eqn: True)))
 
 
 def result_type(product: Product, operands: Sequence[Any]) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jamp._cast import is_floating, is_inexact
-from jamp._jaxprs import constructs, ir
+from jamp._jaxprs import ir, walk
 from jamp._jaxprs.ir import JaxprEqn, Var
 from jamp._jaxprs.primitives import CHEAP, IDENTITIES, MOVING
 
@@ -134,6 +134,4 @@ def _variables(eqn: JaxprEqn) -> list[Any]:
 
 def is_recomputed(eqn: JaxprEqn) -> bool:
     """Whether an equation may be computed again."""
-    if body := constructs.body_of_call(eqn):
-        return all(map(is_recomputed, body.jaxpr.eqns))
-    return ir.name(eqn) in CHEAP
+    return all(ir.name(e) in CHEAP for e in walk.inlined(eqn))

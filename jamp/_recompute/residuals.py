@@ -348,8 +348,8 @@ def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
         # The bits of other generators may depend on how a program is compiled.
         is_exact = all(str(key) == "key<fry>" for key in keys)
         return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars) if is_exact else math.inf
-    bodies = [e for inner, _ in constructs.inner(eqn) for e in inner.eqns]
-    if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in bodies):
+    inside = [e for body, _ in constructs.inner(eqn) for e in body.eqns]
+    if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in inside):
         return math.inf
     known = ARITHMETIC | CUBIC.keys() | ENCODED_PRODUCTS | EXPENSIVE | MOVING | OTHERS | PRODUCTS
     is_known = constructs.has_body(eqn) or name in known

@@ -24,7 +24,7 @@ from jamp._jaxprs.manual_axes import is_partial
 from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS
 from jamp._jaxprs.rewrite import Body as Rewritten, Replaced, Rewriter
 from jamp._jaxprs.source import in_scope
-from jamp._jaxprs.walk import holds_product
+from jamp._jaxprs.walk import holds_product, is_product
 from jamp._products.product import equation, name_of, of
 from jamp._products.quantized import has_narrow_sums
 from jamp._recompute.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
@@ -413,10 +413,9 @@ def _cut_by_bytes(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, i
 
 
 def _computed_bytes(eqn: JaxprEqn) -> float:
-    """The bytes of the floating-point values that an equation computes, and of those in it."""
-    if body := constructs.inlinable(eqn):
-        return sum(map(_computed_bytes, body.jaxpr.eqns))
-    return 0.0 if ir.name(eqn) in MOVING else sum(nbytes(v) for v in eqn.outvars if is_inexact(v.aval))
+    """The bytes of the floating-point values that an equation, or a jit call, computes."""
+    computing = (e for e in walk.inlined(eqn, constructs.inlinable) if ir.name(e) not in MOVING)
+    return sum((nbytes(v) for e in computing for v in e.outvars if is_inexact(v.aval)), 0.0)
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
@@ -442,19 +441,18 @@ def _is_whole(eqn: JaxprEqn) -> bool:
 
 def _runs(eqn: JaxprEqn) -> int:
     """How many products an equation runs."""
-    if not holds_product(eqn):
-        return 0
-    bodies = constructs.inner(eqn)
-    return sum(times * _runs(e) for body, times in bodies for e in body.eqns) if bodies else 1
+    return sum(times for e, times in walk.leaves(eqn, is_product) if is_product(e))
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
     """Whether an equation computes a large array that may be computed again. A symbolic size is large."""
-    if body := constructs.inlinable(eqn):
-        return any(map(_is_worth_it, body.jaxpr.eqns))
-    sizes = [aval.size for aval in ir.avals(eqn.outvars) if is_inexact(aval)]
-    is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
-    return is_large and ir.name(eqn) not in MOVING and is_recomputed(eqn)
+
+    def computes_much(e: JaxprEqn) -> bool:
+        sizes = [aval.size for aval in ir.avals(e.outvars) if is_inexact(aval)]
+        is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
+        return is_large and ir.name(e) not in MOVING and is_recomputed(e)
+
+    return any(map(computes_much, walk.inlined(eqn, constructs.inlinable)))
 
 
 def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
