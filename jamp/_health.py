@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
+from jax.tree_util import SequenceKey, keystr
 
 from jamp._cast import is_inexact
 from jamp._loss_scale.static import LossScale
@@ -16,6 +16,7 @@ from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.accessors import get_loss_scale, get_stats
 from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite
+from jamp._step.leaves import find_nodes
 from jamp._step.state import LossScaledState, ScaledGradsState, is_scaler_state
 from jamp.history import History
 
@@ -151,9 +152,9 @@ def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, u
 
 
 def _poisoned(tree: Any) -> Iterator[str]:
-    flat, _ = tree_flatten_with_path(tree, is_leaf=is_scaler_state)
-    wrapper = next(path for path, x in flat if is_scaler_state(x))
-    outside = [(path, x) for path, x in flat if is_inexact(x)]
+    found = list(find_nodes(tree, lambda x: is_scaler_state(x) or is_inexact(x)))
+    wrapper = next(path for path, x in found if is_scaler_state(x))
+    outside = [(path, x) for path, x in found if not is_scaler_state(x)]
     if not outside or all_finite([x for _, x in outside]):
         return
 

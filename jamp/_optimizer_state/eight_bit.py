@@ -18,7 +18,8 @@ from jamp._numbers import as_number
 from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
-from jamp._step.state import check_holds_no_scaler, check_kind, contains
+from jamp._step.leaves import contains
+from jamp._step.state import check_holds_no_scaler, check_kind
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 _Scales = dict[str, list[Array]]  # those of the arrays of each leaf

@@ -20,7 +20,8 @@ from jamp._optimizer_state.moments import NOT_MOMENTS
 from jamp._optimizer_state.params import check_bfloat16, rounds_params, update_between
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
 from jamp._optimizer_state.split_masters import MasterParamsState, SplitMasterParamsState
-from jamp._step.state import check_holds_no_scaler, check_kind, contains
+from jamp._step.leaves import contains
+from jamp._step.state import check_holds_no_scaler, check_kind
 
 # Their updates depend on the distance to the first parameters, to which each rounding adds.
 _DISTANCES = ("DoGState", "DoWGState", "MechanicState")

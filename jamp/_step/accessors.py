@@ -17,7 +17,7 @@ from jamp._loss_scale.checks import TINY
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
 from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
-from jamp._step.leaves import replace_node, with_leaves
+from jamp._step.leaves import find_nodes, replace_node, with_leaves
 from jamp._step.misuse import note_scale_read
 from jamp._step.state import ScalerState, scaler_of
 
@@ -142,10 +142,8 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
     check_loss_scale(loss_scale)
     state = find_loss_scale_state(tree)
     # A `GradScaler` holds the loss scale too, which the state of an optimizer does not.
-    is_scaler = lambda x: hasattr(x, "_converted")
-    scalers = [x for x in jax.tree.leaves(tree, is_leaf=is_scaler) if is_scaler(x)]
-    if scalers:
-        return replace_node(tree, scalers[0], scalers[0]._converted(loss_scale))
+    for _, scaler in find_nodes(tree, lambda x: hasattr(x, "_converted")):
+        return replace_node(tree, scaler, scaler._converted(loss_scale))
     old = jnp.asarray(state.loss_scale)
     new = jax.tree.map(lambda x: jnp.broadcast_to(x, old.shape + x.shape), loss_scale.init())
     if not getattr(loss_scale, "is_constant", False):

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr
 
 from jamp._loss_scale.static import is_noop
+from jamp._step.leaves import Node, find_nodes
 from jamp._step.placement import error_about
 from jamp._step.state import ScaledGradsState, is_scaler_state
 
@@ -46,7 +47,7 @@ def scale_of(loss_scale_state: Any) -> Array | None:
 
 def step_applied(opt_state: Any) -> Array | None:
     """bool[], whether the last step was applied; None if nothing was checked, as under `NoOpLossScale`."""
-    states = [x for _, x in _nodes(opt_state) if is_scaler_state(x)]
+    states = [x for _, x in find_nodes(opt_state, is_scaler_state)]
     return states[0].grads_finite if len(states) == 1 and not is_noop(states[0].loss_scale_state) else None
 
 
@@ -55,29 +56,21 @@ def array_of(x: Any) -> Array:
     return jnp.asarray(*jax.tree.leaves(x))
 
 
-_Node = tuple[tuple[Any, ...], Any]  # path and value
-
-
-def _nodes(tree: Any, path: tuple[Any, ...] = (), *, below: bool = False) -> Iterator[_Node]:
-    """Path and value of each scaler state, of each other loss-scale state, and of each wrapper in a wrong place.
+def _find(tree: Any) -> Iterator[Node]:
+    """Yield each scaler state, each other loss-scale state, and each wrapper in a wrong place.
 
     A wrapper or a user's NamedTuple may have the others inside.
     """
 
-    def is_leaf(x: Any) -> bool:
-        is_wanted = is_scaler_state(x) or _is_loss_scale_state(x) or error_about(x) is not None
-        return is_wanted and not (below and x is tree)
+    def is_wanted(x: Any) -> bool:
+        return is_scaler_state(x) or _is_loss_scale_state(x) or error_about(x) is not None
 
-    for p, x in tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
-        if is_leaf(x):
-            yield (*path, *p), x
-            if not is_scaler_state(x):
-                yield from _nodes(x, (*path, *p), below=True)
+    return find_nodes(tree, is_wanted, enters=lambda x: not is_scaler_state(x))
 
 
-def _checked_nodes(tree: Any) -> list[_Node]:
+def _checked_nodes(tree: Any) -> list[Node]:
     """The nodes that hold a loss scale. Raises ValueError if a wrapper is in a wrong place."""
-    nodes = list(_nodes(tree))
+    nodes = list(_find(tree))
     for _, x in nodes:
         if message := error_about(x):
             raise ValueError(message)
@@ -98,7 +91,7 @@ def _loss_scale_state(holder: Any) -> Any:
     return holder.loss_scale_state if is_scaler_state(holder) else holder
 
 
-def _only(tree: Any, nodes: list[_Node], what: str) -> Any:
+def _only(tree: Any, nodes: list[Node], what: str) -> Any:
     """The one node. Raises ValueError unless there is exactly one."""
     if len(nodes) == 1:
         return nodes[0][1]

@@ -1,10 +1,17 @@
-"""Replace leaves and nodes of a tree, and take its gradients out."""
+"""Parts of a pytree: find and replace nodes, and take the gradients out.
 
-from collections.abc import Callable
+A state that jamp looks for may be anywhere in a tree of the user's, also inside another one:
+
+    {"opt": MultiStepsState(inner_opt_state=(LossScaledState(...), EmptyState()))}
+
+`find_nodes` yields `((DictKey("opt"), GetAttrKey("inner_opt_state"), SequenceKey(0)), LossScaledState(...))`.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from jamp._cast import is_inexact
 from jamp._jaxprs import build
@@ -14,13 +21,43 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 
 
+Node = tuple[tuple[Any, ...], Any]  # a path, and the node or leaf there
+
+
+def find_nodes(
+    tree: Any, is_wanted: Callable[[Any], bool], *, enters: Callable[[Any], bool] = lambda x: False
+) -> Iterator[Node]:
+    """Yield the path and the value of each wanted node or leaf, from the outside in.
+
+    Args:
+      tree: A pytree.
+      is_wanted: A function of a node or leaf.
+      enters: A function of a wanted node. If it returns True, the nodes inside are looked at too.
+    """
+
+    def visit(start: tuple[Any, ...], tree: Any, *, is_entered: bool = False) -> Iterator[Node]:
+        is_found = lambda x: is_wanted(x) and not (is_entered and x is tree)
+        for path, x in tree_flatten_with_path(tree, is_leaf=is_found)[0]:
+            if is_found(x):
+                yield (*start, *path), x
+                if enters(x):
+                    yield from visit((*start, *path), x, is_entered=True)
+
+    return visit((), tree)
+
+
+def contains(tree: Any, is_wanted: Callable[[Any], bool]) -> bool:
+    """Whether any node or leaf of a tree is wanted."""
+    return any(True for _ in find_nodes(tree, is_wanted))
+
+
 def with_leaves(tree: Any, leaves: Any) -> Any:
-    """A tree of the same structure, with the leaves of another tree (such as a list) in order."""
+    """Return a tree of the same structure, with the leaves of another tree (such as a list) in order."""
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(leaves))
 
 
 def replace_node(tree: Any, node: Any, new: Any) -> Any:
-    """The tree with `new` in place of one of its nodes."""
+    """Return the tree with `new` in place of one of its nodes."""
     return jax.tree.map(lambda x: new if x is node else x, tree, is_leaf=lambda x: x is node)
 
 

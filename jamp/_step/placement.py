@@ -7,7 +7,8 @@ import jax
 import optax
 
 from jamp._jaxprs.source import users_stacklevel
-from jamp._step.state import LossScaledState, ScaledGradsState, adapts, contains, is_scaler_state, skips
+from jamp._step.leaves import contains, find_nodes
+from jamp._step.state import LossScaledState, ScaledGradsState, adapts, is_scaler_state, skips
 
 _HIDES_OVERFLOWS = (
     "optax.apply_if_finite (or should_skip_update_fn of optax.MultiSteps) around a loss-scaled optimizer keeps "
@@ -67,15 +68,12 @@ def check_not_nnx(loss_scale_state: Any) -> None:
 def warn_of_order(tree: Any) -> None:
     """Warn if a tree holds the state of a chain, or of a `MultiSteps`, with `loss_scaled` in a wrong place."""
     messages: list[str] = []
-
-    def visit(x: Any) -> bool:
+    is_place = lambda x: type(x) is tuple or isinstance(x, optax.MultiStepsState)
+    for _, x in find_nodes(tree, is_place, enters=lambda x: True):
         if type(x) is tuple:
-            messages.extend(_warnings_about_chain(x))
-        if isinstance(x, optax.MultiStepsState) and x.skip_state == () and contains(x.inner_opt_state, skips):
+            messages += _warnings_about_chain(x)
+        elif x.skip_state == () and contains(x.inner_opt_state, skips):
             messages.append(_AROUND)
-        return False
-
-    contains(tree, visit)
     for message in dict.fromkeys(messages):
         warnings.warn(message, stacklevel=users_stacklevel())
 

@@ -5,7 +5,6 @@ last gradients were finite. `LossScaledState` is the same with the optimizer's s
 """
 
 import typing
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from jax import Array
 from jamp._cast import is_floating, is_inexact
 from jamp._loss_scale.static import LossScale, NoOpLossScaleState, StaticLossScaleState, is_noop
 from jamp._loss_scale.stats import LossScaleStats
+from jamp._step.leaves import contains
 
 
 class ScalerState(NamedTuple):
@@ -95,11 +95,6 @@ def adapts(x: Any) -> bool:
     return is_scaler_state(x) and is_adaptive(x.loss_scale_state)
 
 
-def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bool:
-    """Whether any node of a tree matches, by default whether it holds a scaler state."""
-    return any(map(is_match, jax.tree.leaves(tree, is_leaf=is_match)))
-
-
 def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> AnyLossScaledState:
     """Wrap an optimizer's state into that of `loss_scaled`. Raise ValueError if it already holds a scaler state."""
     check_holds_no_scaler(
@@ -112,7 +107,7 @@ def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> Any
 
 def check_holds_no_scaler(opt_state: Any, message: str) -> None:
     """Raise ValueError with this message if the state of an optimizer holds a scaler state."""
-    if contains(opt_state):
+    if contains(opt_state, is_scaler_state):
         raise ValueError(message)
 
 
