@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.tree_util import SequenceKey, keystr
 
 from jamp._cast import is_inexact
 from jamp._loss_scale.static import LossScale
 from jamp._loss_scale.stats import LossScaleStats
+from jamp._optimizer_state.moments import averages_and_sums
 from jamp._step.accessors import get_loss_scale, get_stats
 from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite
@@ -22,8 +22,6 @@ from jamp.history import History
 
 _RECENT = 200  # the last steps of the history, which are examined
 _SHORTEST, _LONGEST = 20, 200  # the steps before and after a growth of the scale in which grad_norm is examined
-# Optax's names for moments of the gradients. If the moments are zero, all gradients were zero.
-_MOMENTS = ("mu", "nu", "trace", "sum_of_squares", "ema")
 
 
 class LossScaleError(FloatingPointError):
@@ -105,9 +103,7 @@ def check_health(
 
 
 def _of_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
-    is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
-    fields = [x for name in _MOMENTS for _, x in optax.tree.get_all_with_path(state, name, is_field)]
-    moments = [x for x in jax.tree.leaves(fields) if is_inexact(x)]
+    moments = averages_and_sums(state)
     all_stats, scales = jax.device_get((get_stats(state), get_loss_scale(state)))
 
     def problems(i: tuple[int, ...]) -> str:

@@ -1,58 +1,92 @@
-"""The arrays of Optax's states that are moments, so that they may be stored in fewer bits between steps."""
+"""The arrays in Optax's states that are like the parameters: which are moments, and of what kind."""
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.tree_util import GetAttrKey, tree_map_with_path
 
-_SIGNED, _SQUARES = False, True  # whether a moment is never negative
+from jamp._cast import is_inexact
+from jamp._step.leaves import contains, find_nodes
 
-# The fields of Optax's states that are moments. Centered RMSprop is not here: it takes the root of a difference of its
-# two moments, which roundings can make negative. Nor is Momo, which subtracts a sum of products with its moment.
-_MOMENTS = {
+
+class _Kind(enum.Enum):
+    """What a field of a state holds."""
+
+    SIGNED = enum.auto()  # a moment
+    SQUARES = enum.auto()  # a moment that is never negative
+    WHOLE = enum.auto()  # a moment that eight bits would spoil, or that is small
+    SUM = enum.auto()  # of all gradients so far, or of their squares
+    OTHER = enum.auto()  # a copy of the parameters, or a constant, or gradients of the last few steps
+    ORIGIN = enum.auto()  # the first parameters, if updates depend on the distance to them
+
+
+_SIGNED, _SQUARES, _WHOLE, _SUM, _OTHER, _ORIGIN = _Kind
+
+# Centered RMSprop takes the root of a difference of its two moments, which roundings can make negative. Momo subtracts
+# a sum of products with its moment. Those are WHOLE.
+FIELDS = {
+    "AccumulateAvgUpdatesState": {"avg_grad": _OTHER},
+    "COCOBState": {"init_particles": _OTHER, "cumulative_gradients": _SUM},
+    "DAdaptAdamWState": {"exp_avg": _SIGNED, "exp_avg_sq": _SQUARES, "grad_sum": _SUM},
+    "DoGState": {"init_params": _ORIGIN},
+    "DoWGState": {"init_params": _ORIGIN},
     "EmaState": {"ema": _SIGNED},
-    "FactoredState": {"v": _SQUARES},
-    "TraceState": {"trace": _SIGNED},
+    "FactoredState": {"v": _SQUARES, "v_row": _WHOLE, "v_col": _WHOLE},
+    "GaLoreState": {"projector": _OTHER},
+    "InjectHyperparamsState": {"hyperparams": _OTHER},
+    "InjectStatefulHyperparamsState": {"hyperparams": _OTHER},
+    "LookaheadParams": {"slow": _OTHER},
+    "MadgradState": {"grad_sum_sq": _SUM, "s": _SUM, "x0": _OTHER},
+    "MechanicState": {"s": _OTHER, "x0": _ORIGIN},
+    "MomoAdamState": {"exp_avg": _WHOLE, "exp_avg_sq": _WHOLE},
+    "MomoState": {"exp_avg": _WHOLE},
+    "MultiStepsState": {"acc_grads": _OTHER},
+    "MuonState": {"mu": _SIGNED, "ns_coeffs": _OTHER},
+    "ProdigyState": {"exp_avg": _SIGNED, "exp_avg_sq": _SQUARES, "grad_sum": _SUM, "params0": _OTHER},
     "ScaleByAdaDeltaState": {"e_g": _SQUARES, "e_x": _SQUARES},
     "ScaleByAdamState": {"mu": _SIGNED, "nu": _SQUARES},
     "ScaleByAdanState": {"m": _SIGNED, "v": _SIGNED, "n": _SQUARES},
     "ScaleByAdemamixState": {"m1": _SIGNED, "m2": _SIGNED, "nu": _SQUARES},
     "ScaleByAmsgradState": {"mu": _SIGNED, "nu": _SQUARES, "nu_max": _SQUARES},
     "ScaleByBeliefState": {"mu": _SIGNED, "nu": _SQUARES},
+    "ScaleByLBFGSState": {"params": _OTHER},
     "ScaleByLionState": {"mu": _SIGNED},
-    "ScaleByNovogradState": {"mu": _SIGNED},
+    "ScaleByNovogradState": {"mu": _SIGNED, "nu": _WHOLE},
+    "ScaleByRStdDevState": {"mu": _WHOLE, "nu": _WHOLE},
     "ScaleByRmsState": {"nu": _SQUARES},
     "ScaleByRmsWithCountState": {"nu": _SQUARES},
-    "ScaleBySM3State": {"nu": _SIGNED},  # its momentum
+    "ScaleByRssState": {"sum_of_squares": _SUM},
+    "ScaleBySM3State": {"mu": _WHOLE, "nu": _SIGNED},  # nu is its momentum
     "ScaleBySimplifiedAdEMAMixState": {"m": _SIGNED, "n": _SQUARES},
-    "DAdaptAdamWState": {"exp_avg": _SIGNED, "exp_avg_sq": _SQUARES},
-    "MuonState": {"mu": _SIGNED},
-    "ProdigyState": {"exp_avg": _SIGNED, "exp_avg_sq": _SQUARES},
+    "ScheduleFreeState": {"z": _OTHER},
     "SophiaState": {"mu": _SIGNED, "nu": _SIGNED},  # An estimate of the Hessian may be negative.
+    "TraceState": {"trace": _SIGNED},
 }
-
-# Fields of Optax's states that are like the parameters but not moments: parameters, sums of gradients, constants.
-NOT_MOMENTS = frozenset({
-    "acc_grads", "avg_grad", "cumulative_gradients", "grad_sum", "grad_sum_sq", "hyperparams", "init_params",
-    "init_particles", "ns_coeffs", "params", "params0", "projector", "s", "slow", "sum_of_squares", "x0", "z",
-    "scales",  # of BlockCodes
-})  # fmt: skip
+# The usual names of moments, for states of other libraries.
+_USUAL = FIELDS["EmaState"] | FIELDS["ScaleByAdamState"] | FIELDS["TraceState"]
+# The names of fields that are no moments in a state of any library. The units of jamp's 8-bit codes are not.
+_NOT_MOMENTS = {"scales"} | {
+    name for fields in FIELDS.values() for name, kind in fields.items() if kind in (_SUM, _OTHER, _ORIGIN)
+}
 
 
 def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
-    """An optimizer's state with `fun(path, tree, never_negative)` in place of each field above, and of any other leaf.
+    """Return an optimizer's state with `fun(path, tree, never_negative)` in place of each moment and other leaf.
 
-    `never_negative` is None for a leaf that is in none of the fields. Only Optax's types count, not a user's state with
-    a field of the same name.
+    A moment is a tree like the parameters. `never_negative` is None for a leaf that is in none. Only Optax's types
+    count, not a user's state with a field of the same name.
     """
 
     def of_node(path: Any, x: Any) -> Any:
         if not _is_known(x):
             return fun(path, x, None)
-        kinds, fields = _MOMENTS[type(x).__name__], {}
+        kinds, fields = _kinds(x), {}
         for name, field in x._asdict().items():
-            inside = (*path, GetAttrKey(name))
-            fields[name] = fun(inside, field, kinds[name]) if name in kinds else visit(inside, field)
+            inside, kind = (*path, GetAttrKey(name)), kinds.get(name)
+            is_moment = kind in (_SIGNED, _SQUARES)
+            fields[name] = fun(inside, field, kind is _SQUARES) if is_moment else visit(inside, field)
         return x._replace(**fields)
 
     def visit(start: Any, tree: Any) -> Any:
@@ -61,5 +95,32 @@ def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
     return visit((), state)
 
 
+def averages_and_sums(state: Any) -> list[Any]:
+    """Return the floating arrays of a state that are all zero only if all gradients were zero, as far as is known."""
+    trees = []
+    for _, x in find_nodes(state, lambda x: hasattr(x, "_fields"), enters=lambda x: True):
+        kinds = _kinds(x) if _is_of_optax(x) else _USUAL
+        trees += [getattr(x, name) for name in x._fields if kinds.get(name, _OTHER) not in (_OTHER, _ORIGIN)]
+    return [x for x in jax.tree.leaves(trees) if is_inexact(x)]
+
+
+def may_be_moment(path: tuple[Any, ...]) -> bool:
+    """Whether no field on the path of an array is known not to be a moment."""
+    return not _NOT_MOMENTS & {getattr(key, "name", None) for key in path}
+
+
+def measures_distance(state: Any) -> bool:
+    """Whether updates depend on the distance to the first parameters."""
+    return contains(state, lambda x: _is_known(x) and _ORIGIN in _kinds(x).values())
+
+
+def _kinds(x: Any) -> dict[str, _Kind]:
+    return FIELDS.get(type(x).__name__, {})
+
+
 def _is_known(x: Any) -> bool:
-    return type(x).__name__ in _MOMENTS and type(x).__module__.partition(".")[0] == "optax"
+    return bool(_kinds(x)) and _is_of_optax(x)
+
+
+def _is_of_optax(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] == "optax"

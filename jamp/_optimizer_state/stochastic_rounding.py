@@ -16,15 +16,13 @@ from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._jaxprs.source import users_stacklevel
-from jamp._optimizer_state.moments import NOT_MOMENTS
+from jamp._optimizer_state.moments import may_be_moment, measures_distance
 from jamp._optimizer_state.params import check_bfloat16, rounds_params, update_between
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
 from jamp._optimizer_state.split_masters import MasterParamsState, SplitMasterParamsState
 from jamp._step.leaves import contains
 from jamp._step.state import check_holds_no_scaler, check_kind
 
-# Their updates depend on the distance to the first parameters, to which each rounding adds.
-_DISTANCES = ("DoGState", "DoWGState", "MechanicState")
 _ADVICE = (
     "Stochastic rounding is for bfloat16, which has the range of float32: smaller types would make small parameters 0. "
     "Use bfloat16 parameters, or float32 masters: jamp.loss_scaled(jamp.master_params(tx))."
@@ -177,8 +175,7 @@ def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], A
     dtype = None if state_dtype is None else _check_state_dtype(state_dtype)
 
     def choose(path: tuple[Any, ...], x: Any, start: int | None) -> Any:
-        is_moment = not NOT_MOMENTS & {getattr(key, "name", None) for key in path[:start]}
-        return dtype if start is not None and is_moment and jnp.ndim(x) else None
+        return dtype if start is not None and may_be_moment(path[:start]) and jnp.ndim(x) else None
 
     return choose
 
@@ -205,8 +202,8 @@ def _warn_if_nothing_is_rounded(params: Any) -> None:
 
 
 def _check_inner(inner_state: Any, params: Any) -> None:
-    measures = lambda x: type(x).__name__ in _DISTANCES and type(x).__module__.partition(".")[0] == "optax"
-    if contains(inner_state, measures) and any(jnp.result_type(p) == jnp.bfloat16 for p in jax.tree.leaves(params)):
+    # Each rounding adds to the distance.
+    if measures_distance(inner_state) and any(jnp.result_type(p) == jnp.bfloat16 for p in jax.tree.leaves(params)):
         raise ValueError(
             "The optimizer inside stochastic_rounding (dog, dowg or mechanize) measures the distance of the parameters "
             "to the first ones, and each rounding adds to it. Use float32 masters: jamp.master_params(tx, split=True)."
