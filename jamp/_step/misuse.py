@@ -1,10 +1,17 @@
 """Errors and warnings of loss scaling that is used wrongly, as far as a trace shows it.
 
-A backward pass is scaled once and unscaled once, and the scale is an argument of the compiled step. Scales and
-gradients are recognized by identity. `placement` has what an optimizer state shows.
+A backward pass is scaled once and unscaled once, and the scale is an argument of the compiled step. `placement` has
+what the types in an optimizer state show. Whether an array is scaled shows in no type:
+
+    scaled = jax.grad(lambda p: jamp.scale_loss(loss_fn(p), state))(params)    # f32, like true gradients
+    tx.update(scaled, state, params)                                           # too large a step, 65536 times
+
+So some arrays are recognized by identity, in the trace in which jamp made them. Results of arithmetic with them, and of
+a `jit` of its own, are other arrays, of which nothing is known.
 """
 
 import contextlib
+import enum
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -19,27 +26,28 @@ from jamp._staging import is_differentiated, is_kept, is_recorded
 from jamp._step.state import is_adaptive
 
 
-class _Known:
-    """Arrays, recognized by identity as long as they exist."""
+class _Role(enum.Enum):
+    """What is known of an array."""
 
-    def __init__(self) -> None:
-        self._arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-    def add(self, tree: Any) -> None:
-        self._arrays.update((id(x), x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
-
-    def holds_any(self, tree: Any) -> bool:
-        return any(self._arrays.get(id(x)) is x for x in jax.tree.leaves(tree))
-
-    def clear(self) -> None:
-        self._arrays.clear()
+    SCALED_LOSS = enum.auto()
+    TRUE_GRADIENT = enum.auto()  # It was divided by a loss scale.
+    GRADIENT_OF_SCALED = enum.auto()  # `scaled` returned it.
+    SCALE_IN_USE = enum.auto()  # It scaled a loss, and no gradients were unscaled since.
+    SCALE_READ = enum.auto()  # A user asked for it, perhaps to divide by it.
 
 
+_KNOWN = {role: weakref.WeakValueDictionary[int, Any]() for role in _Role}  # by id
 _SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # jamp's function that is being traced
-_OF_SCALED = _Known()  # gradients that `scaled` returned
-_SCALES = _Known()  # scales of losses whose gradients are not unscaled yet
-_READ = _Known()  # scales that a user asked for
-_UNSCALED, _SCALED_LOSSES = _Known(), _Known()  # gradients that were divided by a loss scale, and losses times it
+
+
+def _note(role: _Role, tree: Any) -> None:
+    """Remember the arrays of a tree as long as they exist."""
+    _KNOWN[role].update((id(x), x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+
+
+def _is_any(role: _Role, tree: Any) -> bool:
+    """Whether any array of a tree is remembered in this role."""
+    return any(_KNOWN[role].get(id(x)) is x for x in jax.tree.leaves(tree))
 
 
 @contextlib.contextmanager
@@ -66,7 +74,7 @@ def check_scaled_once(name: str) -> None:
 
 def note_true_gradients(gradients: list[Any]) -> None:
     """Remember gradients that `scaled` returned, as long as they exist."""
-    _OF_SCALED.add(gradients)
+    _note(_Role.GRADIENT_OF_SCALED, gradients)
 
 
 def note_scaled_loss(loss_scale_state: Any) -> None:
@@ -75,8 +83,11 @@ def note_scaled_loss(loss_scale_state: Any) -> None:
     A scale is recognized by identity, in the same trace. So only a scaled loss that is differentiated inside a jitted
     step is remembered, and not one that is logged, or whose gradients leave a `jit`.
     """
+    # Only the class of the trace tells a loss that is logged from one that is differentiated. A `custom_jvp` rule would
+    # too, but it stays in the program of the logged one, and keeps the tracers of its closure alive.
     if is_recorded() and is_differentiated():
-        _SCALES.add([x for x in jax.tree.leaves(loss_scale_state.loss_scale) if not _READ.holds_any(x)])
+        scales = jax.tree.leaves(loss_scale_state.loss_scale)
+        _note(_Role.SCALE_IN_USE, [x for x in scales if not _is_any(_Role.SCALE_READ, x)])
 
 
 def note_unscaled() -> None:
@@ -84,12 +95,12 @@ def note_unscaled() -> None:
 
     Inside a `jit` of its own, the scale is another array, so it cannot be found by identity.
     """
-    _SCALES.clear()
+    _KNOWN[_Role.SCALE_IN_USE].clear()
 
 
 def note_scale_read(loss_scale_state: Any) -> None:
     """Remember that a user asked for the loss scale of a state, perhaps to divide by it."""
-    _READ.add(loss_scale_state.loss_scale)
+    _note(_Role.SCALE_READ, loss_scale_state.loss_scale)
     note_unscaled()
 
 
@@ -98,7 +109,7 @@ def warn_if_scaled(loss_scale_state: Any) -> None:
 
     It is not an error, because a program can take the scale out of the state by hand and divide.
     """
-    if _SCALES.holds_any(loss_scale_state.loss_scale):
+    if _is_any(_Role.SCALE_IN_USE, loss_scale_state.loss_scale):
         note_unscaled()
         warnings.warn(
             "The loss went through jamp.scale_loss, and nothing has unscaled the gradients: a step would be too large "
@@ -114,7 +125,7 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
     Gradients are recognized by identity. Averaged or clipped ones, and those that a `jit` returns, are not recognized.
     """
     own = getattr(loss_scale, "scale", None) if getattr(loss_scale, "is_constant", False) else None
-    if own != 1 and _OF_SCALED.holds_any(gradients):
+    if own != 1 and _is_any(_Role.GRADIENT_OF_SCALED, gradients):
         raise ValueError(
             f"These are gradients of jamp.scaled, which has unscaled them, and this optimizer has {loss_scale!r}, "
             "which did not scale their loss. Use jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)), which skips steps "
@@ -124,25 +135,25 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
 
 def warn_if_scaled_twice(loss: Any, scaled: Any) -> None:
     """Remember the scaled losses. Warn if the loss was one already."""
-    if _SCALED_LOSSES.holds_any(loss):
+    if _is_any(_Role.SCALED_LOSS, loss):
         warnings.warn(
             "The loss is scaled already, and is multiplied by the loss scale once more, so that the gradients are "
             "divided once too few. Scale the loss that your function returned, once.",
             stacklevel=users_stacklevel(),
         )
-    _SCALED_LOSSES.add(scaled)
+    _note(_Role.SCALED_LOSS, scaled)
 
 
 def warn_if_unscaled_twice(gradients: Any, unscaled: Any) -> None:
     """Remember the unscaled gradients. Warn if the gradients were unscaled already."""
-    if _UNSCALED.holds_any(gradients):
+    if _is_any(_Role.TRUE_GRADIENT, gradients):
         warnings.warn(
             "The gradients are true already, and are divided by the loss scale once more. jamp.value_and_grad, "
             "GradScaler.value_and_grad and unscale return true gradients: clip them as they are, and give them to "
             "GradScaler.step as grads=.",
             stacklevel=users_stacklevel(),
         )
-    _UNSCALED.add(unscaled)
+    _note(_Role.TRUE_GRADIENT, unscaled)
 
 
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
