@@ -14,7 +14,7 @@ from jamp._loss_scale.config import loss_scale_for, loss_scale_from_config
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
 from jamp._loss_scale.stats import LossScaleStats
-from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats
+from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats, reset
 from jamp._step.find import scale_of
 from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
@@ -233,16 +233,17 @@ class GradScaler(Pytree):
         return self._with(_state=off, _paused=tuple(jax.tree.leaves(self.state)))
 
     def _converted(self, loss_scale: LossScale) -> Self:
-        """The scaler with another loss scale, for `jamp.convert_loss_scale`."""
+        """Return the scaler with another loss scale, for `jamp.convert_loss_scale`."""
         state = convert_loss_scale(self.enable()._state, loss_scale)
-        converted = self._with(loss_scale=loss_scale, _state=state, _paused=())
-        return converted.disable() if self._paused else converted
+        return self._with(loss_scale=loss_scale)._with_state(state)
 
     def reset(self) -> Self:
         """Return the scaler with the initial state and zero statistics."""
-        old = self.enable()._state  # with an axis for the members of an ensemble
-        new = jax.tree.map(lambda x, y: jnp.broadcast_to(x, jnp.shape(y)), ScalerState.init(self.loss_scale), old)
-        scaler = self._with(_state=new, _paused=())
+        return self._with_state(reset(self.enable()._state, self.loss_scale))
+
+    def _with_state(self, state: ScalerState) -> Self:
+        """Return the scaler with another state of its loss scale. It is disabled if this one is."""
+        scaler = self._with(_state=state, _paused=())
         return scaler.disable() if self._paused else scaler
 
     def state_dict(self) -> dict[str, Any]:
