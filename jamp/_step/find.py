@@ -1,6 +1,5 @@
 """Find the scaler state, or the loss-scale state, in any pytree."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,19 +9,19 @@ from jax.tree_util import keystr
 
 from jamp._loss_scale.static import is_noop
 from jamp._step.leaves import Node, find_nodes
-from jamp._step.placement import error_about
+from jamp._step.placement import check_wraps_no_scaler
 from jamp._step.state import ScaledGradsState, is_scaler_state
 
 
 def find_scaler_state(tree: Any) -> Any:
     """The one `ScalerState` or state of `loss_scaled` in a tree. Raises ValueError unless there is exactly one."""
-    nodes = [(path, x) for path, x in _checked_nodes(tree) if is_scaler_state(x)]
+    nodes = [(path, x) for path, x in _holders(tree) if is_scaler_state(x)]
     return _only(tree, nodes, "loss-scaled optimizer state")
 
 
 def find_loss_scale_state(tree: Any) -> Any:
     """The one NamedTuple with a field `loss_scale` in a tree. Raises ValueError unless there is exactly one."""
-    return _loss_scale_state(_only(tree, _checked_nodes(tree), "loss-scale state"))
+    return _loss_scale_state(_only(tree, _holders(tree), "loss-scale state"))
 
 
 def find_state_to_unscale(tree: Any, caller: str) -> Any:
@@ -30,7 +29,7 @@ def find_state_to_unscale(tree: Any, caller: str) -> Any:
 
     Raises ValueError for the state of `loss_scaled(..., unscale=True)`, which would unscale the gradients again.
     """
-    holder = _only(tree, _checked_nodes(tree), "loss-scale state")
+    holder = _only(tree, _holders(tree), "loss-scale state")
     if isinstance(holder, ScaledGradsState):
         raise ValueError(
             f"{caller} returns true gradients, and an optimizer with unscale=True would unscale them again. Take the "
@@ -56,25 +55,17 @@ def array_of(x: Any) -> Array:
     return jnp.asarray(*jax.tree.leaves(x))
 
 
-def _find(tree: Any) -> Iterator[Node]:
-    """Yield each scaler state, each other loss-scale state, and each wrapper in a wrong place.
+def _holders(tree: Any) -> list[Node]:
+    """Return the scaler states and the other loss-scale states, with their paths.
 
-    A wrapper or a user's NamedTuple may have the others inside.
+    A user's NamedTuple may have others inside. Raises ValueError if a wrapper is in a wrong place.
     """
 
-    def is_wanted(x: Any) -> bool:
-        return is_scaler_state(x) or _is_loss_scale_state(x) or error_about(x) is not None
+    def is_holder(x: Any) -> bool:
+        check_wraps_no_scaler(x)
+        return is_scaler_state(x) or _is_loss_scale_state(x)
 
-    return find_nodes(tree, is_wanted, enters=lambda x: not is_scaler_state(x))
-
-
-def _checked_nodes(tree: Any) -> list[Node]:
-    """The nodes that hold a loss scale. Raises ValueError if a wrapper is in a wrong place."""
-    nodes = list(_find(tree))
-    for _, x in nodes:
-        if message := error_about(x):
-            raise ValueError(message)
-    return nodes
+    return list(find_nodes(tree, is_holder, enters=lambda x: not is_scaler_state(x)))
 
 
 def _is_loss_scale_state(x: Any) -> bool:

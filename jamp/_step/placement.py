@@ -8,7 +8,7 @@ import optax
 
 from jamp._jaxprs.source import users_stacklevel
 from jamp._step.leaves import contains, find_nodes
-from jamp._step.state import LossScaledState, ScaledGradsState, adapts, is_scaler_state, skips
+from jamp._step.state import LossScaledState, ScaledGradsState, can_change, is_scaler_state, skips
 
 _HIDES_OVERFLOWS = (
     "optax.apply_if_finite (or should_skip_update_fn of optax.MultiSteps) around a loss-scaled optimizer keeps "
@@ -39,21 +39,20 @@ _AFTER = (
 )
 
 
-def error_about(x: Any) -> str | None:
-    """The error message if a node of a pytree is the state of a wrapper that makes loss scaling wrong, else None."""
+def check_wraps_no_scaler(x: Any) -> None:
+    """Raise ValueError if a node of a pytree is the state of a wrapper that makes the loss scaling in it wrong."""
     is_filter = isinstance(x, optax.ApplyIfFiniteState) or (isinstance(x, optax.MultiStepsState) and x.skip_state != ())
     if is_filter and contains(x, _may_change):
-        return _HIDES_OVERFLOWS
+        raise ValueError(_HIDES_OVERFLOWS)
     # The attributes of an `nnx.Optimizer`. With `unscale=True`, its user takes the gradients without jamp.
     is_plain_nnx = hasattr(x, "wrt") and hasattr(x, "opt_state") and not hasattr(x, "undoes_skips")
     if is_plain_nnx and contains(x.opt_state, lambda y: _may_change(y) and not isinstance(y, ScaledGradsState)):
-        return _KEEPS_CHANGES
-    return None
+        raise ValueError(_KEEPS_CHANGES)
 
 
 def _may_change(x: Any) -> bool:
-    """Whether a node of a pytree is a scaler state whose loss scale can change. One that is off cannot."""
-    return adapts(x) and skips(x)
+    """Whether a node of a pytree is a scaler state whose loss scale may change."""
+    return is_scaler_state(x) and can_change(x.loss_scale_state)
 
 
 def check_not_nnx(loss_scale_state: Any) -> None:

@@ -13,7 +13,7 @@ import optax
 from jax import Array
 
 from jamp._cast import is_floating, is_inexact
-from jamp._loss_scale.static import LossScale, NoOpLossScaleState, StaticLossScaleState, is_noop
+from jamp._loss_scale.static import LossScale, StaticLossScaleState, is_noop
 from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.leaves import contains
 
@@ -85,14 +85,9 @@ def skips(x: Any) -> bool:
     return is_scaler_state(x) and not is_noop(x.loss_scale_state)
 
 
-def is_adaptive(loss_scale_state: Any) -> bool:
-    """Whether a loss scale may change. One of a user's own may."""
-    return not isinstance(loss_scale_state, (NoOpLossScaleState, StaticLossScaleState))
-
-
-def adapts(x: Any) -> bool:
-    """Whether a node of a pytree is a scaler state whose loss scale can change."""
-    return is_scaler_state(x) and is_adaptive(x.loss_scale_state)
+def can_change(loss_scale_state: Any) -> bool:
+    """Whether a loss scale may change. One of a user's own may, unless it is off."""
+    return not is_noop(loss_scale_state) and not isinstance(loss_scale_state, StaticLossScaleState)
 
 
 def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> AnyLossScaledState:
