@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jamp._loss_scale.checks import check_count, check_number, check_range
 from jamp._loss_scale.dynamic import change_scale, heal, increment
-from jamp._loss_scale.static import to_config
+from jamp._loss_scale.static import Configuration
 from jamp._numbers import with_numbers
 
 _HIDDEN = -1  # the index of the hidden window, in which every finite step grows
@@ -45,7 +45,7 @@ class AdaptiveLossScaleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AdaptiveLossScale:
+class AdaptiveLossScale(Configuration):
     """A loss scale whose growth interval adapts.
 
     The growth interval, here called the window, comes from a list such as 20, 30, 40, 50, 100, 200, 500, 1000. An
@@ -83,6 +83,7 @@ class AdaptiveLossScale:
       MindSpore, Adaptive loss scaling; MindFormers, `mindformers/wrapper/adaptive_loss_scale.py`.
     """
 
+    _kind: ClassVar = "adaptive"
     init_scale: float = 2.0**12
     scale_factor: float = 2.0
     min_window: int = 20
@@ -148,11 +149,6 @@ class AdaptiveLossScale:
             down_count=jnp.where(hide, 0, down),
             steps_since_change=jnp.where(grow | overflow, 1, increment(state.steps_since_change)),
         )
-
-    def to_config(self) -> dict[str, Any]:
-        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
-        config = to_config("adaptive", self)
-        return config if self.windows is None else config | {"windows": list(self.windows)}
 
 
 def _window_list(min_window: int, max_window: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jamp._loss_scale.checks import INT32_MAX, check_count, check_number, check_range
-from jamp._loss_scale.static import to_config
+from jamp._loss_scale.static import Configuration
 from jamp._numbers import with_numbers
 
 
@@ -37,7 +37,7 @@ class DynamicLossScaleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(Configuration):
     """A loss scale that grows while gradients are finite and backs off when they overflow.
 
     The `growth_interval`-th finite step in a row multiplies the scale by `growth_factor`. An overflow multiplies it by
@@ -68,6 +68,7 @@ class DynamicLossScale:
       `DynamicGradScaler` for the hysteresis. apex for the bounds.
     """
 
+    _kind: ClassVar = "dynamic"
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -121,10 +122,6 @@ class DynamicLossScale:
             growth_count=jnp.where(grow, 0, growth_count),
             hysteresis_count=jnp.where(refill, self.hysteresis, left),
         )
-
-    def to_config(self) -> dict[str, Any]:
-        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
-        return to_config("dynamic", self)
 
 
 def change_scale(

@@ -1,8 +1,7 @@
 """The arrays in Optax's states that are like the parameters: which are moments, and of what kind."""
 
-import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.tree_util import GetAttrKey, tree_map_with_path
@@ -10,65 +9,60 @@ from jax.tree_util import GetAttrKey, tree_map_with_path
 from jamp._cast import is_inexact
 from jamp._step.leaves import contains, find_nodes
 
-
-class _Kind(enum.Enum):
-    """What a field of a state holds."""
-
-    SIGNED = enum.auto()  # a moment
-    SQUARES = enum.auto()  # a moment that is never negative
-    WHOLE = enum.auto()  # a moment that eight bits would spoil, or that is small
-    SUM = enum.auto()  # of all gradients so far, or of their squares
-    OTHER = enum.auto()  # a copy of the parameters, or a constant, or gradients of the last few steps
-    ORIGIN = enum.auto()  # the first parameters, if updates depend on the distance to them
-
-
-_SIGNED, _SQUARES, _WHOLE, _SUM, _OTHER, _ORIGIN = _Kind
+# What a field of a state holds:
+# signed: a moment
+# squares: a moment that is never negative
+# whole: a moment that eight bits would spoil, or that is small
+# sum: a sum of all gradients so far, or of their squares
+# other: a copy of the parameters, a constant, or gradients of the last few steps
+# origin: the first parameters, if updates depend on the distance to them
+_Kind = Literal["signed", "squares", "whole", "sum", "other", "origin"]
 
 # Centered RMSprop takes the root of a difference of its two moments, which roundings can make negative. Momo subtracts
-# a sum of products with its moment. Those are WHOLE.
-FIELDS = {
-    "AccumulateAvgUpdatesState": {"avg_grad": _OTHER},
-    "COCOBState": {"init_particles": _OTHER, "cumulative_gradients": _SUM},
-    "DAdaptAdamWState": {"exp_avg": _SIGNED, "exp_avg_sq": _SQUARES, "grad_sum": _SUM},
-    "DoGState": {"init_params": _ORIGIN},
-    "DoWGState": {"init_params": _ORIGIN},
-    "EmaState": {"ema": _SIGNED},
-    "FactoredState": {"v": _SQUARES, "v_row": _WHOLE, "v_col": _WHOLE},
-    "GaLoreState": {"projector": _OTHER},
-    "InjectHyperparamsState": {"hyperparams": _OTHER},
-    "InjectStatefulHyperparamsState": {"hyperparams": _OTHER},
-    "LookaheadParams": {"slow": _OTHER},
-    "MadgradState": {"grad_sum_sq": _SUM, "s": _SUM, "x0": _OTHER},
-    "MechanicState": {"s": _OTHER, "x0": _ORIGIN},
-    "MomoAdamState": {"exp_avg": _WHOLE, "exp_avg_sq": _WHOLE},
-    "MomoState": {"exp_avg": _WHOLE},
-    "MultiStepsState": {"acc_grads": _OTHER},
-    "MuonState": {"mu": _SIGNED, "ns_coeffs": _OTHER},
-    "ProdigyState": {"exp_avg": _SIGNED, "exp_avg_sq": _SQUARES, "grad_sum": _SUM, "params0": _OTHER},
-    "ScaleByAdaDeltaState": {"e_g": _SQUARES, "e_x": _SQUARES},
-    "ScaleByAdamState": {"mu": _SIGNED, "nu": _SQUARES},
-    "ScaleByAdanState": {"m": _SIGNED, "v": _SIGNED, "n": _SQUARES},
-    "ScaleByAdemamixState": {"m1": _SIGNED, "m2": _SIGNED, "nu": _SQUARES},
-    "ScaleByAmsgradState": {"mu": _SIGNED, "nu": _SQUARES, "nu_max": _SQUARES},
-    "ScaleByBeliefState": {"mu": _SIGNED, "nu": _SQUARES},
-    "ScaleByLBFGSState": {"params": _OTHER},
-    "ScaleByLionState": {"mu": _SIGNED},
-    "ScaleByNovogradState": {"mu": _SIGNED, "nu": _WHOLE},
-    "ScaleByRStdDevState": {"mu": _WHOLE, "nu": _WHOLE},
-    "ScaleByRmsState": {"nu": _SQUARES},
-    "ScaleByRmsWithCountState": {"nu": _SQUARES},
-    "ScaleByRssState": {"sum_of_squares": _SUM},
-    "ScaleBySM3State": {"mu": _WHOLE, "nu": _SIGNED},  # nu is its momentum
-    "ScaleBySimplifiedAdEMAMixState": {"m": _SIGNED, "n": _SQUARES},
-    "ScheduleFreeState": {"z": _OTHER},
-    "SophiaState": {"mu": _SIGNED, "nu": _SIGNED},  # An estimate of the Hessian may be negative.
-    "TraceState": {"trace": _SIGNED},
+# a sum of products with its moment. They are whole.
+FIELDS: dict[str, dict[str, _Kind]] = {
+    "AccumulateAvgUpdatesState": {"avg_grad": "other"},
+    "COCOBState": {"init_particles": "other", "cumulative_gradients": "sum"},
+    "DAdaptAdamWState": {"exp_avg": "signed", "exp_avg_sq": "squares", "grad_sum": "sum"},
+    "DoGState": {"init_params": "origin"},
+    "DoWGState": {"init_params": "origin"},
+    "EmaState": {"ema": "signed"},
+    "FactoredState": {"v": "squares", "v_row": "whole", "v_col": "whole"},
+    "GaLoreState": {"projector": "other"},
+    "InjectHyperparamsState": {"hyperparams": "other"},
+    "InjectStatefulHyperparamsState": {"hyperparams": "other"},
+    "LookaheadParams": {"slow": "other"},
+    "MadgradState": {"grad_sum_sq": "sum", "s": "sum", "x0": "other"},
+    "MechanicState": {"s": "other", "x0": "origin"},
+    "MomoAdamState": {"exp_avg": "whole", "exp_avg_sq": "whole"},
+    "MomoState": {"exp_avg": "whole"},
+    "MultiStepsState": {"acc_grads": "other"},
+    "MuonState": {"mu": "signed", "ns_coeffs": "other"},
+    "ProdigyState": {"exp_avg": "signed", "exp_avg_sq": "squares", "grad_sum": "sum", "params0": "other"},
+    "ScaleByAdaDeltaState": {"e_g": "squares", "e_x": "squares"},
+    "ScaleByAdamState": {"mu": "signed", "nu": "squares"},
+    "ScaleByAdanState": {"m": "signed", "v": "signed", "n": "squares"},
+    "ScaleByAdemamixState": {"m1": "signed", "m2": "signed", "nu": "squares"},
+    "ScaleByAmsgradState": {"mu": "signed", "nu": "squares", "nu_max": "squares"},
+    "ScaleByBeliefState": {"mu": "signed", "nu": "squares"},
+    "ScaleByLBFGSState": {"params": "other"},
+    "ScaleByLionState": {"mu": "signed"},
+    "ScaleByNovogradState": {"mu": "signed", "nu": "whole"},
+    "ScaleByRStdDevState": {"mu": "whole", "nu": "whole"},
+    "ScaleByRmsState": {"nu": "squares"},
+    "ScaleByRmsWithCountState": {"nu": "squares"},
+    "ScaleByRssState": {"sum_of_squares": "sum"},
+    "ScaleBySM3State": {"mu": "whole", "nu": "signed"},  # nu is its momentum
+    "ScaleBySimplifiedAdEMAMixState": {"m": "signed", "n": "squares"},
+    "ScheduleFreeState": {"z": "other"},
+    "SophiaState": {"mu": "signed", "nu": "signed"},  # An estimate of the Hessian may be negative.
+    "TraceState": {"trace": "signed"},
 }
 # The usual names of moments, for states of other libraries.
 _USUAL = FIELDS["EmaState"] | FIELDS["ScaleByAdamState"] | FIELDS["TraceState"]
 # The names of fields that are no moments in a state of any library. The units of jamp's 8-bit codes are not.
 _NOT_MOMENTS = {"scales"} | {
-    name for fields in FIELDS.values() for name, kind in fields.items() if kind in (_SUM, _OTHER, _ORIGIN)
+    name for fields in FIELDS.values() for name, kind in fields.items() if kind in ("sum", "other", "origin")
 }
 
 
@@ -85,8 +79,8 @@ def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
         kinds, fields = _kinds(x), {}
         for name, field in x._asdict().items():
             inside, kind = (*path, GetAttrKey(name)), kinds.get(name)
-            is_moment = kind in (_SIGNED, _SQUARES)
-            fields[name] = fun(inside, field, kind is _SQUARES) if is_moment else visit(inside, field)
+            is_moment = kind in ("signed", "squares")
+            fields[name] = fun(inside, field, kind == "squares") if is_moment else visit(inside, field)
         return x._replace(**fields)
 
     def visit(start: Any, tree: Any) -> Any:
@@ -100,7 +94,7 @@ def averages_and_sums(state: Any) -> list[Any]:
     trees = []
     for _, x in find_nodes(state, lambda x: hasattr(x, "_fields"), enters=lambda x: True):
         kinds = _kinds(x) if _is_of_optax(x) else _USUAL
-        trees += [getattr(x, name) for name in x._fields if kinds.get(name, _OTHER) not in (_OTHER, _ORIGIN)]
+        trees += [getattr(x, name) for name in x._fields if kinds.get(name, "other") not in ("other", "origin")]
     return [x for x in jax.tree.leaves(trees) if is_inexact(x)]
 
 
@@ -111,7 +105,7 @@ def may_be_moment(path: tuple[Any, ...]) -> bool:
 
 def measures_distance(state: Any) -> bool:
     """Whether updates depend on the distance to the first parameters."""
-    return contains(state, lambda x: _is_known(x) and _ORIGIN in _kinds(x).values())
+    return contains(state, lambda x: _is_known(x) and "origin" in _kinds(x).values())
 
 
 def _kinds(x: Any) -> dict[str, _Kind]:

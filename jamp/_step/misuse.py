@@ -135,25 +135,27 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
 
 def warn_if_scaled_twice(loss: Any, scaled: Any) -> None:
     """Remember the scaled losses. Warn if the loss was one already."""
-    if _is_any(_Role.SCALED_LOSS, loss):
-        warnings.warn(
-            "The loss is scaled already, and is multiplied by the loss scale once more, so that the gradients are "
-            "divided once too few. Scale the loss that your function returned, once.",
-            stacklevel=users_stacklevel(),
-        )
-    _note(_Role.SCALED_LOSS, scaled)
+    _warn_if_twice(
+        _Role.SCALED_LOSS, loss, scaled,
+        "The loss is scaled already, and is multiplied by the loss scale once more, so that the gradients are divided "
+        "once too few. Scale the loss that your function returned, once.",
+    )  # fmt: skip
 
 
 def warn_if_unscaled_twice(gradients: Any, unscaled: Any) -> None:
     """Remember the unscaled gradients. Warn if the gradients were unscaled already."""
-    if _is_any(_Role.TRUE_GRADIENT, gradients):
-        warnings.warn(
-            "The gradients are true already, and are divided by the loss scale once more. jamp.value_and_grad, "
-            "GradScaler.value_and_grad and unscale return true gradients: clip them as they are, and give them to "
-            "GradScaler.step as grads=.",
-            stacklevel=users_stacklevel(),
-        )
-    _note(_Role.TRUE_GRADIENT, unscaled)
+    _warn_if_twice(
+        _Role.TRUE_GRADIENT, gradients, unscaled,
+        "The gradients are true already, and are divided by the loss scale once more. jamp.value_and_grad, "
+        "GradScaler.value_and_grad and unscale return true gradients: clip them as they are, and give them to "
+        "GradScaler.step as grads=.",
+    )  # fmt: skip
+
+
+def _warn_if_twice(role: _Role, given: Any, results: Any, message: str) -> None:
+    if _is_any(role, given):
+        warnings.warn(message, stacklevel=users_stacklevel())
+    _note(role, results)
 
 
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
