@@ -8,8 +8,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from jamp._step.find import find_state_to_unscale, scale_of
-from jamp._step.placement import check_not_nnx, warn_of_order
+from jamp._step.find import check_not_nnx, find_state_to_unscale, scale_of, warn_of_order
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 
 

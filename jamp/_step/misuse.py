@@ -1,7 +1,7 @@
 """Errors and warnings of loss scaling that is used wrongly, as far as a trace shows it.
 
-A backward pass is scaled once and unscaled once, and the scale is an argument of the compiled step. `placement` has
-what the types in an optimizer state show. Whether an array is scaled shows in no type:
+A backward pass is scaled once and unscaled once, and the scale is an argument of the compiled step. `find`
+checks the types in an optimizer state. Whether an array is scaled shows in no type:
 
     scaled = jax.grad(lambda p: jamp.scale_loss(loss_fn(p), state))(params)    # f32, like true gradients
     tx.update(scaled, state, params)                                           # too large a step, 65536 times

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._jaxprs.manual_axes import hashable
 from jamp._jaxprs.source import users_stacklevel
-from jamp._step.find import find_loss_scale_state, find_state_to_unscale, scale_of
+from jamp._step.find import find_loss_scale_state, find_state_to_unscale, scale_of, warn_of_order
 from jamp._step.finite import leaves_finite
 from jamp._step.leaves import split_gradients
 from jamp._step.mesh import on_mesh_of
@@ -26,7 +26,6 @@ from jamp._step.misuse import (
     warn_if_scaled_twice,
     warn_if_unscaled_twice,
 )
-from jamp._step.placement import warn_of_order
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
