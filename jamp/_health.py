@@ -86,11 +86,15 @@ def check_health(
             "jamp.check_health(state, policy=print), opt_state._replace(inner_state=()))"
         )
     state = find_scaler_state(tree)
-    problems = [*_of_members(state, max_consecutive_overflows, loss_scale), *_poisoned(tree), *_recent(history)]
+    problems = [
+        *_check_members(state, max_consecutive_overflows, loss_scale),
+        *_check_outside(tree),
+        *_check_oscillation(history),
+    ]
     if history is not None and isinstance(state, LossScaledState):
-        problems += _scaled_norms(history)
+        problems += _check_scaled_norms(history)
     if not any(_ZERO in problem for problem in problems):
-        problems += _zero_norms(history)
+        problems += _check_zero_norms(history)
     message = " ".join(problems)
     if not problems:
         return
@@ -102,16 +106,16 @@ def check_health(
         raise LossScaleError(message)
 
 
-def _of_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
+def _check_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
     moments = averages_and_sums(state)
     all_stats, scales = jax.device_get((get_stats(state), get_loss_scale(state)))
 
     def problems(i: tuple[int, ...]) -> str:
         stats, scale = jax.tree.map(lambda x: x[i], (all_stats, scales))
         texts = [
-            *_skips(stats, scale, limit),
-            *_bounds(stats, scale, loss_scale, isinstance(state, ScaledGradsState)),
-            *_no_gradients(stats, moments, i),
+            *_check_skips(stats, scale, limit),
+            *_check_bounds(stats, scale, loss_scale, isinstance(state, ScaledGradsState)),
+            *_check_moments(stats, moments, i),
         ]
         return " ".join(texts)
 
@@ -121,7 +125,7 @@ def _of_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iterato
         yield f"{name}: {text}" if i else text
 
 
-def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
+def _check_skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
     if stats.consecutive_overflows > limit:
         yield (
             f"{stats.consecutive_overflows} steps in a row were skipped (the limit is {limit}); the loss scale is "
@@ -131,7 +135,7 @@ def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
         )
 
 
-def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, unscale: bool) -> Iterator[str]:
+def _check_bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, unscale: bool) -> Iterator[str]:
     floor, ceiling = (getattr(loss_scale, name, None) for name in ("min_scale", "max_scale"))
     if floor is not None and stats.consecutive_overflows and scale <= np.float32(floor):
         yield (
@@ -147,7 +151,7 @@ def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, u
         ) + _NOT_SCALED * unscale
 
 
-def _poisoned(tree: Any) -> Iterator[str]:
+def _check_outside(tree: Any) -> Iterator[str]:
     found = list(find_nodes(tree, lambda x: is_scaler_state(x) or is_inexact(x)))
     wrapper = next(path for path, x in found if is_scaler_state(x))
     outside = [(path, x) for path, x in found if not is_scaler_state(x)]
@@ -170,7 +174,7 @@ def _poisoned(tree: Any) -> Iterator[str]:
         )
 
 
-def _no_gradients(stats: LossScaleStats, moments: Sequence[Any], i: tuple[int, ...]) -> Iterator[str]:
+def _check_moments(stats: LossScaleStats, moments: Sequence[Any], i: tuple[int, ...]) -> Iterator[str]:
     if stats.finite_steps > 0 and moments and not any(bool(jnp.any(x[i] != 0)) for x in moments):
         yield _ZEROS.format(f"the moments of the optimizer are all zero after {stats.finite_steps} steps")
 
@@ -187,7 +191,7 @@ _ZEROS = (
 )
 
 
-def _recent(history: History | None) -> Iterator[str]:
+def _check_oscillation(history: History | None) -> Iterator[str]:
     if history is None or "loss_scale" not in history.names:
         return
     scales, finite = (history[name][-_RECENT:] for name in ("loss_scale", "grads_finite"))
@@ -201,14 +205,14 @@ def _recent(history: History | None) -> Iterator[str]:
         )
 
 
-def _zero_norms(history: History | None) -> Iterator[str]:
+def _check_zero_norms(history: History | None) -> Iterator[str]:
     if history is not None and "grad_norm" in history.names:
         norms = history["grad_norm"][-_RECENT:]
         if len(norms) and not norms.any():
             yield _ZEROS.format(f"grad_norm is 0 in the last {len(norms)} steps")
 
 
-def _scaled_norms(history: History) -> Iterator[str]:
+def _check_scaled_norms(history: History) -> Iterator[str]:
     """Report a `grad_norm` that jumps by the factor of the loss scale whenever that grows.
 
     The number of steps decides when the scale grows, so a true norm has no reason to jump there. Growths near which the

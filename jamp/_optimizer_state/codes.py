@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, lax
 
 from jamp._optimizer_state.rounding import RandomBits, Words
-from jamp._step.mesh import most_shards
+from jamp._step.mesh import count_shards
 
 _U32 = np.uint32
 _INF, _SMALLEST_NORMAL, _SIGN = _U32(0x7F800000), _U32(0x00800000), _U32(0x80000000)
@@ -223,6 +223,6 @@ def _rows(x: Array, size: int) -> tuple[int, ...]:
     A TPU stores an array in tiles of 8 by 128. With this split, blocks of 128 keep the layout. Without it, XLA:TPU
     copies the whole array, in float32 and more than once.
     """
-    if x.ndim < 2 or size % 128 or x.shape[-2] % (8 * most_shards(x, -2)):
+    if x.ndim < 2 or size % 128 or x.shape[-2] % (8 * count_shards(x, -2)):
         return x.shape[:-1]
     return *x.shape[:-2], x.shape[-2] // 8, 8

@@ -103,7 +103,7 @@ def quantized_state(
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv:2110.02861): blocks.
     """
-    choices = _Choices(_checked_block_size(block_size), keep, never_negative)
+    choices = _Choices(_check_block_size(block_size), keep, never_negative)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> QuantizedState:
@@ -117,7 +117,7 @@ def quantized_state(
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
         state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
-        new = QuantizedState(jnp.array(0, jnp.int32), _encoded(state, jnp.array(0, jnp.int32), choices)[0])
+        new = QuantizedState(jnp.array(0, jnp.int32), _encode_moments(state, jnp.array(0, jnp.int32), choices)[0])
         _warn_if_all_are_16_bit(new)
         return new
 
@@ -126,11 +126,11 @@ def quantized_state(
     ) -> tuple[optax.Updates, QuantizedState]:
         check_kind(state, QuantizedState, _CURE)
         count = next_count(state.rounding_count)
-        step = lambda state: inner.update(grads, _decoded(state, choices.block_size), params, **extra_args)
+        step = lambda state: inner.update(grads, _decode_moments(state, choices.block_size), params, **extra_args)
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
         # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once.
         updates, new = step(state)
-        _, scales = _encoded(new, count, choices, is_computed=True)
+        _, scales = _encode_moments(new, count, choices, is_computed=True)
         if scales:
             # One barrier for the arrays of a leaf, or XLA:GPU makes kernels of a part of each pass. Not one for all
             # leaves, which XLA:TPU would then read from its main memory in each pass.
@@ -138,9 +138,9 @@ def quantized_state(
             barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
             apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
             updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
-        inner_state, _ = _encoded(new, count, choices, scales, is_computed=True)
-        inner_state = jax.tree.map(_with_own_places, inner_state, state.inner_state, is_leaf=_is_codes)
-        return _with_codes(updates, inner_state), QuantizedState(count, inner_state)
+        inner_state, _ = _encode_moments(new, count, choices, scales, is_computed=True)
+        inner_state = jax.tree.map(_keep_placeholders, inner_state, state.inner_state, is_leaf=_is_codes)
+        return _in_kernels_of_codes(updates, inner_state), QuantizedState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -171,9 +171,9 @@ def quantize_state(
       >>> state.inner_state[0].nu.codes.dtype
       dtype('uint8')
     """
-    choices = _Choices(_checked_block_size(block_size), keep, never_negative)
+    choices = _Choices(_check_block_size(block_size), keep, never_negative)
     count = jnp.array(0, jnp.int32)
-    return QuantizedState(count, _encoded(state, count, choices)[0])
+    return QuantizedState(count, _encode_moments(state, count, choices)[0])
 
 
 def dequantize_state(state: QuantizedState) -> Any:
@@ -189,10 +189,10 @@ def dequantize_state(state: QuantizedState) -> Any:
       dtype('float32')
     """
     check_kind(state, QuantizedState, "It is for the states of jamp.quantized_state(tx) alone.")
-    return _decoded(state, None)
+    return _decode_moments(state, None)
 
 
-def _encoded(
+def _encode_moments(
     state: Any, count: Array, choices: _Choices, scales: _Scales | None = None, *, is_computed: bool = False
 ) -> tuple[Any, _Scales]:
     """A state of the inner optimizer after `count` steps with its moments in codes, and their scales.
@@ -218,7 +218,9 @@ def _encoded(
         return codes
 
     def field(start: Any, tree: Any, is_square: bool | None) -> Any:
-        new = lambda path, x: stored((*start, *path), keystr(path or start), x, is_square) or BlockCodes(x, _whole(x))
+        new = lambda path, x: (
+            stored((*start, *path), keystr(path or start), x, is_square) or BlockCodes(x, _make_placeholder(x))
+        )
         pairs = tree_map_with_path(new, tree)
         if is_square is None:  # an array of another state
             return pairs if _is_scales(pairs.scales) else tree
@@ -230,7 +232,7 @@ def _encoded(
     return map_moments(field, state), found
 
 
-def _with_codes(updates: Any, inner_state: Any) -> Any:
+def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
     """The updates, each in one kernel of a TPU with the codes of the moments that are in its place in their trees.
 
     XLA:TPU computes both in one kernel only if one needs the other. Apart, they read and decode the state twice.
@@ -246,7 +248,7 @@ def _with_codes(updates: Any, inner_state: Any) -> Any:
     return tree_map_with_path(lambda path, u: in_one_kernel_on_tpu(u, codes.get(keystr(path), ())), updates)
 
 
-def _decoded(state: QuantizedState, block_size: int | None) -> Any:
+def _decode_moments(state: QuantizedState, block_size: int | None) -> Any:
     """The state of the inner optimizer. `block_size` is checked unless it is None."""
 
     def whole(path: Any, codes: Any, scales: Any) -> Any:
@@ -270,7 +272,7 @@ def _decoded(state: QuantizedState, block_size: int | None) -> Any:
     return tree_map_with_path(field, state.inner_state, is_leaf=_is_codes)
 
 
-def _checked_block_size(given: Any) -> int:
+def _check_block_size(given: Any) -> int:
     block_size = as_number(given)
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1 or block_size.bit_count() > 1:
         raise ValueError(
@@ -283,7 +285,7 @@ def _is_codes(x: Any) -> bool:
     return isinstance(x, BlockCodes)
 
 
-def _whole(x: Any) -> Array:
+def _make_placeholder(x: Any) -> Array:
     """What is in the place of the scales of an array that stays whole.
 
     Not an empty array, which Orbax does not save. A small one has the array's shape, so that its sharding fits.
@@ -292,7 +294,7 @@ def _whole(x: Any) -> Array:
     return jnp.zeros(shape if math.prod(shape) < _MIN_SIZE else (*shape[:-1], 1), jnp.bool_)
 
 
-def _with_own_places(new: Any, old: Any) -> Any:
+def _keep_placeholders(new: Any, old: Any) -> Any:
     """New codes, with what an old state has in the place of scales: a new constant would lie on every device."""
     if not _is_codes(new):
         return new
@@ -304,5 +306,5 @@ def _holds_scales(x: Any) -> bool:
 
 
 def _is_scales(x: Any) -> bool:
-    """Whether these are scales, and not what `_whole` puts in their place."""
+    """Whether these are scales, and not what `_make_placeholder` puts in their place."""
     return bool(jnp.result_type(x) != jnp.bool_)

@@ -9,7 +9,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_floating
-from jamp._optimizer_state.params import update_between
+from jamp._optimizer_state.params import compute_update
 from jamp._optimizer_state.split_masters import (
     MasterParamsState as MasterParamsState,
     check_given,
@@ -107,7 +107,7 @@ def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> opta
         masters = optax.apply_updates(state.master_params, steps)
 
         def to_master(step: Any, master: Any, p: Any) -> Any:
-            return update_between(p.astype(master.dtype), master) if is_floating(p) else step
+            return compute_update(p.astype(master.dtype), master) if is_floating(p) else step
 
         return jax.tree.map(to_master, steps, masters, params), MasterParamsState(masters, inner_state)
 

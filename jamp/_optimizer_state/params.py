@@ -55,7 +55,7 @@ def warn_if_rounded(opt_state: Any, params: Any) -> None:
         )
 
 
-def update_between(old: Array, new: Array) -> Array:
+def compute_update(old: Array, new: Array) -> Array:
     """The update that `optax.apply_updates` adds to turn an array into another of its floating dtype.
 
     Where they are the same it is -0.0, which leaves every number unchanged, also inf and NaN.
@@ -65,7 +65,7 @@ def update_between(old: Array, new: Array) -> Array:
     return jnp.where(is_same, jnp.asarray(-0.0, new.dtype), new - old)
 
 
-def params_for(opt_state: Any, params: Any) -> Any:
+def cast_params(opt_state: Any, params: Any) -> Any:
     """The parameters for the `update` of an optimizer of this state.
 
     Plain Optax also takes a whole Equinox model. Its functions and strings become None, as in its gradients.
@@ -78,8 +78,8 @@ def _is_numeric(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def params_for_init(init: Callable[[Any], Any], params: Any) -> Any:
+def cast_params_for_init(init: Callable[[Any], Any], params: Any) -> Any:
     """The parameters for the `init` of an optimizer. If some are 16 bit, tracing `init` tells whether to cast them."""
     in_float32 = to_float32(params)
     is_same = all(x is y for x, y in zip(jax.tree.leaves(in_float32), jax.tree.leaves(params), strict=True))
-    return params if is_same else params_for(jax.eval_shape(init, in_float32), params)
+    return params if is_same else cast_params(jax.eval_shape(init, in_float32), params)

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import to_float32
-from jamp._optimizer_state.params import check_bfloat16, rounds_params, update_between
+from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
 from jamp._step.state import check_kind
 
 _INF = np.uint32(0x7F800000)
@@ -75,7 +75,7 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
         new, low_bits = _split(optax.apply_updates(masters, steps), params)
 
         def to_param(step: Any, p: Any, new: Any) -> Any:
-            return update_between(p.astype(jnp.float32), new) if is_split(p) else step
+            return compute_update(p.astype(jnp.float32), new) if is_split(p) else step
 
         return jax.tree.map(to_param, steps, params, new), SplitMasterParamsState(low_bits, inner_state)
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._jaxprs.source import users_stacklevel
 from jamp._optimizer_state.moments import may_be_moment, measures_distance
-from jamp._optimizer_state.params import check_bfloat16, rounds_params, update_between
+from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
 from jamp._optimizer_state.split_masters import MasterParamsState, SplitMasterParamsState
 from jamp._step.leaves import contains
@@ -159,7 +159,7 @@ def stochastic_rounding(
             if jnp.result_type(p) != jnp.bfloat16:
                 return step
             new = round_stochastically((old + step).astype(jnp.float32), random_bits(words, keystr(path)), spec)
-            return straight_through(step, update_between(old, new))
+            return straight_through(step, compute_update(old, new))
 
         specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
         updates = tree_map_with_path(rounded, params, in_float32, updates, specs)

@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 from jamp._jaxprs.source import users_stacklevel
 from jamp._loss_scale.static import is_noop
 from jamp._step.leaves import Node, contains, find_nodes
-from jamp._step.state import LossScaledState, ScaledGradsState, can_change, is_scaler_state, skips
+from jamp._step.state import LossScaledState, ScaledGradsState, can_change, is_scaler_state, is_skipping
 
 _HIDES_OVERFLOWS = (
     "optax.apply_if_finite (or should_skip_update_fn of optax.MultiSteps) around a loss-scaled optimizer keeps "
@@ -51,13 +51,13 @@ _AFTER = (
 
 def find_scaler_state(tree: Any) -> Any:
     """The one `ScalerState` or state of `loss_scaled` in a tree. Raises ValueError unless there is exactly one."""
-    nodes = [(path, x) for path, x in _holders(tree) if is_scaler_state(x)]
-    return _only(tree, nodes, "loss-scaled optimizer state")
+    nodes = [(path, x) for path, x in _find_holders(tree) if is_scaler_state(x)]
+    return _get_only(tree, nodes, "loss-scaled optimizer state")
 
 
 def find_loss_scale_state(tree: Any) -> Any:
     """The one NamedTuple with a field `loss_scale` in a tree. Raises ValueError unless there is exactly one."""
-    return _loss_scale_state(_only(tree, _holders(tree), "loss-scale state"))
+    return _loss_scale_state(_get_only(tree, _find_holders(tree), "loss-scale state"))
 
 
 def find_state_to_unscale(tree: Any, caller: str) -> Any:
@@ -65,7 +65,7 @@ def find_state_to_unscale(tree: Any, caller: str) -> Any:
 
     Raises ValueError for the state of `loss_scaled(..., unscale=True)`, which would unscale the gradients again.
     """
-    holder = _only(tree, _holders(tree), "loss-scale state")
+    holder = _get_only(tree, _find_holders(tree), "loss-scale state")
     if isinstance(holder, ScaledGradsState):
         raise ValueError(
             f"{caller} returns true gradients, and an optimizer with unscale=True would unscale them again. Take the "
@@ -75,18 +75,18 @@ def find_state_to_unscale(tree: Any, caller: str) -> Any:
     return _loss_scale_state(holder)
 
 
-def scale_of(loss_scale_state: Any) -> Array | None:
+def read_scale(loss_scale_state: Any) -> Array | None:
     """The loss scale in a loss scale's state, f32[], or None under `NoOpLossScale`."""
-    return None if is_noop(loss_scale_state) else array_of(loss_scale_state.loss_scale)
+    return None if is_noop(loss_scale_state) else to_array(loss_scale_state.loss_scale)
 
 
-def step_applied(opt_state: Any) -> Array | None:
+def is_step_applied(opt_state: Any) -> Array | None:
     """bool[], whether the last step was applied; None if nothing was checked, as under `NoOpLossScale`."""
     states = [x for _, x in find_nodes(opt_state, is_scaler_state)]
     return states[0].grads_finite if len(states) == 1 and not is_noop(states[0].loss_scale_state) else None
 
 
-def array_of(x: Any) -> Array:
+def to_array(x: Any) -> Array:
     """The array itself, or the array in a Flax NNX Variable."""
     return jnp.asarray(*jax.tree.leaves(x))
 
@@ -106,14 +106,14 @@ def warn_of_order(tree: Any) -> None:
     is_place = lambda x: type(x) is tuple or isinstance(x, optax.MultiStepsState)
     for _, x in find_nodes(tree, is_place, enters=lambda x: True):
         if type(x) is tuple:
-            messages += _warnings_about_chain(x)
-        elif x.skip_state == () and contains(x.inner_opt_state, skips):
+            messages += _find_misplaced(x)
+        elif x.skip_state == () and contains(x.inner_opt_state, is_skipping):
             messages.append(_AROUND)
     for message in dict.fromkeys(messages):
         warnings.warn(message, stacklevel=users_stacklevel())
 
 
-def _warnings_about_chain(states: tuple[Any, ...]) -> list[str]:
+def _find_misplaced(states: tuple[Any, ...]) -> list[str]:
     """The messages about the state of a chain, or about a user's tuple, which has no such entries."""
     messages, is_late, hides = [], False, False
     for i, x in enumerate(states):
@@ -121,11 +121,11 @@ def _warnings_about_chain(states: tuple[Any, ...]) -> list[str]:
         # element is not, but they look the same.
         is_late = is_late or isinstance(x, (optax.EmptyState, optax.ZeroNansState))
         hides = hides or isinstance(x, optax.ZeroNansState)
-        if is_late and contains(x, lambda y: isinstance(y, ScaledGradsState) and skips(y)):
+        if is_late and contains(x, lambda y: isinstance(y, ScaledGradsState) and is_skipping(y)):
             messages.append(_BEFORE_UNSCALE)
-        if hides and contains(x, lambda y: isinstance(y, LossScaledState) and skips(y)):
+        if hides and contains(x, lambda y: isinstance(y, LossScaledState) and is_skipping(y)):
             messages.append(_BEFORE)
-        if skips(x) and _wraps_no_optimizer(x) and any(map(_has_state, states[i + 1 :])):
+        if is_skipping(x) and _wraps_no_optimizer(x) and any(map(_has_state, states[i + 1 :])):
             messages.append(_AFTER)
     return messages
 
@@ -140,7 +140,7 @@ def _has_state(x: Any) -> bool:
     return contains(x, lambda y: hasattr(y, "_fields") and not is_scaler_state(y) and bool(jax.tree.leaves(y)))
 
 
-def _holders(tree: Any) -> list[Node]:
+def _find_holders(tree: Any) -> list[Node]:
     """Return the scaler states and the other loss-scale states, with their paths.
 
     A user's NamedTuple may have others inside. Raises ValueError if a wrapper is in a wrong place.
@@ -167,7 +167,7 @@ def _loss_scale_state(holder: Any) -> Any:
     return holder.loss_scale_state if is_scaler_state(holder) else holder
 
 
-def _only(tree: Any, nodes: list[Node], what: str) -> Any:
+def _get_only(tree: Any, nodes: list[Node], what: str) -> Any:
     """The one node. Raises ValueError unless there is exactly one."""
     if len(nodes) == 1:
         return nodes[0][1]

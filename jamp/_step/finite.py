@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from jamp._jaxprs.manual_axes import by_kind, hashable, varying_over
 from jamp._step.leaves import split_gradients
-from jamp._step.mesh import on_mesh_of
+from jamp._step.mesh import reshard_like
 
 # The most arrays that are combined before they are reduced. With more, XLA needs a second kernel for a clip's norm.
 _MOST = 8
@@ -35,18 +35,18 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
       >>> bool(jamp.all_finite({"w": jnp.array([1.0, jnp.inf])}))
       False
     """
-    return leaves_finite(*split_gradients(tree)[:2], hashable(axis_name))
+    return are_leaves_finite(*split_gradients(tree)[:2], hashable(axis_name))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) -> Array:
+def are_leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) -> Array:
     """`all_finite` of a list of floating and complex arrays with their `labels`."""
     groups = _groups([lax.stop_gradient(jnp.asarray(x)) for x in leaves], labels)
     if not groups:
         return jnp.bool_(True)
     # The maxima are combined before XLA reduces over devices, so that it communicates one scalar per device.
     counts = map(_any_nonfinite, groups)
-    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), counts))
+    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, reshard_like(x, y)), counts))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from jamp._step.find import check_not_nnx, find_state_to_unscale, scale_of, warn_of_order
+from jamp._step.find import check_not_nnx, find_state_to_unscale, read_scale, warn_of_order
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 
 
@@ -61,7 +61,7 @@ def value_and_grad(
     loss_scale_state = find_state_to_unscale(state, "value_and_grad")
     check_not_nnx(loss_scale_state)
     warn_of_order(state)
-    scale, scaled_fun = scale_of(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
+    scale, scaled_fun = read_scale(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
     differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)

@@ -51,7 +51,7 @@ def contains(tree: Any, is_wanted: Callable[[Any], bool]) -> bool:
     return any(True for _ in find_nodes(tree, is_wanted))
 
 
-def with_leaves(tree: Any, leaves: Any) -> Any:
+def replace_leaves(tree: Any, leaves: Any) -> Any:
     """Return a tree of the same structure, with the leaves of another tree (such as a list) in order."""
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(leaves))
 

@@ -11,11 +11,11 @@ from jax.typing import ArrayLike
 
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
-from jamp._optimizer_state.params import check_rounds_last, params_for, params_for_init, warn_if_rounded
+from jamp._optimizer_state.params import cast_params, cast_params_for_init, check_rounds_last, warn_if_rounded
 from jamp._step import scale_unscale
 from jamp._step.misuse import check_unscaled, warn_if_scaled
 from jamp._step.skip import update_or_skip
-from jamp._step.state import AnyLossScaledState, check_state, check_whole, scaler_of, wrap_inner
+from jamp._step.state import AnyLossScaledState, check_state, check_whole, get_scaler, wrap_inner
 
 
 def loss_scaled(
@@ -79,7 +79,7 @@ def loss_scaled(
 
     def init(params: optax.Params) -> AnyLossScaledState:
         check_whole(params)
-        inner_state = jax.tree.map(_without_weak_type, inner.init(params_for_init(inner.init, params)))
+        inner_state = jax.tree.map(_without_weak_type, inner.init(cast_params_for_init(inner.init, params)))
         check_rounds_last(inner_state)
         if not noop:
             warn_if_rounded(inner_state, params)
@@ -99,7 +99,7 @@ def loss_scaled(
             check_unscaled(grads, loss_scale)
             if not unscale and grads_finite is None:
                 warn_if_scaled(state.loss_scale_state)
-        args = grads, state, params_for(state.inner_state, params), grads_finite, extra_args
+        args = grads, state, cast_params(state.inner_state, params), grads_finite, extra_args
         # Outside jit, the trace and each operation of a step would take longer than the step.
         return (compiled if not noop and _is_concrete(args) else step)(*args)
 
@@ -115,7 +115,7 @@ def loss_scaled(
         if not (noop or check):
             finite = _as_flag(grads_finite)
         updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
-        scaler = scaler_of(state) if finite is None else scaler_of(state).advance(loss_scale, finite)
+        scaler = get_scaler(state) if finite is None else get_scaler(state).advance(loss_scale, finite)
         return updates, type(state)(*scaler, inner_state)
 
     compiled = jax.jit(step)

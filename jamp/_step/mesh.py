@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 
-def on_mesh_of(x: Array, scalar: Array) -> Array:
+def reshard_like(x: Array, scalar: Array) -> Array:
     """Reshard a scalar so that an operation can combine it with `x`.
 
     On Explicit and Manual axes the sharding is part of the type, and arrays on two meshes cannot be combined. The
@@ -31,7 +31,7 @@ def on_mesh_of(x: Array, scalar: Array) -> Array:
 _SHARDS_WITHOUT_A_MESH = 32  # It divides an axis of 768 into shards that are multiples of 8.
 
 
-def most_shards(x: Array, axis: int) -> int:
+def count_shards(x: Array, axis: int) -> int:
     """The largest number of shards of an axis: the devices of Auto mesh axes, and of those that its type names.
 
     Without a mesh in the context, as when only arguments of `jit` are sharded, tracing cannot know, and it is 32.

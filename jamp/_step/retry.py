@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jamp._cast import to_float32
 from jamp._jaxprs.manual_axes import varying_over
-from jamp._step.finite import leaves_finite
+from jamp._step.finite import are_leaves_finite
 from jamp._step.scale_unscale import multiply
 
 RETRY = "jamp.retry"  # the name scope of retries, for profiles
@@ -40,7 +40,7 @@ class _Attempt(NamedTuple):
     gradients: list[Array]
 
 
-def true_gradients(
+def pull_back_scaled(
     pull_back: PullBack,
     again: Callable[[Array, Sequence[Array]], Sequence[Array]],
     cotangents: Sequence[Array],
@@ -58,15 +58,15 @@ def true_gradients(
       axes: The mapped axes whose replicas must scale alike and try again together.
       scaling: The scale and the number of retries.
     """
-    first, is_usable = _first_exponent(cotangents, scaling.exponent, axes)
+    first, is_usable = _choose_exponent(cotangents, scaling.exponent, axes)
 
     def attempt(tries: Array, run: PullBack) -> _Attempt:
         exponent = jnp.clip(first - _EXPONENT * (tries * (tries + 1) // 2), -126, 126)
-        scale, inverse = _power(exponent), _power(-exponent)
-        scaled = run([_times(x, scale) for x in cotangents])
-        true = [_times(x, inverse) if flag else x for x, flag in zip(scaled, are_gradients, strict=True)]
+        scale, inverse = _exp2(exponent), _exp2(-exponent)
+        scaled = run([_multiply(x, scale) for x in cotangents])
+        true = [_multiply(x, inverse) if flag else x for x, flag in zip(scaled, are_gradients, strict=True)]
         checked = [x for x, flag in zip(true, are_gradients, strict=True) if flag]
-        return _Attempt(tries + 1, leaves_finite(checked, ("",) * len(checked), axes or None), true)
+        return _Attempt(tries + 1, are_leaves_finite(checked, ("",) * len(checked), axes or None), true)
 
     def retry(last: _Attempt) -> _Attempt:
         return attempt(last.tries, functools.partial(again, last.tries))
@@ -84,7 +84,7 @@ def true_gradients(
     return last.gradients
 
 
-def _first_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, ...]) -> tuple[Array, Array]:
+def _choose_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, ...]) -> tuple[Array, Array]:
     """The exponent of the first scale (i32[]), and whether the largest cotangent is finite and not 0 (bool[])."""
     sizes = [jnp.max(jnp.abs(to_float32(x))).astype(jnp.float32) for x in cotangents if x.size]
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
@@ -94,12 +94,12 @@ def _first_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, .
     return jnp.where(is_usable, target - own, 0), is_usable
 
 
-def _power(exponent: Array) -> Array:
+def _exp2(exponent: Array) -> Array:
     """2**exponent, exactly, f32[]. The exponent is i32[], from -126 to 127."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _times(x: Array, factor: Array) -> Array:
+def _multiply(x: Array, factor: Array) -> Array:
     """The product, computed in at least float32, at the dtype of `x`."""
     in_float32: Any = to_float32(x)
     return multiply(in_float32, factor).astype(x.dtype)

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._jaxprs.manual_axes import hashable
 from jamp._jaxprs.source import users_stacklevel
-from jamp._step.find import find_loss_scale_state, find_state_to_unscale, scale_of, warn_of_order
-from jamp._step.finite import leaves_finite
+from jamp._step.find import find_loss_scale_state, find_state_to_unscale, read_scale, warn_of_order
+from jamp._step.finite import are_leaves_finite
 from jamp._step.leaves import split_gradients
-from jamp._step.mesh import on_mesh_of
+from jamp._step.mesh import reshard_like
 from jamp._step.misuse import (
     check_scaled_once,
     note_scaled_loss,
@@ -53,7 +53,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
     loss_scale_state = find_loss_scale_state(state)
     warn_of_order(state)
     check_scaled_once("scale_loss")
-    if scale_of(loss_scale_state) is not None:
+    if read_scale(loss_scale_state) is not None:
         note_scaled_loss(loss_scale_state)
     return _scale_by(loss, loss_scale_state)
 
@@ -64,7 +64,7 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
     for x in leaves:
         if not is_inexact(x):
             raise TypeError(f"A loss must be floating, got {jax.typeof(x)}: compute it in float32.")
-    scale = scale_of(loss_scale_state)
+    scale = read_scale(loss_scale_state)
     if scale is None:
         return to_float32(loss)
     warn_if_frozen(loss, loss_scale_state)
@@ -124,7 +124,7 @@ def unscale_and_check(
       >>> float(grads["w"][0]), bool(finite)
       (2.0, True)
     """
-    scale = scale_of(find_state_to_unscale(state, "unscale_and_check"))
+    scale = read_scale(find_state_to_unscale(state, "unscale_and_check"))
     note_unscaled()
     target, check = check_floating("dtype", dtype), scale is not None
     true, grads_finite = true_gradients(grads, scale, check=check, dtype=target, axis_name=axis_name)
@@ -160,7 +160,7 @@ def _true_gradients(
     grads: list[Any], scale: Array | None, dtype: DTypeLike, labels: tuple[str, ...] | None, axis_name: Any
 ) -> tuple[list[Any], Array | None]:
     true = [cast_leaf(x, dtype) for x in (grads if scale is None else _unscale(grads, scale))]
-    return true, None if labels is None else leaves_finite(true, labels, axis_name)
+    return true, None if labels is None else are_leaves_finite(true, labels, axis_name)
 
 
 def _unscale(grads: list[Any], scale: Array) -> list[Array]:
@@ -176,4 +176,4 @@ def _unscale(grads: list[Any], scale: Array) -> list[Array]:
 
 def multiply(x: Array, scale: Array) -> Array:
     """An array times a factor, f32[], at the array's dtype and on its mesh."""
-    return x * on_mesh_of(x, scale.astype(x.real.dtype).astype(x.dtype))
+    return x * reshard_like(x, scale.astype(x.real.dtype).astype(x.dtype))

@@ -168,7 +168,7 @@ def _transpose(
     axes = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}
     kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
     axes |= frozenset().union(*kinds).difference(frozenset(kinds[0]).intersection(*kinds)) if kinds else set()
-    gradients = retry.true_gradients(
+    gradients = retry.pull_back_scaled(
         functools.partial(interpret.call, pull_back),
         again,
         given,
@@ -177,7 +177,7 @@ def _transpose(
         scaling,
     )
     if scaling.retries:
-        gradients = [_no_second_transpose().bind(x) for x in gradients]
+        gradients = [_refusing_identity().bind(x) for x in gradients]
     note_true_gradients(gradients)
     return [None] * (len(operands) - len(tangents)) + gradients
 
@@ -196,7 +196,7 @@ def _with_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
 
 
 @functools.cache
-def _no_second_transpose() -> Any:
+def _refusing_identity() -> Any:
     """The identity, as a primitive that ends a backward pass. Its transpose raises a ValueError about `jamp.scaled`.
 
     Without it, JAX would say that a `while_loop` cannot be differentiated.

@@ -20,8 +20,8 @@ from jamp._jaxprs import interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import CHEAP
 from jamp._optimizer_state.rounding import check_not_scaled
-from jamp._step.leaves import with_leaves
-from jamp._step.mesh import on_mesh_of
+from jamp._step.leaves import replace_leaves
+from jamp._step.mesh import reshard_like
 
 
 def update_or_skip(
@@ -42,16 +42,16 @@ def update_or_skip(
         "float32 here: continue the state of a plain optimizer with jamp.cast_floating(state, jnp.float32).",
     )  # fmt: skip
     check_not_scaled(closed, len(jax.tree.leaves(updates)))
-    skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
+    skipped = jax.tree.leaves((jax.tree.map(_no_update, updates), state))
     # Outside jit each operation runs by itself, and jax_debug_nans would raise on the gradients.
     if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
         grads = jax.tree.map(lambda g: _select(grads_finite, jnp.asarray(g), jnp.zeros_like(g)), grads)
     outputs = _run(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
-    selected: tuple[Any, Any] = with_leaves((updates, new_state), outputs)
+    selected: tuple[Any, Any] = replace_leaves((updates, new_state), outputs)
     return selected
 
 
-def new_or_old(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any:
+def select_new(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any:
     """Return the tree `new` if the gradients are finite (bool[]; None: they were not checked), else `old`.
 
     It is for arrays that were computed elsewhere, such as BatchNorm's statistics. If the structure, a shape or a dtype
@@ -94,7 +94,7 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
     return all(name in CHEAP if body is None else _is_safe_on_nan(body) for name, body in inner)
 
 
-def _nothing(update: Any) -> complex:
+def _no_update(update: Any) -> complex:
     """The update that leaves a parameter unchanged: p + -0.0 is p for every p that is not flushed, also p = -0.0."""
     if jnp.issubdtype(update.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
@@ -153,7 +153,7 @@ def _select(grads_finite: Array, new: Any, old: Any) -> Any:
     elif not (sharding := jax.typeof(new).sharding).mesh.empty and jax.typeof(old).sharding != sharding:
         # On Explicit axes, `init` may have made a state that is not sharded like the parameters.
         old = jax.sharding.reshard(old, sharding)
-    return lax.select(on_mesh_of(new, grads_finite), new, old)
+    return lax.select(reshard_like(new, grads_finite), new, old)
 
 
 def _check_types(before: Any, after: Any, name: str, cure: str) -> None:

@@ -29,13 +29,13 @@ class ScalerState(NamedTuple):
     def init(cls, loss_scale: LossScale) -> "ScalerState":
         """Make the state before the first step."""
         state = loss_scale.init()
-        state = _with_types(state, state._replace(loss_scale=jnp.float32(0)))
+        state = _cast_types(state, state._replace(loss_scale=jnp.float32(0)))
         return cls(state, LossScaleStats.init(state.loss_scale), jnp.array(True))
 
     def advance(self, loss_scale: LossScale, grads_finite: Array) -> "ScalerState":
         """Return the state after a step, given whether its gradients were finite (bool[])."""
         old = self.loss_scale_state
-        new = _with_types(loss_scale.update(old, grads_finite), old)
+        new = _cast_types(loss_scale.update(old, grads_finite), old)
         return ScalerState(new, self.stats.update(grads_finite, old.loss_scale, new.loss_scale), grads_finite)
 
 
@@ -70,7 +70,7 @@ class ScaledGradsState(NamedTuple):
 AnyLossScaledState = LossScaledState | ScaledGradsState
 
 
-def scaler_of(state: AnyLossScaledState | ScalerState) -> ScalerState:
+def get_scaler(state: AnyLossScaledState | ScalerState) -> ScalerState:
     """The part of a state that is not the optimizer's."""
     return ScalerState(state.loss_scale_state, state.stats, state.grads_finite)
 
@@ -80,7 +80,7 @@ def is_scaler_state(x: Any) -> bool:
     return isinstance(x, (ScalerState, LossScaledState, ScaledGradsState))
 
 
-def skips(x: Any) -> bool:
+def is_skipping(x: Any) -> bool:
     """Whether a node of a pytree is a scaler state that skips steps, which `NoOpLossScale` does not."""
     return is_scaler_state(x) and not is_noop(x.loss_scale_state)
 
@@ -153,7 +153,7 @@ def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any
         )
 
 
-def _with_types(new: Any, old: Any) -> Any:
+def _cast_types(new: Any, old: Any) -> Any:
     """A loss scale's new state with the dtypes of `old` and no weak types, so that `jit` compiles once."""
 
     def cast(x: Any, y: Any) -> Array:

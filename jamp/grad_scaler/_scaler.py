@@ -15,10 +15,10 @@ from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
 from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats, reset
-from jamp._step.find import scale_of
+from jamp._step.find import read_scale
 from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
-from jamp._step.leaves import with_leaves
+from jamp._step.leaves import replace_leaves
 from jamp._step.misuse import note_unscaled, warn_if_scaled
 from jamp._step.scale_unscale import scale_loss, true_gradients, unscale
 from jamp._step.state import ScalerState
@@ -190,7 +190,7 @@ class GradScaler(Pytree):
                 "step takes exactly one of grads= (true gradients, from scaler.value_and_grad or scaler.unscale) and "
                 "scaled_grads= (from jax.grad of a loss that went through scaler.scale)."
             )
-        given, scale = (scaled_grads, scale_of(self.state)) if grads is None else (grads, None)
+        given, scale = (scaled_grads, read_scale(self.state)) if grads is None else (grads, None)
         if scaled_grads is None:
             warn_if_scaled(self.state)
         note_unscaled()
@@ -222,7 +222,7 @@ class GradScaler(Pytree):
         """Return the scaler enabled, with the scale that it had when it was disabled."""
         if not self._paused:
             return self
-        kept = with_leaves(jax.eval_shape(self.loss_scale.init), self._paused)
+        kept = replace_leaves(jax.eval_shape(self.loss_scale.init), self._paused)
         return self._with(_state=self._state._replace(loss_scale_state=kept), _paused=())
 
     def disable(self) -> Self:

@@ -12,7 +12,7 @@ from jax import Array
 
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale
-from jamp._step.leaves import with_leaves
+from jamp._step.leaves import replace_leaves
 from jamp._step.state import ScalerState
 
 # torch's names of these fields, and the part of the configuration that its state dict holds.
@@ -60,7 +60,7 @@ def from_state_dict(
         )
     if isinstance(loss_scale, DynamicLossScale):
         loss_scale = dataclasses.replace(loss_scale, **{name: saved[name] for name in _TORCH_CONFIG})
-    return loss_scale, with_leaves(state, [_array(name, saved[name], x) for name, x in _fields(state).items()])
+    return loss_scale, replace_leaves(state, [_array(name, saved[name], x) for name, x in _fields(state).items()])
 
 
 def _array(name: str, value: Any, own: Any) -> Array:
