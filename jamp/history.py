@@ -90,7 +90,7 @@ class History:
         return self._length
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """The values recorded under a name at all steps so far, [steps]. It waits for them."""
+        """Return the values recorded under a name at all steps so far, [steps]. It waits for them."""
         if name not in self._buffer:
             raise KeyError(f"Nothing called {name!r} was recorded, only: {', '.join(self._buffer) or 'no steps yet'}.")
         self._receive()

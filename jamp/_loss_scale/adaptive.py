@@ -36,7 +36,7 @@ class AdaptiveLossScaleState(NamedTuple):
     steps_since_change: Array  # i32[], steps since the last growth or overflow, the next step included: starts at 1
 
     def with_loss_scale(self, loss_scale: Array) -> Self:
-        """This state with another scale, and no steps counted toward the next growth.
+        """Return this state with another scale, and no steps counted toward the next growth.
 
         The window and its two counts stay. They record how often the gradients have overflowed, which a scale set by
         hand does not change.
@@ -53,8 +53,9 @@ class AdaptiveLossScale(Configuration):
     overflow. Three growths move to the next longer window. Three overflows with no growth between them move from any
     window but the first to a hidden window of one step. Three growths lead from there back to the first window.
 
-    At every step the scale equals that of MindFormers' `AdaptiveLossScaleUpdateCell`, with two exceptions. A growth to
-    infinity is refused. A window list that is made here contains no 0, no value below `min_window` and no duplicates.
+    MindFormers' `AdaptiveLossScaleUpdateCell` has the same scale at every step, with two exceptions. A growth to
+    infinity is refused here. A window list that is made here contains no 0, no value below `min_window` and no
+    duplicates.
 
     Args:
       init_scale: The initial scale.
@@ -152,7 +153,7 @@ class AdaptiveLossScale(Configuration):
 
 
 def _window_list(min_window: int, max_window: int) -> tuple[int, ...]:
-    """MindFormers' window list, restricted to [min_window, max_window] and starting at min_window."""
+    """Return MindFormers' window list, restricted to [min_window, max_window] and starting at min_window."""
     current: float = max_window
     windows = {min_window, max_window}
     while current > min_window:

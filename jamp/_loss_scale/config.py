@@ -139,7 +139,7 @@ _BUILDERS: dict[str, Callable[..., LossScale]] = {
 
 
 def _to_number(value: Any, *, whole: bool = False) -> Any:
-    """The number that a string, or each string of a list, contains. An int if `whole` is set and it is whole."""
+    """Return the number in a string, or in each string of a list, an int if `whole` is set and it is whole."""
     if isinstance(value, (list, tuple)):
         return [_to_number(x, whole=whole) for x in value]
     if not isinstance(value, str):

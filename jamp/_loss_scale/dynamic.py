@@ -28,7 +28,7 @@ class DynamicLossScaleState(NamedTuple):
     hysteresis_count: Array  # i32[], overflows left before the next backoff, counting the one that backs off
 
     def with_loss_scale(self, loss_scale: Array) -> Self:
-        """This state with another scale, no finite steps counted and a full hysteresis."""
+        """Return this state with another scale, no finite steps counted and a full hysteresis."""
         # Only the configuration knows the full count. Its `update` reduces a larger count to it.
         full = jnp.full_like(self.hysteresis_count, INT32_MAX)
         return self._replace(
@@ -141,5 +141,5 @@ def heal(scale: Array, init_scale: float, min_scale: float, max_scale: float) ->
 
 
 def increment(count: Array) -> Array:
-    """`count + 1`, saturating at the largest int32."""
+    """Return `count + 1`, saturating at the largest int32."""
     return jnp.where(count < INT32_MAX, count + 1, INT32_MAX)

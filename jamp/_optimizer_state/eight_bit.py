@@ -22,7 +22,7 @@ from jamp._step.leaves import contains
 from jamp._step.state import check_holds_no_scaler, check_kind
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
-_Scales = dict[str, list[Array]]  # those of the arrays of each leaf
+_Scales = dict[str, list[Array]]  # of the arrays of each leaf
 
 
 class _Choices(NamedTuple):
@@ -36,13 +36,13 @@ class _Choices(NamedTuple):
 # The scale of a block, four bytes, must be smaller than the saving of its codes. Small arrays save nothing.
 _MIN_SIZE, _MIN_AXIS = 4096, 16
 
-_SEED = 0x6D6F6D73  # other random bits than those of a `stochastic_rounding` around it
+_SEED = 0x6D6F6D73  # A `stochastic_rounding` around it has other random bits.
 
 _CURE = "If it is the state of the optimizer inside: jamp.interop.quantize_state(state, block_size)."
 
 
 class QuantizedState(NamedTuple):
-    """State of `quantized_state`: that of the inner optimizer, with `BlockCodes` in place of its moments' trees.
+    """State of `quantized_state`, with `BlockCodes` in place of the trees of moments in the inner state.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -195,9 +195,10 @@ def dequantize_state(state: QuantizedState) -> Any:
 def _encode_moments(
     state: Any, count: Array, choices: _Choices, scales: _Scales | None = None, *, is_computed: bool = False
 ) -> tuple[Any, _Scales]:
-    """A state of the inner optimizer after `count` steps with its moments in codes, and their scales.
+    """Encode the moments of the inner optimizer after `count` steps. Return its state with codes, and their scales.
 
-    `scales` are those of the same state, if they are known. `is_computed` says that the optimizer computed it just now.
+    `scales` are the scales of the same state, if they are known. `is_computed` says that the optimizer computed it just
+    now.
     """
     words, found = random_words(_SEED, count), _Scales()
 
@@ -233,7 +234,7 @@ def _encode_moments(
 
 
 def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
-    """The updates, each in one kernel of a TPU with the codes of the moments that are in its place in their trees.
+    """Return the updates, each in one TPU kernel with the codes of the moments at its path.
 
     XLA:TPU computes both in one kernel only if one needs the other. Apart, they read and decode the state twice.
     """
@@ -249,7 +250,7 @@ def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
 
 
 def _decode_moments(state: QuantizedState, block_size: int | None) -> Any:
-    """The state of the inner optimizer. `block_size` is checked unless it is None."""
+    """Return the state of the inner optimizer. `block_size` is checked unless it is None."""
 
     def whole(path: Any, codes: Any, scales: Any) -> Any:
         if not _is_scales(scales):
@@ -286,16 +287,17 @@ def _is_codes(x: Any) -> bool:
 
 
 def _make_placeholder(x: Any) -> Array:
-    """What is in the place of the scales of an array that stays whole.
+    """Make the array in the place of the scales of an array that stays whole.
 
-    Not an empty array, which Orbax does not save. A small one has the array's shape, so that its sharding fits.
+    It is not empty, because Orbax does not save empty arrays. A small one has the array's shape, so that its sharding
+    fits.
     """
     shape = jnp.shape(x)
     return jnp.zeros(shape if math.prod(shape) < _MIN_SIZE else (*shape[:-1], 1), jnp.bool_)
 
 
 def _keep_placeholders(new: Any, old: Any) -> Any:
-    """New codes, with what an old state has in the place of scales: a new constant would lie on every device."""
+    """Return new codes with the placeholders of an old state. A new constant would lie on every device."""
     if not _is_codes(new):
         return new
     return new._replace(scales=jax.tree.map(lambda x, own: x if _is_scales(x) else own, new.scales, old.scales))
@@ -306,5 +308,5 @@ def _holds_scales(x: Any) -> bool:
 
 
 def _is_scales(x: Any) -> bool:
-    """Whether these are scales, and not what `_make_placeholder` puts in their place."""
+    """Whether these are scales, and not a placeholder of `_make_placeholder`."""
     return bool(jnp.result_type(x) != jnp.bool_)

@@ -59,7 +59,7 @@ def master_params(
       `SplitMasterParamsState`, sharded like the parameters.
 
     Raises:
-      TypeError: From `update`, if the state is not that of `init`, or its masters or low bits have other dtypes.
+      TypeError: From `update`, if the state is not from `init`, or its masters or low bits have other dtypes.
       ValueError: If a dtype is not floating, or not float32 with `split`. From `init` and `update`, if a parameter is
         float16 or float8 and `split` is set. From `update`, without `params`, or with `split` if a parameter is
         bfloat16 and was not for `init`, or the other way round.

@@ -56,7 +56,7 @@ def warn_if_rounded(opt_state: Any, params: Any) -> None:
 
 
 def compute_update(old: Array, new: Array) -> Array:
-    """The update that `optax.apply_updates` adds to turn an array into another of its floating dtype.
+    """Return the update with which `optax.apply_updates` turns an array into another of its floating dtype.
 
     Where they are the same it is -0.0, which leaves every number unchanged, also inf and NaN.
     """
@@ -66,7 +66,7 @@ def compute_update(old: Array, new: Array) -> Array:
 
 
 def cast_params(opt_state: Any, params: Any) -> Any:
-    """The parameters for the `update` of an optimizer of this state.
+    """Cast the parameters for the `update` of an optimizer of this state, to float32 unless it rounds them.
 
     Plain Optax also takes a whole Equinox model. Its functions and strings become None, as in its gradients.
     """
@@ -79,7 +79,7 @@ def _is_numeric(x: Any) -> bool:
 
 
 def cast_params_for_init(init: Callable[[Any], Any], params: Any) -> Any:
-    """The parameters for the `init` of an optimizer. If some are 16 bit, tracing `init` tells whether to cast them."""
+    """Cast the parameters for the `init` of an optimizer. Tracing `init` tells whether it rounds 16-bit ones."""
     in_float32 = to_float32(params)
     is_same = all(x is y for x, y in zip(jax.tree.leaves(in_float32), jax.tree.leaves(params), strict=True))
     return params if is_same else cast_params(jax.eval_shape(init, in_float32), params)

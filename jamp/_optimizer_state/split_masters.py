@@ -1,4 +1,15 @@
-"""Split masters: a bfloat16 parameter and 16 bits of optimizer state are together a float32 master."""
+"""Split masters: a bfloat16 parameter and 16 bits of optimizer state are together a float32 master.
+
+    master    1.0012      f32[n]     bits 0x3F802752
+    param     1.0         bf16[n]    bits 0x3F80        the master, rounded to nearest
+    low_bits              u16[n]               2752     the lower half of its bits
+
+A lower half of 0x8000 and more means that the parameter was rounded up, so its bits are one more than the upper half:
+
+    master    1.0051      f32[n]     bits 0x3F80A71E
+    param     1.0078125   bf16[n]    bits 0x3F81
+    low_bits              u16[n]               A71E
+"""
 
 from typing import Any, NamedTuple
 
@@ -56,7 +67,7 @@ class SplitMasterParamsState(NamedTuple):
 
 
 def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`master_params(inner, split=True)`."""
+    """Make `master_params(inner, split=True)`."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SplitMasterParamsState:
@@ -173,7 +184,7 @@ def _check_low_bits(name: str, p: Any, low: Any) -> None:
 
 
 def _split(masters: Any, like: Any) -> tuple[Any, Any]:
-    """The parameters, which bfloat16 represents, in f32, and their low bits."""
+    """Return the parameters, which bfloat16 represents, in f32, and their low bits."""
     treedef = jax.tree.structure(masters)
     leaves = zip(jax.tree.leaves(masters), jax.tree.leaves(like), strict=True)
     pairs = [split_master(m) if is_split(p) else (m, optax.MaskedNode()) for m, p in leaves]
@@ -181,7 +192,7 @@ def _split(masters: Any, like: Any) -> tuple[Any, Any]:
 
 
 def split_master(master: Array) -> tuple[Array, Array]:
-    """A float32 array as the nearest bfloat16, ties away from zero, in f32, and its low 16 bits, u16.
+    """Return a float32 array rounded to bfloat16, ties away from zero, in f32, and its low 16 bits, u16.
 
     Ties go away from zero because the nearest even number would be the same for two masters with the same low bits.
     A NaN stays a NaN, with other bits.
@@ -194,7 +205,7 @@ def split_master(master: Array) -> tuple[Array, Array]:
 
 
 def upper_half(master: Array, low_bits: Array) -> Array:
-    """The bfloat16, in f32, that together with these low bits is the master.
+    """Return the bfloat16, in f32, that together with these low bits is the master.
 
     It is computed from the low bits, for two reasons. XLA:TPU computes both in one kernel only if one needs the other.
     And XLA may compute the master twice, once for the bits and once for the parameter, and round it differently. The
@@ -209,9 +220,9 @@ def upper_half(master: Array, low_bits: Array) -> Array:
 
 
 def join_master(param: Array, low_bits: Array) -> Array:
-    """The float32 array that `split_master` was given. With other low bits, at most a spacing away from `param`.
+    """Return the float32 array that `split_master` was given.
 
-    An inf with other low bits may be NaN.
+    With other low bits the result is at most a spacing of bfloat16 away from `param`, or NaN if `param` is inf.
     """
     # All in 32 bits: a TPU packs arrays of 16 bits in pairs, and reads one as another type only by a copy.
     high, low = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.uint32), low_bits.astype(jnp.uint32)
@@ -233,7 +244,7 @@ def check_given(params: Any) -> None:
 
 
 def check_inner(inner_state: Any) -> Any:
-    """The state of the optimizer inside. Raises ValueError if that optimizer rounds parameters itself."""
+    """Return the state of the optimizer inside. Raise ValueError if that optimizer rounds parameters itself."""
     if rounds_params(inner_state):
         raise ValueError(
             "stochastic_rounding is for parameters without float32 masters. Use it alone, in "

@@ -112,7 +112,7 @@ def stochastic_rounding(
     choose = _chooser(state_dtype)
 
     def store(inner_state: Any, words: Any, params: Any, specs: Any) -> Any:
-        """The inner state, with some of its arrays in 16 bit."""
+        """Round some arrays of the inner state to 16 bit."""
         if state_dtype is None:
             return inner_state
         leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
@@ -169,7 +169,7 @@ def stochastic_rounding(
 
 
 def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
-    """A function of an array's path, the array, and the index at which a parameter's path begins in it (or None)."""
+    """Return a function of an array's path, the array, and the index at which a parameter's path begins (or None)."""
     if callable(state_dtype) and not isinstance(state_dtype, (type, np.dtype, type(jnp.bfloat16))):
         return lambda path, x, start: state_dtype(path, x)
     dtype = None if state_dtype is None else _check_state_dtype(state_dtype)

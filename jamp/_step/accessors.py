@@ -106,7 +106,7 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
 
 
 def _place_like(x: Array, old: Any) -> Any:
-    """An array with the shape, dtype and sharding of another."""
+    """Return an array with the shape, dtype and sharding of another."""
     x = jnp.broadcast_to(x, jnp.shape(old)).astype(jnp.result_type(old))
     # An array that no one has placed must stay one that `jit` may move to the devices of the parameters.
     is_placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer) and old.committed

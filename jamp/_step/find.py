@@ -50,20 +50,20 @@ _AFTER = (
 
 
 def find_scaler_state(tree: Any) -> Any:
-    """The one `ScalerState` or state of `loss_scaled` in a tree. Raises ValueError unless there is exactly one."""
+    """Return the one `ScalerState` or state of `loss_scaled`. Raise ValueError unless a tree holds exactly one."""
     nodes = [(path, x) for path, x in _find_holders(tree) if is_scaler_state(x)]
     return _get_only(tree, nodes, "loss-scaled optimizer state")
 
 
 def find_loss_scale_state(tree: Any) -> Any:
-    """The one NamedTuple with a field `loss_scale` in a tree. Raises ValueError unless there is exactly one."""
+    """Return the one NamedTuple with a field `loss_scale`. Raise ValueError unless a tree holds exactly one."""
     return _loss_scale_state(_get_only(tree, _find_holders(tree), "loss-scale state"))
 
 
 def find_state_to_unscale(tree: Any, caller: str) -> Any:
-    """`find_loss_scale_state` for a function that unscales gradients, which error messages name by `caller`.
+    """Return the loss-scale state for a function that unscales gradients, called `caller` in errors.
 
-    Raises ValueError for the state of `loss_scaled(..., unscale=True)`, which would unscale the gradients again.
+    Raise ValueError for the state of `loss_scaled(..., unscale=True)`, which would unscale the gradients again.
     """
     holder = _get_only(tree, _find_holders(tree), "loss-scale state")
     if isinstance(holder, ScaledGradsState):
@@ -76,18 +76,18 @@ def find_state_to_unscale(tree: Any, caller: str) -> Any:
 
 
 def read_scale(loss_scale_state: Any) -> Array | None:
-    """The loss scale in a loss scale's state, f32[], or None under `NoOpLossScale`."""
+    """Return the loss scale in a loss scale's state, f32[], or None under `NoOpLossScale`."""
     return None if is_noop(loss_scale_state) else to_array(loss_scale_state.loss_scale)
 
 
 def is_step_applied(opt_state: Any) -> Array | None:
-    """bool[], whether the last step was applied; None if nothing was checked, as under `NoOpLossScale`."""
+    """Return whether the last step was applied, bool[], or None if nothing was checked, as under `NoOpLossScale`."""
     states = [x for _, x in find_nodes(opt_state, is_scaler_state)]
     return states[0].grads_finite if len(states) == 1 and not is_noop(states[0].loss_scale_state) else None
 
 
 def to_array(x: Any) -> Array:
-    """The array itself, or the array in a Flax NNX Variable."""
+    """Return the array itself, or the array in a Flax NNX Variable."""
     return jnp.asarray(*jax.tree.leaves(x))
 
 
@@ -114,7 +114,7 @@ def warn_of_order(tree: Any) -> None:
 
 
 def _find_misplaced(states: tuple[Any, ...]) -> list[str]:
-    """The messages about the state of a chain, or about a user's tuple, which has no such entries."""
+    """Return the messages about the state of a chain. A user's tuple of states has no such entries."""
     messages, is_late, hides = [], False, False
     for i, x in enumerate(states):
         # Clips and decays have no state of their own. Before `loss_scaled`, a clip of the norm is right and one of each
@@ -131,7 +131,7 @@ def _find_misplaced(states: tuple[Any, ...]) -> list[str]:
 
 
 def _wraps_no_optimizer(state: Any) -> bool:
-    """Whether a state is that of a wrapper around `optax.identity` or a clip. A user's tuple of states holds none."""
+    """Whether a wrapper of this state is around `optax.identity` or a clip. A user's tuple of states holds none."""
     return isinstance(getattr(state, "inner_state", None), optax.EmptyState)
 
 
@@ -143,7 +143,7 @@ def _has_state(x: Any) -> bool:
 def _find_holders(tree: Any) -> list[Node]:
     """Return the scaler states and the other loss-scale states, with their paths.
 
-    A user's NamedTuple may have others inside. Raises ValueError if a wrapper is in a wrong place.
+    A user's NamedTuple may have others inside. Raise ValueError if a wrapper is in a wrong place.
     """
 
     def is_holder(x: Any) -> bool:
@@ -168,7 +168,7 @@ def _loss_scale_state(holder: Any) -> Any:
 
 
 def _get_only(tree: Any, nodes: list[Node], what: str) -> Any:
-    """The one node. Raises ValueError unless there is exactly one."""
+    """Return the one node. Raise ValueError unless there is exactly one."""
     if len(nodes) == 1:
         return nodes[0][1]
     if not nodes:

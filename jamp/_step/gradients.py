@@ -29,8 +29,8 @@ def value_and_grad(
     Call it inside the jitted train step, with the state that is an argument of the step. If you call it once, outside
     the step, the step keeps the first loss scale forever. While it is traced, a warning says so.
 
-    The backward pass must be linear, as that of a derivative is. A `custom_vjp` that clips its cotangents clips those
-    of the scaled loss: clip the gradients in the optimizer instead.
+    The backward pass must be linear, as derivatives are. A `custom_vjp` that clips its cotangents clips scaled
+    ones: clip the gradients in the optimizer instead.
 
     Args:
       fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -45,7 +45,7 @@ def value_and_grad(
       float64 and complex ones, which keep their dtype.
 
     Raises:
-      ValueError: If `state` holds no loss-scale state or several, or is that of an optimizer with `unscale=True`.
+      ValueError: If `state` holds no loss-scale state or several, or is of an optimizer with `unscale=True`.
       TypeError: When called, if an argument to differentiate holds a leaf that is not an array.
 
     Examples:
@@ -84,7 +84,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """`jax.grad` with loss scaling inside. Its arguments and errors are those of `value_and_grad`.
+    """`jax.grad` with loss scaling inside. It has the arguments and errors of `value_and_grad`.
 
     Returns:
       A function of the arguments of `fun` that returns the true gradients, or `(grads, aux)` with `has_aux`.

@@ -47,7 +47,7 @@ def loss_scaled(
       loss_scale: A loss scale. `NoOpLossScale()` switches scaling, checks and skips off.
       unscale: If True, `update` takes the gradients of `jamp.scale_loss(loss, opt_state)` and unscales them. It is for
         trainers that call `jax.grad` themselves. No transformation may stand before it in a chain. It also divides
-        true gradients, such as those that a `jit` of `jax.grad(jamp.scaled(fun))` returns: it cannot tell them apart.
+        true gradients, such as the results of `jax.jit(jax.grad(jamp.scaled(fun)))`: it cannot tell them apart.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Helpers for meshes: a scalar on the mesh of an array, and views that cut no shard."""
+"""Meshes: put a scalar on the mesh of an array, and count the shards that a view must not cut."""
 
 import math
 
@@ -32,7 +32,7 @@ _SHARDS_WITHOUT_A_MESH = 32  # It divides an axis of 768 into shards that are mu
 
 
 def count_shards(x: Array, axis: int) -> int:
-    """The largest number of shards of an axis: the devices of Auto mesh axes, and of those that its type names.
+    """Return the largest number of shards of an axis: the devices of Auto mesh axes and of axes that its type names.
 
     Without a mesh in the context, as when only arguments of `jit` are sharded, tracing cannot know, and it is 32.
     """

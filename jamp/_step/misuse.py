@@ -122,7 +122,7 @@ def warn_if_scaled(loss_scale_state: Any) -> None:
 def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
     """Raise ValueError if an optimizer with a loss scale of its own gets gradients of `scaled`.
 
-    Gradients are recognized by identity. Averaged or clipped ones, and those that a `jit` returns, are not recognized.
+    Gradients are recognized by identity. Averaged or clipped ones, and results of a `jit`, are not recognized.
     """
     own = getattr(loss_scale, "scale", None) if getattr(loss_scale, "is_constant", False) else None
     if own != 1 and _is_any(_Role.GRADIENT_OF_SCALED, gradients):

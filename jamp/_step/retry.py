@@ -1,4 +1,13 @@
-"""A backward pass on scaled cotangents, repeated with a smaller scale until its gradients are finite."""
+"""A backward pass on scaled cotangents, repeated with a smaller scale until its gradients are finite.
+
+For a scale of 2**15 and cotangents of at most 0.3, f32[], which is between 2**-2 and 2**-1:
+
+    try 0    pull_back(cotangents * 2**17)    the largest is between 2**15 and 2**16; a gradient is inf
+    try 1    again(cotangents * 2**9)         a gradient is inf
+    try 2    again(cotangents * 2**-7)        all are finite, and are multiplied by 2**7
+
+Scales are powers of two, so these multiplications do not round.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,8 +34,8 @@ class Scaling(NamedTuple):
     Attributes:
       exponent: The exponent of the power of two to which the largest cotangent is scaled.
       retries: How often to try again.
-      are_gradients: For each input, whether its gradient is to be unscaled and checked. Those of Flax's fp8 scales are
-        not.
+      are_gradients: For each input, whether its gradient is unscaled and checked. The new values of Flax's fp8 scales
+        are not.
     """
 
     exponent: int
@@ -48,13 +57,13 @@ def pull_back_scaled(
     axes: tuple[str, ...],
     scaling: Scaling,
 ) -> list[Array]:
-    """The unscaled results of `pull_back` on scaled cotangents.
+    """Return the unscaled results of `pull_back` on scaled cotangents.
 
     Args:
       pull_back: The first backward pass.
       again: A backward pass of a retry. It also takes the number of tries so far.
       cotangents: The cotangents, of any dtypes.
-      are_gradients: For each result, whether it is to be unscaled and checked.
+      are_gradients: For each result, whether it is unscaled and checked.
       axes: The mapped axes whose replicas must scale alike and try again together.
       scaling: The scale and the number of retries.
     """
@@ -85,7 +94,11 @@ def pull_back_scaled(
 
 
 def _choose_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, ...]) -> tuple[Array, Array]:
-    """The exponent of the first scale (i32[]), and whether the largest cotangent is finite and not 0 (bool[])."""
+    """Choose the exponent of the first scale.
+
+    Returns:
+      The exponent, i32[], and whether a scale may help, bool[]: not if the largest cotangent is 0, inf or NaN.
+    """
     sizes = [jnp.max(jnp.abs(to_float32(x))).astype(jnp.float32) for x in cotangents if x.size]
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
     largest = lax.pmax(varying_over(largest, axes), axes) if axes else largest
@@ -95,11 +108,11 @@ def _choose_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, 
 
 
 def _exp2(exponent: Array) -> Array:
-    """2**exponent, exactly, f32[]. The exponent is i32[], from -126 to 127."""
+    """Return 2**exponent, exactly, f32[]. The exponent is i32[], from -126 to 127."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def _multiply(x: Array, factor: Array) -> Array:
-    """The product, computed in at least float32, at the dtype of `x`."""
+    """Multiply in at least float32, and return the product at the dtype of `x`."""
     in_float32: Any = to_float32(x)
     return multiply(in_float32, factor).astype(x.dtype)

@@ -80,7 +80,7 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
 
 
 def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bool) -> Callable[..., Any]:
-    """The function that returns the scaled loss, and `(loss, aux)` of `fun`."""
+    """Return a function that returns the scaled loss, and `(loss, aux)` of `fun`."""
 
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -116,7 +116,7 @@ def unscale_and_check(
       reads the unscaled ones. Under `NoOpLossScale` the result is always True.
 
     Raises:
-      ValueError: If `state` holds no loss-scale state or several, or is that of an optimizer with `unscale=True`.
+      ValueError: If `state` holds no loss-scale state or several, or is of an optimizer with `unscale=True`.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -139,7 +139,7 @@ def unscale(grads: Any, scale: Array | None) -> Any:
 def true_gradients(
     grads: Any, scale: Array | None, *, check: bool, dtype: DTypeLike = jnp.float32, axis_name: Any = None
 ) -> tuple[Any, Array | None]:
-    """`unscale`, and whether the result is finite (bool[]; None without the check), in one dispatch."""
+    """Unscale, and return the result and whether it is finite (bool[]; None without the check), in one dispatch."""
     leaves, labels, merge = split_gradients(grads)
     if scale is None and not check:
         return merge([cast_leaf(x, dtype) for x in leaves]), None
@@ -175,5 +175,5 @@ def _unscale(grads: list[Any], scale: Array) -> list[Array]:
 
 
 def multiply(x: Array, scale: Array) -> Array:
-    """An array times a factor, f32[], at the array's dtype and on its mesh."""
+    """Multiply an array by a factor, f32[], at the array's dtype and on its mesh."""
     return x * reshard_like(x, scale.astype(x.real.dtype).astype(x.dtype))

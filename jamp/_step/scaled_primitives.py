@@ -5,7 +5,7 @@
     its transpose(cotangents)                          the gradients: scale, pull back, unscale, check, try again
 
 The first try of a backward pass reads the residuals of the forward pass. A retry computes the forward pass again, from
-the inputs. So the residuals are freed as they are used, and the temporary memory is that of a gradient without retries.
+the inputs. So the residuals are freed as they are used, and a gradient with retries takes no more temporary memory.
 """
 
 import functools
@@ -36,7 +36,7 @@ class _Derivative(NamedTuple):
     Attributes:
       function: The function.
       differentiated: Which of its inputs have tangents.
-      floating: Which of its results have tangents: those that are floating or complex.
+      floating: Which of its results have tangents, because they are floating or complex.
       linear: Maps residuals and tangents of inputs to tangents of results.
       residuals: The number of residuals.
     """
@@ -48,7 +48,7 @@ class _Derivative(NamedTuple):
     residuals: int
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """The inputs, the residuals and the tangents."""
+        """Return the inputs, the residuals and the tangents."""
         n, m = len(self.function.in_avals), self.residuals
         return operands[:n], operands[n : n + m], operands[n + m :]
 
@@ -64,7 +64,7 @@ class _Derivative(NamedTuple):
 
 @functools.cache
 def scaled_call() -> Any:
-    """The primitive that evaluates a function, the jaxpr `jaxpr`."""
+    """Make the primitive that evaluates a function, the jaxpr `jaxpr`."""
 
     def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
         return interpret.call(jaxpr, inputs)
@@ -80,7 +80,7 @@ def scaled_call() -> Any:
 
 @functools.cache
 def _linear_call() -> Any:
-    """The primitive that evaluates a derivative. Its operands are the function's inputs, residuals and tangents."""
+    """Make the primitive that evaluates a derivative, from the function's inputs, residuals and tangents."""
 
     def run(*operands: Any, derivative: _Derivative, scaling: Scaling) -> list[Any]:
         return interpret.call(derivative.linear, operands[len(derivative.function.in_avals) :])
@@ -120,7 +120,7 @@ def _primitive(name: str, run: Callable[..., Any], batch: Callable[..., Any], ty
 def _linearize(
     inputs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling
 ) -> tuple[list[Any], list[Any]]:
-    """The results and their tangents."""
+    """Return the results and their tangents."""
     differentiated = _with_tangents(tangents)
     floating = tuple(i for i, aval in enumerate(jaxpr.out_avals) if is_inexact(aval))
 
@@ -140,7 +140,7 @@ def _linearize(
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, derivative: _Derivative, scaling: Scaling
 ) -> list[Array | None]:
-    """The gradients of the differentiated inputs, and None for the other operands."""
+    """Return the gradients of the differentiated inputs, and None for the other operands."""
     inputs, residuals, tangents = derivative.split(operands)
     types = [x.aval for x in tangents]
     if any(aval.dtype == jnp.float16 for aval in types):
@@ -197,7 +197,7 @@ def _with_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
 
 @functools.cache
 def _refusing_identity() -> Any:
-    """The identity, as a primitive that ends a backward pass. Its transpose raises a ValueError about `jamp.scaled`.
+    """Make the identity, a primitive that ends a backward pass. Its transpose raises a ValueError about `jamp.scaled`.
 
     Without it, JAX would say that a `while_loop` cannot be differentiated.
     """

@@ -1,10 +1,15 @@
 """Apply or skip an optimizer step without a second copy of its buffers.
 
+This is a step with momentum, and what is evaluated in its place, all f32[n]:
+
+    mu1 = 0.9 * mu + g                 mu1 = where(finite, 0.9 * mu + g, mu)       where it is defined
+    update = -0.1 * mu1                update = where(finite, -0.1 * mu1, -0.0)    from the selected mu1
+
 `jnp.where(grads_finite, new, old)` over finished outputs makes XLA:CPU keep two versions of every buffer, and
 `lax.cond` around the step copies its operands on a GPU with JAX 0.10. Here each output is selected where it is defined.
 Later equations read the selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If
 not, outputs computed from a selected value are themselves replaced by their old values. On a GPU and a TPU the kernels
-are those of `jnp.where` over finished outputs. docs/design.md has the measurements.
+are the same as of `jnp.where` over finished outputs. docs/design.md has the measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +71,7 @@ def select_new(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any
 
 
 def apply_or_keep(grads_finite: Array | None, params: Any, updates: Any) -> Any:
-    """`optax.apply_updates` if the gradients are finite (bool[]; None: they were not checked), else `params`.
+    """Apply updates if the gradients are finite (bool[]; None: they were not checked), else return `params`.
 
     An update of -0.0 leaves every number unchanged, but XLA:CPU may flush subnormal numbers to 0 in the addition, also
     inside `jit`, and it may change the payload of a NaN. The selection keeps every bit, and `jit` fuses it with the
@@ -95,7 +100,7 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
 
 
 def _no_update(update: Any) -> complex:
-    """The update that leaves a parameter unchanged: p + -0.0 is p for every p that is not flushed, also p = -0.0."""
+    """Return the update that leaves a parameter unchanged: p + -0.0 is p, also for -0.0, unless p is flushed."""
     if jnp.issubdtype(update.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0

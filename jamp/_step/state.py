@@ -1,4 +1,4 @@
-"""The scaler state: its types, and the checks of an optimizer that is to be wrapped.
+"""The scaler state: its types, and checks of the state of an optimizer.
 
 `ScalerState` is everything that a step updates besides the optimizer: the loss scale, its statistics and whether the
 last gradients were finite. `LossScaledState` is the same with the optimizer's state.
@@ -71,7 +71,7 @@ AnyLossScaledState = LossScaledState | ScaledGradsState
 
 
 def get_scaler(state: AnyLossScaledState | ScalerState) -> ScalerState:
-    """The part of a state that is not the optimizer's."""
+    """Return the part of a state that is not the optimizer's."""
     return ScalerState(state.loss_scale_state, state.stats, state.grads_finite)
 
 
@@ -91,7 +91,7 @@ def can_change(loss_scale_state: Any) -> bool:
 
 
 def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> AnyLossScaledState:
-    """Wrap an optimizer's state into that of `loss_scaled`. Raise ValueError if it already holds a scaler state."""
+    """Make the state of `loss_scaled` around an optimizer's. Raise ValueError if it already holds a scaler state."""
     check_holds_no_scaler(
         inner_state,
         "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
@@ -107,7 +107,7 @@ def check_holds_no_scaler(opt_state: Any, message: str) -> None:
 
 
 def check_whole(params: Any) -> None:
-    """Raise ValueError if a mask hides some parameters from the optimizer that is to be wrapped."""
+    """Raise ValueError if a mask hides some parameters from the optimizer."""
     if contains(params, lambda x: isinstance(x, optax.MaskedNode)):
         raise ValueError(
             "A loss-scaled optimizer inside optax.masked or optax.partition sees only some of the gradients: an inf in "
@@ -128,17 +128,17 @@ def check_kind(state: Any, kind: Any, cure: str) -> None:
 
 
 def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any) -> None:
-    """Raise TypeError if a state is not that of this `loss_scaled`. `structure` is that of its loss scale's state."""
+    """Raise TypeError if a state is not of this `loss_scaled`, whose loss scale's state has this `structure`."""
     check_kind(
         state, AnyLossScaledState,
         "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
         "loss_scale).",
     )  # fmt: skip
-    given = isinstance(state, ScaledGradsState)
-    if given != unscale:
+    is_unscaling = isinstance(state, ScaledGradsState)
+    if is_unscaling != unscale:
         raise TypeError(
-            f"The state is that of an optimizer with unscale={given}, and this one has unscale={unscale}. One takes "
-            "scaled gradients and the other true ones, so use the same optimizer for init and update."
+            f"The state is that of an optimizer with unscale={is_unscaling}, and this one has unscale={unscale}. One "
+            "takes scaled gradients and the other true ones, so use the same optimizer for init and update."
         )
     if jax.tree.structure(state.loss_scale_state) != structure:
         raise TypeError(
@@ -154,7 +154,7 @@ def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any
 
 
 def _cast_types(new: Any, old: Any) -> Any:
-    """A loss scale's new state with the dtypes of `old` and no weak types, so that `jit` compiles once."""
+    """Cast a loss scale's new state to the dtypes of `old`, with no weak types, so that `jit` compiles once."""
 
     def cast(x: Any, y: Any) -> Array:
         is_truncated = is_inexact(x) and not is_inexact(y)  # such as an average that `init` started with the int 0

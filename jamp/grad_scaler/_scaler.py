@@ -84,32 +84,32 @@ class GradScaler(Pytree):
 
     @classmethod
     def default(cls) -> Self:
-        """A dynamic scaler with torch's defaults, and bounds of 1 and 2**24."""
+        """Make a dynamic scaler with torch's defaults, and bounds of 1 and 2**24."""
         return cls()
 
     @classmethod
     def static(cls, scale: float = 2.0**16, *, enabled: bool = True) -> Self:
-        """A constant scale. An overflow skips the step and leaves the scale unchanged."""
+        """Make a scaler with a constant scale. An overflow skips the step and leaves the scale unchanged."""
         return cls(StaticLossScale(scale), enabled=enabled)
 
     @classmethod
     def conservative(cls) -> Self:
-        """A dynamic scaler that grows every 5000 finite steps."""
+        """Make a dynamic scaler that grows every 5000 finite steps."""
         return cls(DynamicLossScale.conservative())
 
     @classmethod
     def aggressive(cls) -> Self:
-        """A dynamic scaler that grows every 1000 finite steps."""
+        """Make a dynamic scaler that grows every 1000 finite steps."""
         return cls(DynamicLossScale.aggressive())
 
     @classmethod
     def for_fp16(cls) -> Self:
-        """The scaler for float16: a dynamic scale."""
+        """Make the scaler for float16, with a dynamic scale."""
         return cls(loss_scale_for(jnp.float16))
 
     @classmethod
     def for_bf16(cls) -> Self:
-        """The scaler for bfloat16: a scale of 1 that still skips steps that are not finite."""
+        """Make the scaler for bfloat16, with a scale of 1. It still skips steps that are not finite."""
         return cls(loss_scale_for(jnp.bfloat16))
 
     @classmethod
@@ -143,7 +143,7 @@ class GradScaler(Pytree):
         return unscale(scaled_grads, self.get_scale()) if self.is_enabled() else scaled_grads
 
     def check_overflow(self, grads: Any) -> Array:
-        """bool[], whether gradients, scaled or true, hold inf or NaN. It is False while disabled."""
+        """Return whether gradients, scaled or true, hold inf or NaN, bool[]. It is False while disabled."""
         return ~all_finite(grads, axis_name=self.axis_name) if self.is_enabled() else jnp.bool_(False)
 
     def update(self, *, grads_finite: ArrayLike | None = None, overflow: ArrayLike | None = None) -> Self:
@@ -203,15 +203,15 @@ class GradScaler(Pytree):
         return GradScalerStep(params, opt_state, self.update(grads_finite=finite) if update_scale else self, finite)
 
     def get_scale(self) -> Array:
-        """f32[], the scale of the next loss. It is 1 while disabled."""
+        """Return the scale of the next loss, f32[]. It is 1 while disabled."""
         return get_loss_scale(self)
 
     def get_inverse_scale(self) -> Array:
-        """f32[], 1 / scale. Above a scale of 2**126 it is subnormal, and XLA flushes it to 0. `unscale` does not."""
+        """Return 1 / scale, f32[]. Above 2**126 it is subnormal, which XLA flushes to 0. `unscale` does not."""
         return 1.0 / self.get_scale()
 
     def get_stats(self) -> LossScaleStats:
-        """The same as `stats`."""
+        """Return the same as `stats`."""
         return self.stats
 
     def is_enabled(self) -> bool:
@@ -247,7 +247,7 @@ class GradScaler(Pytree):
         return scaler.disable() if self._paused else scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, growth and backoff as Python numbers, with torch's keys. Empty while disabled.
+        """Return the state, growth and backoff as Python numbers, with torch's keys. Empty while disabled.
 
         Bounds and hysteresis are not in it: load it into a scaler that was made with the same ones.
         """

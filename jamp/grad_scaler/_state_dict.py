@@ -64,7 +64,7 @@ def from_state_dict(
 
 
 def _array(name: str, value: Any, own: Any) -> Array:
-    """A saved value as an array of the shape and dtype of the state's own."""
+    """Return a saved value as an array of the shape and dtype of the state's own."""
     expected, kinds = _KINDS.get(own.dtype.kind, _KINDS["f"])
     try:
         array = np.asarray(value)
@@ -80,6 +80,6 @@ def _array(name: str, value: Any, own: Any) -> Array:
 
 
 def _fields(state: ScalerState) -> dict[str, Any]:
-    """The arrays by name, in the order of the pytree's leaves."""
+    """Return the arrays by name, in the order of the pytree's leaves."""
     named = state.loss_scale_state._asdict() | state.stats._asdict() | {"grads_finite": state.grads_finite}
     return {_TORCH_NAMES.get(name, name): x for name, x in named.items()}
