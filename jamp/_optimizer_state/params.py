@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 
 from jamp._cast import is_floating, to_float32
 from jamp._jaxprs.source import users_stacklevel
-from jamp._step.leaves import contains
+from jamp._step.leaves import contains, is_numeric
 
 
 def rounds_params(opt_state: Any) -> bool:
@@ -70,12 +70,8 @@ def cast_params(opt_state: Any, params: Any) -> Any:
 
     Plain Optax also takes a whole Equinox model. Its functions and strings become None, as in its gradients.
     """
-    params = jax.tree.map(lambda x: x if _is_numeric(x) else None, params)
+    params = jax.tree.map(lambda x: x if is_numeric(x) else None, params)
     return params if rounds_params(opt_state) else to_float32(params)
-
-
-def _is_numeric(x: Any) -> bool:
-    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def cast_params_for_init(init: Callable[[Any], Any], params: Any) -> Any:

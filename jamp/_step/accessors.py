@@ -101,8 +101,8 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
             f"change the kind of loss scale: jamp.convert_loss_scale(tree, {loss_scale!r})."
         )
     old = get_scaler(state)
-    leaves = [_place_like(x, y) for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
-    return replace_node(tree, state, state._replace(**replace_leaves(old, leaves)._asdict()))
+    new = jax.tree.map(_place_like, replace_leaves(old, new), old)
+    return replace_node(tree, state, state._replace(**new._asdict()))
 
 
 def _place_like(x: Array, old: Any) -> Any:

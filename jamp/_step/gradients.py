@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jamp._step.find import check_not_nnx, find_state_to_unscale, read_scale, warn_of_order
+from jamp._step.leaves import is_numeric
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 
 
@@ -106,7 +107,7 @@ def grad(
 
 def _check_differentiable(arg: Any, i: int) -> None:
     for path, x in jax.tree.leaves_with_path(arg):
-        if not (hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))):
+        if not is_numeric(x):
             raise TypeError(
                 f"Argument {i} has no gradient: it holds {x!r} at {keystr(path)}. For an Equinox model: "
                 "jamp.equinox.filter_value_and_grad(loss_fn, opt_state), or with a GradScaler in place of opt_state. "

@@ -61,6 +61,11 @@ def replace_node(tree: Any, node: Any, new: Any) -> Any:
     return jax.tree.map(lambda x: new if x is node else x, tree, is_leaf=lambda x: x is node)
 
 
+def is_numeric(x: Any) -> bool:
+    """Whether a leaf is an array, the type of one, or a Python number."""
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+
+
 def is_gradient(path: tuple[Any, ...], x: Any) -> bool:
     """Whether a leaf is a gradient to unscale and check. Leaves of Flax's fp8 collection are not."""
     return is_inexact(x) and all(getattr(key, "key", None) != OVERWRITE_WITH_GRADIENT for key in path)
