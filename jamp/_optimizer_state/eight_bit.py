@@ -136,8 +136,8 @@ def quantized_state(
             # leaves, which XLA:TPU would then read from its main memory in each pass.
             scales = {leaf: lax.optimization_barrier(of_leaf) for leaf, of_leaf in scales.items()}
             barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
-            apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
-            updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
+            separate = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
+            updates, new = step(jax.tree.map(separate, state, is_leaf=_is_codes))
         inner_state, _ = _encode_moments(new, count, choices, scales, is_computed=True)
         inner_state = jax.tree.map(_keep_placeholders, inner_state, state.inner_state, is_leaf=_is_codes)
         return _in_kernels_of_codes(updates, inner_state), QuantizedState(count, inner_state)
@@ -200,9 +200,9 @@ def _encode_moments(
     `scales` are the scales of the same state, if they are known. `is_computed` says that the optimizer computed it just
     now.
     """
-    words, found = random_words(_SEED, count), _Scales()
+    words, new_scales = random_words(_SEED, count), _Scales()
 
-    def stored(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes | None:
+    def encode_array(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes | None:
         if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
             return None
         is_given = is_square is None or not is_computed
@@ -212,15 +212,15 @@ def _encode_moments(
             return None
         if is_square and is_given:  # Optax computes no -0, which has the bits of a negative number.
             x = jnp.where(x <= 0, 0, x)
-        so_far = found.setdefault(leaf, [])
+        so_far = new_scales.setdefault(leaf, [])
         known = None if scales is None else scales[leaf][len(so_far)]
         codes = encode(x, choices.block_size, is_square, random_bits(words, leaf, len(so_far)), known)
         so_far.append(codes.scales)
         return codes
 
-    def field(start: Any, tree: Any, is_square: bool | None) -> Any:
+    def encode_field(start: Any, tree: Any, is_square: bool | None) -> Any:
         new = lambda path, x: (
-            stored((*start, *path), keystr(path or start), x, is_square) or BlockCodes(x, _make_placeholder(x))
+            encode_array((*start, *path), keystr(path or start), x, is_square) or BlockCodes(x, _make_placeholder(x))
         )
         pairs = tree_map_with_path(new, tree)
         if is_square is None:  # an array of another state
@@ -230,7 +230,7 @@ def _encode_moments(
         part = lambda name: jax.tree.map(lambda x: getattr(x, name), pairs, is_leaf=_is_codes)
         return BlockCodes(part("codes"), part("scales"))
 
-    return map_moments(field, state), found
+    return map_moments(encode_field, state), new_scales
 
 
 def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
@@ -252,25 +252,25 @@ def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
 def _decode_moments(state: QuantizedState, block_size: int | None) -> Any:
     """Return the state of the inner optimizer. `block_size` is checked unless it is None."""
 
-    def whole(path: Any, codes: Any, scales: Any) -> Any:
+    def decode_array(path: Any, codes: Any, scales: Any) -> Any:
         if not _is_scales(scales):
             return codes
         check_codes(f"The state{keystr(path)}", BlockCodes(codes, scales), block_size)
         return decode(BlockCodes(codes, scales))
 
-    def field(start: Any, x: Any) -> Any:
+    def decode_field(start: Any, x: Any) -> Any:
         if not _is_codes(x):
             return x
-        of_codes, of_scales = list[Any](map(jax.tree.structure, x))
-        if of_codes != of_scales:
+        structures = list[Any](map(jax.tree.structure, x))
+        if structures[0] != structures[1]:
             raise TypeError(
                 f"The state{keystr(start)} has scales for some arrays and none for others: it was restored in part, or "
                 "is of an older jamp, whose codes stand for other numbers. Start with tx.init(params), or make a "
                 "float32 state of it with that version's jamp.interop.dequantize_state."
             )
-        return tree_map_with_path(lambda path, *y: whole((*start, *path), *y), *x)
+        return tree_map_with_path(lambda path, *y: decode_array((*start, *path), *y), *x)
 
-    return tree_map_with_path(field, state.inner_state, is_leaf=_is_codes)
+    return tree_map_with_path(decode_field, state.inner_state, is_leaf=_is_codes)
 
 
 def _check_block_size(given: Any) -> int:

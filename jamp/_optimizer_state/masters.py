@@ -88,12 +88,12 @@ def master_params(
 def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformationExtraArgs:
     inner, dtype = optax.with_extra_args_support(inner), check_floating("dtype", dtype)
 
-    def master(p: Any) -> Any:
+    def make_master(p: Any) -> Any:
         # Also copies float32 parameters, because a donated parameter and its master must not share a buffer.
         return jnp.array(cast_leaf(p, dtype), copy=True)
 
     def init(params: optax.Params) -> MasterParamsState:
-        masters = jax.tree.map(master, params)
+        masters = jax.tree.map(make_master, params)
         return MasterParamsState(masters, check_inner(inner.init(masters)))
 
     def update(

@@ -152,11 +152,11 @@ def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsStat
 
 
 def _join(params: Any, low_bits: Any) -> Any:
-    def master(path: Any, p: Any, low: Any) -> Any:
+    def join(path: Any, p: Any, low: Any) -> Any:
         _check_low_bits(keystr(path) or "array", p, low)
         return join_master(p, low) if is_split(p) else p
 
-    return tree_map_with_path(master, params, low_bits)
+    return tree_map_with_path(join, params, low_bits)
 
 
 def _check_low_bits(name: str, p: Any, low: Any) -> None:

@@ -109,7 +109,7 @@ def stochastic_rounding(
     if not jnp.issubdtype(jnp.result_type(seed), jnp.integer) or jnp.ndim(seed):
         raise ValueError(f"seed must be an int, got seed={seed!r}. The random bits are a hash of it, and need no key.")
     inner = optax.with_extra_args_support(inner)
-    choose = _chooser(state_dtype)
+    choose = _make_chooser(state_dtype)
 
     def store(inner_state: Any, words: Any, params: Any, specs: Any) -> Any:
         """Round some arrays of the inner state to 16 bit."""
@@ -119,7 +119,7 @@ def stochastic_rounding(
         of_params = {path: (jnp.shape(p), spec) for (path, p), spec in leaves}
         arrays = collections.Counter(of_params.keys())  # of each parameter so far, with itself
 
-        def stored(path: Any, x: Any) -> Any:
+        def store_array(path: Any, x: Any) -> Any:
             start = next((i for i in range(len(path) + 1) if path[i:] in of_params), None)
             dtype = choose(path, x, start) if jnp.result_type(x) == jnp.float32 else None
             if dtype is None or _check_state_dtype(dtype) == jnp.float32:
@@ -132,7 +132,7 @@ def stochastic_rounding(
             random = random_bits(words, keystr(param), arrays[param] - 1)
             return round_stochastically(x, random, spec).astype(jnp.bfloat16)
 
-        return tree_map_with_path(stored, inner_state)
+        return tree_map_with_path(store_array, inner_state)
 
     def init(params: optax.Params) -> StochasticRoundingState:
         check_bfloat16(params, _ADVICE)
@@ -155,20 +155,20 @@ def stochastic_rounding(
         updates, inner_state = inner.update(to_float32(grads), inner_state, in_float32, **extra_args)
         words = random_words(seed, count)
 
-        def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
+        def round_param(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
             if jnp.result_type(p) != jnp.bfloat16:
                 return step
             new = round_stochastically((old + step).astype(jnp.float32), random_bits(words, keystr(path)), spec)
             return straight_through(step, compute_update(old, new))
 
         specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
-        updates = tree_map_with_path(rounded, params, in_float32, updates, specs)
+        updates = tree_map_with_path(round_param, params, in_float32, updates, specs)
         return updates, StochasticRoundingState(count, store(inner_state, words, params, specs))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
+def _make_chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
     """Return a function of an array's path, the array, and the index at which a parameter's path begins (or None)."""
     if callable(state_dtype) and not isinstance(state_dtype, (type, np.dtype, type(jnp.bfloat16))):
         return lambda path, x, start: state_dtype(path, x)

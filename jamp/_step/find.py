@@ -115,15 +115,15 @@ def warn_of_order(tree: Any) -> None:
 
 def _find_misplaced(states: tuple[Any, ...]) -> list[str]:
     """Return the messages about the state of a chain. A user's tuple of states has no such entries."""
-    messages, is_late, hides = [], False, False
+    messages, is_late, is_hidden = [], False, False
     for i, x in enumerate(states):
         # Clips and decays have no state of their own. Before `loss_scaled`, a clip of the norm is right and one of each
         # element is not, but they look the same.
         is_late = is_late or isinstance(x, (optax.EmptyState, optax.ZeroNansState))
-        hides = hides or isinstance(x, optax.ZeroNansState)
+        is_hidden = is_hidden or isinstance(x, optax.ZeroNansState)
         if is_late and contains(x, lambda y: isinstance(y, ScaledGradsState) and is_skipping(y)):
             messages.append(_BEFORE_UNSCALE)
-        if hides and contains(x, lambda y: isinstance(y, LossScaledState) and is_skipping(y)):
+        if is_hidden and contains(x, lambda y: isinstance(y, LossScaledState) and is_skipping(y)):
             messages.append(_BEFORE)
         if is_skipping(x) and _wraps_no_optimizer(x) and any(map(_has_state, states[i + 1 :])):
             messages.append(_AFTER)

@@ -75,13 +75,13 @@ def loss_scaled(
     check_loss_scale(loss_scale)
     inner = optax.with_extra_args_support(inner)
     example = jax.eval_shape(loss_scale.init)
-    structure, noop = jax.tree.structure(example), is_noop(example)
+    structure, is_off = jax.tree.structure(example), is_noop(example)
 
     def init(params: optax.Params) -> AnyLossScaledState:
         check_whole(params)
         inner_state = jax.tree.map(_without_weak_type, inner.init(cast_params_for_init(inner.init, params)))
         check_rounds_last(inner_state)
-        if not noop:
+        if not is_off:
             warn_if_rounded(inner_state, params)
         return wrap_inner(inner_state, loss_scale, unscale=unscale)
 
@@ -95,13 +95,13 @@ def loss_scaled(
     ) -> tuple[optax.Updates, AnyLossScaledState]:
         check_state(state, unscale, loss_scale, structure)
         _check_extra_args(extra_args, unscale)
-        if not noop:
+        if not is_off:
             check_unscaled(grads, loss_scale)
             if not unscale and grads_finite is None:
                 warn_if_scaled(state.loss_scale_state)
         args = grads, state, cast_params(state.inner_state, params), grads_finite, extra_args
         # Outside jit, the trace and each operation of a step would take longer than the step.
-        return (compiled if not noop and _is_concrete(args) else step)(*args)
+        return (compiled if not is_off and _is_concrete(args) else step)(*args)
 
     def step(
         grads: Any, state: AnyLossScaledState, params: Any, grads_finite: Any, extra_args: dict[str, Any]
@@ -109,10 +109,10 @@ def loss_scaled(
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(grads, inner_state, params, **extra_args)
 
-        scale = state.loss_scale_state.loss_scale if unscale and not noop else None
-        check = grads_finite is None and not noop
+        scale = state.loss_scale_state.loss_scale if unscale and not is_off else None
+        check = grads_finite is None and not is_off
         true, finite = scale_unscale.true_gradients(grads, scale, check=check, axis_name=axis_name)
-        if not (noop or check):
+        if not (is_off or check):
             finite = _as_flag(grads_finite)
         updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
         scaler = get_scaler(state) if finite is None else get_scaler(state).advance(loss_scale, finite)

@@ -96,7 +96,7 @@ def _linear_call() -> Any:
         return results, [0] * len(results)
 
     def differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        indices = _with_tangents(tangents)
+        indices = _find_tangents(tangents)
         fun = lambda *xs: run(*build.replaced(operands, indices, xs), **params)
         return jax.jvp(fun, [operands[i] for i in indices], [tangents[i] for i in indices])
 
@@ -121,7 +121,7 @@ def _linearize(
     inputs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling
 ) -> tuple[list[Any], list[Any]]:
     """Return the results and their tangents."""
-    differentiated = _with_tangents(tangents)
+    differentiated = _find_tangents(tangents)
     floating = tuple(i for i, aval in enumerate(jaxpr.out_avals) if is_inexact(aval))
 
     def fun(*xs: Any) -> tuple[list[Any], list[Any]]:
@@ -157,23 +157,18 @@ def _transpose(
         pushed = interpret.call(derivative.linear, [*residuals, *xs])
         return [pushed[i] for i in used]
 
-    pull_back = jax.make_jaxpr(lambda *xs: _pulled_back(of_tangents, types, derivative.linear, list(xs)))(*given)
+    pull_back = jax.make_jaxpr(lambda *xs: _apply_transpose(of_tangents, types, derivative.linear, list(xs)))(*given)
 
     def again(tries: Array, scaled: Sequence[Array]) -> Sequence[Array]:
         # The barrier makes the inputs depend on the loop. Else XLA would compute the forward pass before it, always.
         return derivative.pull_back(behind_barrier([tries, *inputs])[1:], used, scaled)
 
-    # The axes over which the backward pass communicates, and those along which some of its values vary and others do
-    # not: the scale may not vary there.
-    axes = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}
-    kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
-    axes |= frozenset().union(*kinds).difference(frozenset(kinds[0]).intersection(*kinds)) if kinds else set()
     gradients = retry.pull_back_scaled(
         functools.partial(interpret.call, pull_back),
         again,
         given,
         [scaling.are_gradients[i] for i in derivative.differentiated],
-        tuple(sorted(axes)),
+        _shared_axes(pull_back),
         scaling,
     )
     if scaling.retries:
@@ -182,7 +177,18 @@ def _transpose(
     return [None] * (len(operands) - len(tangents)) + gradients
 
 
-def _pulled_back(
+def _shared_axes(pull_back: ClosedJaxpr) -> tuple[str, ...]:
+    """Return the mapped axes along which replicas must have one scale.
+
+    The backward pass communicates over them, or some of its values vary along them and others do not.
+    """
+    communicated = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}
+    kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
+    of_some = frozenset().union(*kinds)
+    return tuple(sorted(communicated | {axis for axis in of_some if not all(axis in kind for kind in kinds)}))
+
+
+def _apply_transpose(
     push_forward: Callable[..., Any], types: Sequence[Any], linear: ClosedJaxpr, cotangents: list[Any]
 ) -> Any:
     if any(ir.is_ref(v) for eqn in linear.jaxpr.eqns for v in eqn.outvars):
@@ -191,7 +197,7 @@ def _pulled_back(
     return jax.linear_transpose(push_forward, *types)(cotangents)
 
 
-def _with_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
+def _find_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
     return tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
 
 

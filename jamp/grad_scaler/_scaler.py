@@ -194,8 +194,8 @@ class GradScaler(Pytree):
         if scaled_grads is None:
             warn_if_scaled(self.state)
         note_unscaled()
-        checked = check_overflow and self.is_enabled()
-        true, finite = true_gradients(given, scale, check=checked, axis_name=self.axis_name)
+        is_checked = check_overflow and self.is_enabled()
+        true, finite = true_gradients(given, scale, check=is_checked, axis_name=self.axis_name)
         if optimizer_step:
             params, opt_state = step_plain(tx, opt_state, params, true, finite, extra_args or {})
         if finite is None:
