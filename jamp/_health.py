@@ -86,11 +86,8 @@ def check_health(
             "jamp.check_health(state, policy=print), opt_state._replace(inner_state=()))"
         )
     state = find_scaler_state(tree)
-    problems = [
-        *_check_members(state, max_consecutive_overflows, loss_scale),
-        *_check_outside(tree),
-        *_check_oscillation(history),
-    ]
+    members = _check_members(state, max_consecutive_overflows, loss_scale)
+    problems = [*members, *_check_outside(tree), *_check_recent(history)]
     if history is not None and isinstance(state, LossScaledState):
         problems += _check_scaled_norms(history)
     if not any(_ZERO in problem for problem in problems):
@@ -191,7 +188,7 @@ _ZEROS = (
 )
 
 
-def _check_oscillation(history: History | None) -> Iterator[str]:
+def _check_recent(history: History | None) -> Iterator[str]:
     if history is None or "loss_scale" not in history.names:
         return
     scales, finite = (history[name][-_RECENT:] for name in ("loss_scale", "grads_finite"))

@@ -18,7 +18,7 @@ from jamp._numbers import as_number
 from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
-from jamp._step.leaves import contains
+from jamp._step.leaves import contains, find_nodes
 from jamp._step.state import check_holds_no_scaler, check_kind
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
@@ -202,14 +202,14 @@ def _encode_moments(
     """
     words, new_scales = random_words(_SEED, count), _Scales()
 
-    def encode_array(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes | None:
+    def encode_array(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes:
         if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
-            return None
+            return BlockCodes(x, _make_placeholder(x))
         is_given = is_square is None or not is_computed
         if is_square is None and choices.never_negative is not None:
             is_square = choices.never_negative(path, x)
         if is_square is None or (choices.keep is not None and choices.keep(path, x)):
-            return None
+            return BlockCodes(x, _make_placeholder(x))
         if is_square and is_given:  # Optax computes no -0, which has the bits of a negative number.
             x = jnp.where(x <= 0, 0, x)
         so_far = new_scales.setdefault(leaf, [])
@@ -219,9 +219,7 @@ def _encode_moments(
         return codes
 
     def encode_field(start: Any, tree: Any, is_square: bool | None) -> Any:
-        new = lambda path, x: (
-            encode_array((*start, *path), keystr(path or start), x, is_square) or BlockCodes(x, _make_placeholder(x))
-        )
+        new = lambda path, x: encode_array((*start, *path), keystr(path or start), x, is_square)
         pairs = tree_map_with_path(new, tree)
         if is_square is None:  # an array of another state
             return pairs if _is_scales(pairs.scales) else tree
@@ -239,11 +237,9 @@ def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
     XLA:TPU computes both in one kernel only if one needs the other. Apart, they read and decode the state twice.
     """
     codes: dict[str, list[Array]] = {}
-
-    for moment in filter(_is_codes, jax.tree.leaves(inner_state, is_leaf=_is_codes)):
-        for (path, x), scales in zip(
-            jax.tree.leaves_with_path(moment.codes), jax.tree.leaves(moment.scales), strict=True
-        ):
+    for _, moment in find_nodes(inner_state, _is_codes):
+        arrays = jax.tree.leaves_with_path(moment.codes)
+        for (path, x), scales in zip(arrays, jax.tree.leaves(moment.scales), strict=True):
             if _is_scales(scales):
                 codes.setdefault(keystr(path), []).append(x)
     return tree_map_with_path(lambda path, u: in_one_kernel_on_tpu(u, codes.get(keystr(path), ())), updates)

@@ -74,9 +74,9 @@ def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
     """
 
     def of_node(path: Any, x: Any) -> Any:
-        if not _is_known(x):
+        if not (kinds := _kinds(x)):
             return fun(path, x, None)
-        kinds, fields = _kinds(x), {}
+        fields = {}
         for name, field in x._asdict().items():
             inside, kind = (*path, GetAttrKey(name)), kinds.get(name)
             is_moment = kind in ("signed", "squares")
@@ -84,7 +84,8 @@ def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
         return x._replace(**fields)
 
     def visit(start: Any, tree: Any) -> Any:
-        return tree_map_with_path(lambda path, x: of_node((*start, *path), x), tree, is_leaf=_is_known)
+        is_leaf = lambda x: bool(_kinds(x))
+        return tree_map_with_path(lambda path, x: of_node((*start, *path), x), tree, is_leaf=is_leaf)
 
     return visit((), state)
 
@@ -93,7 +94,7 @@ def averages_and_sums(state: Any) -> list[Any]:
     """Return the floating arrays of a state that are all zero only if all gradients were zero, as far as is known."""
     trees = []
     for _, x in find_nodes(state, lambda x: hasattr(x, "_fields"), enters=lambda x: True):
-        kinds = _kinds(x) if _is_of_optax(x) else _USUAL
+        kinds = _kinds(x, of_others=_USUAL)
         trees += [getattr(x, name) for name in x._fields if kinds.get(name, "other") not in ("other", "origin")]
     return [x for x in jax.tree.leaves(trees) if is_inexact(x)]
 
@@ -105,16 +106,10 @@ def may_be_moment(path: tuple[Any, ...]) -> bool:
 
 def measures_distance(state: Any) -> bool:
     """Whether updates depend on the distance to the first parameters."""
-    return contains(state, lambda x: _is_known(x) and "origin" in _kinds(x).values())
+    return contains(state, lambda x: "origin" in _kinds(x).values())
 
 
-def _kinds(x: Any) -> dict[str, _Kind]:
-    return FIELDS.get(type(x).__name__, {})
-
-
-def _is_known(x: Any) -> bool:
-    return bool(_kinds(x)) and _is_of_optax(x)
-
-
-def _is_of_optax(x: Any) -> bool:
-    return type(x).__module__.partition(".")[0] == "optax"
+def _kinds(x: Any, of_others: dict[str, _Kind] | None = None) -> dict[str, _Kind]:
+    """Return the kinds of the fields of a node, by name, if it is a state of Optax, else `of_others`."""
+    is_of_optax = type(x).__module__.partition(".")[0] == "optax"
+    return FIELDS.get(type(x).__name__, {}) if is_of_optax else of_others or {}
