@@ -104,7 +104,7 @@ def warn_of_order(tree: Any) -> None:
     """Warn if a tree holds the state of a chain, or of a `MultiSteps`, with `loss_scaled` in a wrong place."""
     messages: list[str] = []
     is_place = lambda x: type(x) is tuple or isinstance(x, optax.MultiStepsState)
-    for _, x in find_nodes(tree, is_place, enters=lambda x: True):
+    for _, x in find_nodes(tree, is_place, enters=lambda x: True, has_paths=False):
         if type(x) is tuple:
             messages += _find_misplaced(x)
         elif x.skip_state == () and contains(x.inner_opt_state, is_skipping):
