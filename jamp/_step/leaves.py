@@ -20,16 +20,12 @@ from jamp._jaxprs import build
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 
-
 Node = tuple[tuple[Any, ...], Any]  # a path, and the node or leaf there
+Condition = Callable[[Any], bool]  # of a node or leaf
 
 
 def find_nodes(
-    tree: Any,
-    is_wanted: Callable[[Any], bool],
-    *,
-    enters: Callable[[Any], bool] = lambda x: False,
-    has_paths: bool = True,
+    tree: Any, is_wanted: Condition, *, enters: Condition = lambda x: False, has_paths: bool = True
 ) -> Iterator[Node]:
     """Yield the path and the value of each wanted node or leaf, from the outside in.
 
@@ -52,12 +48,12 @@ def find_nodes(
     return visit((), tree)
 
 
-def contains(tree: Any, is_wanted: Callable[[Any], bool]) -> bool:
+def contains(tree: Any, is_wanted: Condition) -> bool:
     """Whether any node or leaf of a tree is wanted."""
     return any(True for _ in find_nodes(tree, is_wanted, has_paths=False))
 
 
-def _leaves_without_path(tree: Any, is_leaf: Callable[[Any], bool]) -> list[Node]:
+def _leaves_without_path(tree: Any, is_leaf: Condition) -> list[Node]:
     return [((), x) for x in jax.tree.leaves(tree, is_leaf=is_leaf)]
 
 

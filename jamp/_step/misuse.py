@@ -11,12 +11,12 @@ a `jit` of its own, are other arrays, of which nothing is known.
 """
 
 import contextlib
-import enum
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -25,18 +25,14 @@ from jamp._loss_scale.static import LossScale
 from jamp._staging import is_differentiated, is_kept, is_recorded
 from jamp._step.state import can_change
 
-
-class _Role(enum.Enum):
-    """What is known of an array."""
-
-    SCALED_LOSS = enum.auto()
-    TRUE_GRADIENT = enum.auto()  # It was divided by a loss scale.
-    GRADIENT_OF_SCALED = enum.auto()  # `scaled` returned it.
-    SCALE_IN_USE = enum.auto()  # It scaled a loss, and no gradients were unscaled since.
-    SCALE_READ = enum.auto()  # A user asked for it, perhaps to divide by it.
-
-
-_KNOWN = {role: weakref.WeakValueDictionary[int, Any]() for role in _Role}  # by id
+# What may be known of an array:
+# scaled loss: it was multiplied by a loss scale
+# true gradient: it was divided by a loss scale
+# gradient of scaled: `scaled` returned it
+# scale in use: it scaled a loss, and no gradients were unscaled since
+# scale read: a user asked for it, perhaps to divide by it
+_Role = Literal["scaled loss", "true gradient", "gradient of scaled", "scale in use", "scale read"]
+_KNOWN: dict[_Role, weakref.WeakValueDictionary[int, Any]] = defaultdict(weakref.WeakValueDictionary)  # by id
 _SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # jamp's function that is being traced
 
 
@@ -74,7 +70,7 @@ def check_scaled_once(name: str) -> None:
 
 def note_true_gradients(gradients: list[Any]) -> None:
     """Remember gradients that `scaled` returned, as long as they exist."""
-    _note(_Role.GRADIENT_OF_SCALED, gradients)
+    _note("gradient of scaled", gradients)
 
 
 def note_scaled_loss(loss_scale_state: Any) -> None:
@@ -87,7 +83,7 @@ def note_scaled_loss(loss_scale_state: Any) -> None:
     # too, but it stays in the program of the logged one, and keeps the tracers of its closure alive.
     if is_recorded() and is_differentiated():
         scales = jax.tree.leaves(loss_scale_state.loss_scale)
-        _note(_Role.SCALE_IN_USE, [x for x in scales if not _is_any(_Role.SCALE_READ, x)])
+        _note("scale in use", [x for x in scales if not _is_any("scale read", x)])
 
 
 def note_unscaled() -> None:
@@ -95,12 +91,12 @@ def note_unscaled() -> None:
 
     Inside a `jit` of its own, the scale is another array, so it cannot be found by identity.
     """
-    _KNOWN[_Role.SCALE_IN_USE].clear()
+    _KNOWN["scale in use"].clear()
 
 
 def note_scale_read(loss_scale_state: Any) -> None:
     """Remember that a user asked for the loss scale of a state, perhaps to divide by it."""
-    _note(_Role.SCALE_READ, loss_scale_state.loss_scale)
+    _note("scale read", loss_scale_state.loss_scale)
     note_unscaled()
 
 
@@ -109,7 +105,7 @@ def warn_if_scaled(loss_scale_state: Any) -> None:
 
     It is not an error, because a program can take the scale out of the state by hand and divide.
     """
-    if _is_any(_Role.SCALE_IN_USE, loss_scale_state.loss_scale):
+    if _is_any("scale in use", loss_scale_state.loss_scale):
         note_unscaled()
         warnings.warn(
             "The loss went through jamp.scale_loss, and nothing has unscaled the gradients: a step would be too large "
@@ -125,7 +121,7 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
     Gradients are recognized by identity. Averaged or clipped ones, and results of a `jit`, are not recognized.
     """
     own = getattr(loss_scale, "scale", None) if getattr(loss_scale, "is_constant", False) else None
-    if own != 1 and _is_any(_Role.GRADIENT_OF_SCALED, gradients):
+    if own != 1 and _is_any("gradient of scaled", gradients):
         raise ValueError(
             f"These are gradients of jamp.scaled, which has unscaled them, and this optimizer has {loss_scale!r}, "
             "which did not scale their loss. Use jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)), which skips steps "
@@ -136,7 +132,7 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
 def warn_if_scaled_twice(loss: Any, scaled: Any) -> None:
     """Remember the scaled losses. Warn if the loss was one already."""
     _warn_if_twice(
-        _Role.SCALED_LOSS, loss, scaled,
+        "scaled loss", loss, scaled,
         "The loss is scaled already, and is multiplied by the loss scale once more, so that the gradients are divided "
         "once too few. Scale the loss that your function returned, once.",
     )  # fmt: skip
@@ -145,7 +141,7 @@ def warn_if_scaled_twice(loss: Any, scaled: Any) -> None:
 def warn_if_unscaled_twice(gradients: Any, unscaled: Any) -> None:
     """Remember the unscaled gradients. Warn if the gradients were unscaled already."""
     _warn_if_twice(
-        _Role.TRUE_GRADIENT, gradients, unscaled,
+        "true gradient", gradients, unscaled,
         "The gradients are true already, and are divided by the loss scale once more. jamp.value_and_grad, "
         "GradScaler.value_and_grad and unscale return true gradients: clip them as they are, and give them to "
         "GradScaler.step as grads=.",
