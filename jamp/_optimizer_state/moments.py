@@ -21,22 +21,18 @@ _Kind = Literal["signed", "squares", "whole", "sum", "other", "origin"]
 # Centered RMSprop takes the root of a difference of its two moments, which roundings can make negative. Momo subtracts
 # a sum of products with its moment. They are whole.
 FIELDS: dict[str, dict[str, _Kind]] = {
-    "AccumulateAvgUpdatesState": {"avg_grad": "other"},
+    # In any state. The scales are the units of jamp's 8-bit codes.
+    "*": dict.fromkeys(("acc_grads", "avg_grad", "hyperparams", "params", "projector", "scales", "slow", "z"), "other"),
     "COCOBState": {"init_particles": "other", "cumulative_gradients": "sum"},
     "DAdaptAdamWState": {"exp_avg": "signed", "exp_avg_sq": "squares", "grad_sum": "sum"},
     "DoGState": {"init_params": "origin"},
     "DoWGState": {"init_params": "origin"},
     "EmaState": {"ema": "signed"},
     "FactoredState": {"v": "squares", "v_row": "whole", "v_col": "whole"},
-    "GaLoreState": {"projector": "other"},
-    "InjectHyperparamsState": {"hyperparams": "other"},
-    "InjectStatefulHyperparamsState": {"hyperparams": "other"},
-    "LookaheadParams": {"slow": "other"},
     "MadgradState": {"grad_sum_sq": "sum", "s": "sum", "x0": "other"},
     "MechanicState": {"s": "other", "x0": "origin"},
     "MomoAdamState": {"exp_avg": "whole", "exp_avg_sq": "whole"},
     "MomoState": {"exp_avg": "whole"},
-    "MultiStepsState": {"acc_grads": "other"},
     "MuonState": {"mu": "signed", "ns_coeffs": "other"},
     "ProdigyState": {"exp_avg": "signed", "exp_avg_sq": "squares", "grad_sum": "sum", "params0": "other"},
     "ScaleByAdaDeltaState": {"e_g": "squares", "e_x": "squares"},
@@ -45,7 +41,6 @@ FIELDS: dict[str, dict[str, _Kind]] = {
     "ScaleByAdemamixState": {"m1": "signed", "m2": "signed", "nu": "squares"},
     "ScaleByAmsgradState": {"mu": "signed", "nu": "squares", "nu_max": "squares"},
     "ScaleByBeliefState": {"mu": "signed", "nu": "squares"},
-    "ScaleByLBFGSState": {"params": "other"},
     "ScaleByLionState": {"mu": "signed"},
     "ScaleByNovogradState": {"mu": "signed", "nu": "whole"},
     "ScaleByRStdDevState": {"mu": "whole", "nu": "whole"},
@@ -54,16 +49,13 @@ FIELDS: dict[str, dict[str, _Kind]] = {
     "ScaleByRssState": {"sum_of_squares": "sum"},
     "ScaleBySM3State": {"mu": "whole", "nu": "signed"},  # nu is its momentum
     "ScaleBySimplifiedAdEMAMixState": {"m": "signed", "n": "squares"},
-    "ScheduleFreeState": {"z": "other"},
     "SophiaState": {"mu": "signed", "nu": "signed"},  # An estimate of the Hessian may be negative.
     "TraceState": {"trace": "signed"},
 }
 # The usual names of moments, for states of other libraries.
 _USUAL = FIELDS["EmaState"] | FIELDS["ScaleByAdamState"] | FIELDS["TraceState"]
-# The names of fields that are no moments in a state of any library. The units of jamp's 8-bit codes are not.
-_NOT_MOMENTS = {"scales"} | {
-    name for fields in FIELDS.values() for name, kind in fields.items() if kind in ("sum", "other", "origin")
-}
+# The names of fields that are no moments, in a state of any library.
+_NOT_MOMENTS = {name for row in FIELDS.values() for name, kind in row.items() if kind in ("sum", "other", "origin")}
 
 
 def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:

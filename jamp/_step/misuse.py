@@ -36,7 +36,7 @@ _KNOWN: dict[_Role, weakref.WeakValueDictionary[int, Any]] = defaultdict(weakref
 _SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # jamp's function that is being traced
 
 
-def _note(role: _Role, tree: Any) -> None:
+def note(role: _Role, tree: Any) -> None:
     """Remember the arrays of a tree as long as they exist."""
     _KNOWN[role].update((id(x), x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
 
@@ -68,11 +68,6 @@ def check_scaled_once(name: str) -> None:
         )
 
 
-def note_true_gradients(gradients: list[Any]) -> None:
-    """Remember gradients that `scaled` returned, as long as they exist."""
-    _note("gradient of scaled", gradients)
-
-
 def note_scaled_loss(loss_scale_state: Any) -> None:
     """Remember that a loss was scaled by the loss scale of a state, until gradients are unscaled.
 
@@ -83,7 +78,7 @@ def note_scaled_loss(loss_scale_state: Any) -> None:
     # too, but it stays in the program of the logged one, and keeps the tracers of its closure alive.
     if is_recorded() and is_differentiated():
         scales = jax.tree.leaves(loss_scale_state.loss_scale)
-        _note("scale in use", [x for x in scales if not _is_any("scale read", x)])
+        note("scale in use", [x for x in scales if not _is_any("scale read", x)])
 
 
 def note_unscaled() -> None:
@@ -96,7 +91,7 @@ def note_unscaled() -> None:
 
 def note_scale_read(loss_scale_state: Any) -> None:
     """Remember that a user asked for the loss scale of a state, perhaps to divide by it."""
-    _note("scale read", loss_scale_state.loss_scale)
+    note("scale read", loss_scale_state.loss_scale)
     note_unscaled()
 
 
@@ -151,7 +146,7 @@ def warn_if_unscaled_twice(gradients: Any, unscaled: Any) -> None:
 def _warn_if_twice(role: _Role, given: Any, results: Any, message: str) -> None:
     if _is_any(role, given):
         warnings.warn(message, stacklevel=users_stacklevel())
-    _note(role, results)
+    note(role, results)
 
 
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:

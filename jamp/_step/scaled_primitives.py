@@ -26,7 +26,7 @@ from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.manual_axes import varying
 from jamp._jaxprs.source import users_stacklevel
 from jamp._step import retry
-from jamp._step.misuse import note_true_gradients
+from jamp._step.misuse import note
 from jamp._step.retry import Scaling
 
 
@@ -173,7 +173,7 @@ def _transpose(
     )
     if scaling.retries:
         gradients = [_refusing_identity().bind(x) for x in gradients]
-    note_true_gradients(gradients)
+    note("gradient of scaled", gradients)
     return [None] * (len(operands) - len(tangents)) + gradients
 
 
