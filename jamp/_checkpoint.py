@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._loss_scale.static import LossScale
+from jamp._step.leaves import is_numeric
 
 
 def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
@@ -30,10 +31,9 @@ def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
       >>> jamp.interop.checkpoint_config({"w": jnp.ones((3, 4))}, jamp.StaticLossScale(8.0))
       {'loss_scale': {'type': 'static', 'scale': 8.0}, 'arrays': {"['w']": 'float32[3,4]'}}
     """
-    is_array = lambda x: hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
     # Without x64, `result_type` takes NumPy's float64 for float32.
     describe = lambda x: f"{getattr(x, 'dtype', None) or jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
-    arrays = {keystr(path): describe(x) for path, x in tree_leaves_with_path(tree) if is_array(x)}
+    arrays = {keystr(path): describe(x) for path, x in tree_leaves_with_path(tree) if is_numeric(x)}
     return {"loss_scale": _config(loss_scale), "arrays": arrays}
 
 

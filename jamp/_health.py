@@ -7,22 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
+from jax.tree_util import SequenceKey, keystr
 
 from jamp._cast import is_inexact
 from jamp._loss_scale.static import LossScale
 from jamp._loss_scale.stats import LossScaleStats
+from jamp._optimizer_state.moments import averages_and_sums
 from jamp._step.accessors import get_loss_scale, get_stats
 from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite
+from jamp._step.leaves import find_nodes
 from jamp._step.state import LossScaledState, ScaledGradsState, is_scaler_state
 from jamp.history import History
 
 _RECENT = 200  # the last steps of the history, which are examined
 _SHORTEST, _LONGEST = 20, 200  # the steps before and after a growth of the scale in which grad_norm is examined
-# Optax's names for moments of the gradients. If the moments are zero, all gradients were zero.
-_MOMENTS = ("mu", "nu", "trace", "sum_of_squares", "ema")
 
 
 class LossScaleError(FloatingPointError):
@@ -87,11 +86,12 @@ def check_health(
             "jamp.check_health(state, policy=print), opt_state._replace(inner_state=()))"
         )
     state = find_scaler_state(tree)
-    problems = [*_of_members(state, max_consecutive_overflows, loss_scale), *_poisoned(tree), *_recent(history)]
+    members = _check_members(state, max_consecutive_overflows, loss_scale)
+    problems = [*members, *_check_outside(tree), *_check_recent(history)]
     if history is not None and isinstance(state, LossScaledState):
-        problems += _scaled_norms(history)
+        problems += _check_scaled_norms(history)
     if not any(_ZERO in problem for problem in problems):
-        problems += _zero_norms(history)
+        problems += _check_zero_norms(history)
     message = " ".join(problems)
     if not problems:
         return
@@ -103,18 +103,16 @@ def check_health(
         raise LossScaleError(message)
 
 
-def _of_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
-    is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
-    fields = [x for name in _MOMENTS for _, x in optax.tree.get_all_with_path(state, name, is_field)]
-    moments = [x for x in jax.tree.leaves(fields) if is_inexact(x)]
+def _check_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iterator[str]:
+    moments = averages_and_sums(state)
     all_stats, scales = jax.device_get((get_stats(state), get_loss_scale(state)))
 
     def problems(i: tuple[int, ...]) -> str:
         stats, scale = jax.tree.map(lambda x: x[i], (all_stats, scales))
         texts = [
-            *_skips(stats, scale, limit),
-            *_bounds(stats, scale, loss_scale, isinstance(state, ScaledGradsState)),
-            *_no_gradients(stats, moments, i),
+            *_check_skips(stats, scale, limit),
+            *_check_bounds(stats, scale, loss_scale, isinstance(state, ScaledGradsState)),
+            *_check_moments(stats, moments, i),
         ]
         return " ".join(texts)
 
@@ -124,7 +122,7 @@ def _of_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iterato
         yield f"{name}: {text}" if i else text
 
 
-def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
+def _check_skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
     if stats.consecutive_overflows > limit:
         yield (
             f"{stats.consecutive_overflows} steps in a row were skipped (the limit is {limit}); the loss scale is "
@@ -134,7 +132,7 @@ def _skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
         )
 
 
-def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, unscale: bool) -> Iterator[str]:
+def _check_bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, unscale: bool) -> Iterator[str]:
     floor, ceiling = (getattr(loss_scale, name, None) for name in ("min_scale", "max_scale"))
     if floor is not None and stats.consecutive_overflows and scale <= np.float32(floor):
         yield (
@@ -150,10 +148,10 @@ def _bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | None, u
         ) + _NOT_SCALED * unscale
 
 
-def _poisoned(tree: Any) -> Iterator[str]:
-    flat, _ = tree_flatten_with_path(tree, is_leaf=is_scaler_state)
-    wrapper = next(path for path, x in flat if is_scaler_state(x))
-    outside = [(path, x) for path, x in flat if is_inexact(x)]
+def _check_outside(tree: Any) -> Iterator[str]:
+    found = list(find_nodes(tree, lambda x: is_scaler_state(x) or is_inexact(x)))
+    wrapper = next(path for path, x in found if is_scaler_state(x))
+    outside = [(path, x) for path, x in found if not is_scaler_state(x)]
     if not outside or all_finite([x for _, x in outside]):
         return
 
@@ -173,7 +171,7 @@ def _poisoned(tree: Any) -> Iterator[str]:
         )
 
 
-def _no_gradients(stats: LossScaleStats, moments: Sequence[Any], i: tuple[int, ...]) -> Iterator[str]:
+def _check_moments(stats: LossScaleStats, moments: Sequence[Any], i: tuple[int, ...]) -> Iterator[str]:
     if stats.finite_steps > 0 and moments and not any(bool(jnp.any(x[i] != 0)) for x in moments):
         yield _ZEROS.format(f"the moments of the optimizer are all zero after {stats.finite_steps} steps")
 
@@ -190,7 +188,7 @@ _ZEROS = (
 )
 
 
-def _recent(history: History | None) -> Iterator[str]:
+def _check_recent(history: History | None) -> Iterator[str]:
     if history is None or "loss_scale" not in history.names:
         return
     scales, finite = (history[name][-_RECENT:] for name in ("loss_scale", "grads_finite"))
@@ -204,14 +202,14 @@ def _recent(history: History | None) -> Iterator[str]:
         )
 
 
-def _zero_norms(history: History | None) -> Iterator[str]:
+def _check_zero_norms(history: History | None) -> Iterator[str]:
     if history is not None and "grad_norm" in history.names:
         norms = history["grad_norm"][-_RECENT:]
         if len(norms) and not norms.any():
             yield _ZEROS.format(f"grad_norm is 0 in the last {len(norms)} steps")
 
 
-def _scaled_norms(history: History) -> Iterator[str]:
+def _check_scaled_norms(history: History) -> Iterator[str]:
     """Report a `grad_norm` that jumps by the factor of the loss scale whenever that grows.
 
     The number of steps decides when the scale grows, so a true norm has no reason to jump there. Growths near which the

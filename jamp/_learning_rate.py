@@ -18,7 +18,7 @@ def get_learning_rate(tree: Any) -> Array:
       tree: The state of one of `jamp.optimizers` or of `optax.inject_hyperparams`, or a pytree with one.
 
     Returns:
-      f32[], the learning rate. With a schedule, it is that of the last applied step.
+      f32[], the learning rate. With a schedule, it is the one of the last applied step.
 
     Raises:
       ValueError: If the tree holds no `learning_rate` or several.

@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from jamp._step.find import step_applied
+from jamp._step.find import is_step_applied
 from jamp._step.gradients import value_and_grad
 from jamp._step.skip import apply_or_keep
 
@@ -81,4 +81,4 @@ def apply_gradients(
     params, rest = eqx.partition(model, eqx.is_inexact_array)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     # Not `eqx.apply_updates`, which would cast 16-bit parameters to the updates' float32.
-    return eqx.combine(apply_or_keep(step_applied(opt_state), params, updates), rest), opt_state
+    return eqx.combine(apply_or_keep(is_step_applied(opt_state), params, updates), rest), opt_state

@@ -13,8 +13,8 @@ from jamp._loss_scale.checks import check_count
 from jamp._numbers import as_number
 from jamp._step.accessors import metrics
 from jamp._step.find import find_scaler_state
-from jamp._step.leaves import with_leaves
-from jamp._step.state import ScalerState, scaler_of
+from jamp._step.leaves import replace_leaves
+from jamp._step.state import ScalerState, get_scaler
 
 
 class History:
@@ -90,7 +90,7 @@ class History:
         return self._length
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """The values recorded under a name at all steps so far, [steps]. It waits for them."""
+        """Return the values recorded under a name at all steps so far, [steps]. It waits for them."""
         if name not in self._buffer:
             raise KeyError(f"Nothing called {name!r} was recorded, only: {', '.join(self._buffer) or 'no steps yet'}.")
         self._receive()
@@ -106,7 +106,7 @@ class History:
         leaves, structure = jax.tree.flatten(tree)
         # Finding the state anew at each step would take longer than recording it.
         if self._structure is None or structure != self._structure:
-            self._positions = scaler_of(find_scaler_state(with_leaves(tree, list(range(len(leaves))))))
+            self._positions = get_scaler(find_scaler_state(replace_leaves(tree, list(range(len(leaves))))))
             self._structure = structure
         return jax.tree.map(leaves.__getitem__, self._positions)
 

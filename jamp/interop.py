@@ -22,7 +22,8 @@ from jamp._loss_scale.static import LossScale, check_loss_scale
 from jamp._optimizer_state.eight_bit import dequantize_state as dequantize_state, quantize_state as quantize_state
 from jamp._optimizer_state.split_masters import join_masters as join_masters, split_masters as split_masters
 from jamp._step.find import find_loss_scale_state
-from jamp._step.state import AnyLossScaledState, contains, wrap_inner
+from jamp._step.leaves import contains
+from jamp._step.state import AnyLossScaledState, wrap_inner
 from jamp.grad_scaler import GradScaler
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")

@@ -15,10 +15,10 @@ from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale
 from jamp._step import gradients
 from jamp._step.accessors import metrics
-from jamp._step.find import step_applied
+from jamp._step.find import is_step_applied
 from jamp._step.leaves import OVERWRITE_WITH_GRADIENT
 from jamp._step.loss_scaled import loss_scaled
-from jamp._step.skip import apply_or_keep, new_or_old
+from jamp._step.skip import apply_or_keep, select_new
 
 try:
     from flax.training import train_state
@@ -139,17 +139,17 @@ class TrainState(train_state.TrainState):
                 raise TypeError(f"{name!r} is not a field of this state. Give it to `create` first.")
         params = _with_optimizer(self.params)
         updates, opt_state = self.tx.update(_with_optimizer(grads), self.opt_state, params, **(extra_args or {}))
-        grads_finite = step_applied(opt_state)
+        grads_finite = is_step_applied(opt_state)
         new_params = apply_or_keep(grads_finite, params, updates)
         if _overwrites(self.params):
             new, old = (tree[OVERWRITE_WITH_GRADIENT] for tree in (grads, self.params))
-            overwritten = new_or_old(grads_finite, new, old, OVERWRITE_WITH_GRADIENT)
+            overwritten = select_new(grads_finite, new, old, OVERWRITE_WITH_GRADIENT)
             new_params = type(self.params)({**self.params, "params": new_params, OVERWRITE_WITH_GRADIENT: overwritten})
         return self.replace(
-            step=new_or_old(grads_finite, optax.safe_increment(self.step), self.step, "step"),
+            step=select_new(grads_finite, optax.safe_increment(self.step), self.step, "step"),
             params=new_params,
             opt_state=opt_state,
-            **{name: new_or_old(grads_finite, new, getattr(self, name), name) for name, new in collections.items()},
+            **{name: select_new(grads_finite, new, getattr(self, name), name) for name, new in collections.items()},
         )
 
     def metrics(self) -> dict[str, jax.Array]:

@@ -10,12 +10,12 @@ import optax
 
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale
-from jamp._step.find import find_state_to_unscale, scale_of, step_applied
+from jamp._step.find import find_state_to_unscale, is_step_applied, read_scale
 from jamp._step.finite import all_finite
 from jamp._step.leaves import split_gradients
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scale_unscale import unscale, with_scaled_loss
-from jamp._step.skip import new_or_old
+from jamp._step.skip import select_new
 
 try:
     from flax import nnx
@@ -85,7 +85,7 @@ class Optimizer(nnx.Optimizer[Any]):
         before = nnx.as_pure((nnx.state(model, self.wrt), self.step))
         updates = super().update(model, grads, **kwargs)
         after = nnx.as_pure((nnx.state(model, self.wrt), self.step))
-        kept = new_or_old(step_applied(nnx.as_pure(self.opt_state)), after, before, "The model")
+        kept = select_new(is_step_applied(nnx.as_pure(self.opt_state)), after, before, "The model")
         nnx.update(model, kept[0])
         self.step[...] = kept[1]
         return updates
@@ -139,7 +139,7 @@ def value_and_grad(
                 "value_and_grad takes a jamp.nnx.Optimizer, whose wrt says what is differentiated, got a "
                 f"{type(optimizer).__name__}. Pass one, or argnums."
             )
-        scale, scaled = scale_of(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
+        scale, scaled = read_scale(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
         differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
         before = _values((args, kwargs))
         differentiate = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)
@@ -189,5 +189,5 @@ def _restore_unless(grads_finite: jax.Array, nodes: Any, before: dict[Any, Any])
         old = before.get(path)
         structure: Any = jax.tree.structure(new)
         if new is not old and jax.tree.structure(old) == structure:
-            changed[path] = new_or_old(grads_finite, new, old, ".".join(map(str, path)))
+            changed[path] = select_new(grads_finite, new, old, ".".join(map(str, path)))
     nnx.update(nodes, nnx.from_flat_state(changed))

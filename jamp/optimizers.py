@@ -29,7 +29,7 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Stochastic gradient descent as `torch.optim.SGD`.
+    """Make stochastic gradient descent as `torch.optim.SGD`.
 
     The momentum starts as the first gradient, without dampening. The weight decay is added to the gradient.
 
@@ -71,7 +71,7 @@ def adam(
     weight_decay: float = 0.0,
     amsgrad: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam as `torch.optim.Adam`.
+    """Make Adam as `torch.optim.Adam`.
 
     The weight decay is added to the gradient. AMSGrad takes the maximum before the bias correction. Optax takes it
     afterwards.
@@ -103,7 +103,7 @@ def adamw(
     weight_decay: float = 0.01,
     amsgrad: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW as `torch.optim.AdamW`.
+    """Make AdamW as `torch.optim.AdamW`.
 
     torch's default weight decay is 0.01. Optax's is 1e-4.
 
@@ -135,7 +135,7 @@ def rmsprop(
     momentum: float = 0.0,
     centered: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """RMSprop as `torch.optim.RMSprop`.
+    """Make RMSprop as `torch.optim.RMSprop`.
 
     Args:
       learning_rate: A number or a schedule. It is applied after the momentum.
@@ -179,7 +179,7 @@ def _decay(weight_decay: float) -> list[optax.GradientTransformation]:
 
 
 def _scale_by_adam(betas: tuple[float, float], eps: float, amsgrad: bool) -> optax.GradientTransformation:
-    """Adam's steps with an exact bias correction. Optax's 1 - b2**count is off by 1e-5 in the first steps."""
+    """Make Adam's steps with an exact bias correction. Optax's 1 - b2**count is off by 1e-5 in the first steps."""
     b1, b2 = betas
     if not (0 <= b1 < 1 and 0 <= b2 < 1):
         raise ValueError(f"betas must be at least 0 and below 1, got {betas=}.")
@@ -206,5 +206,5 @@ def _scale_by_adam(betas: tuple[float, float], eps: float, amsgrad: bool) -> opt
 
 
 def _bias_correction(decay: float, count: Array) -> Array:
-    """1 - decay**count to float32's precision, also if decay**count is nearly 1."""
+    """Return 1 - decay**count to float32's precision, also if decay**count is nearly 1."""
     return -jnp.expm1(count.astype(jnp.float32) * np.float32(math.log(decay) if decay > 0 else -math.inf))

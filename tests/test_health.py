@@ -109,7 +109,14 @@ def test_of_an_ensemble_every_member_is_checked_and_the_first_sick_one_is_named(
     assert problems(jax.tree.map(lambda x: x[None], state), **limit).startswith("Member 0, 1 of the ensemble (and 1")
 
 
-@pytest.mark.parametrize("tx", [jamp.optimizers.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9))])
+WITH_MOMENTS = [
+    jamp.optimizers.adam(0.1),
+    optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9)),
+    pytest.param(optax.adan(0.1), marks=pytest.mark.promotes("optax.adan")),
+]
+
+
+@pytest.mark.parametrize("tx", WITH_MOMENTS)
 def test_gradients_that_are_all_zero_are_told_by_the_moments(tx):
     tx, params = jamp.loss_scaled(jamp.master_params(tx)), {"w": GOOD, "b": GOOD}
     for last, told in ((ZERO, True), (GOOD, False)):

@@ -258,6 +258,22 @@ def test_with_autocast_in_either_order_products_are_16_bit_and_digits_stay(order
     assert apart(jax.jit(jax.grad(auto))(*args)) > 0.05  # Without a scale digits are lost.
 
 
+def test_an_8_bit_format_and_a_memory_budget_around_reach_the_products_inside():
+    """They do not reach the rules of a `custom_vjp`, which is why `scaled` has primitives of its own."""
+    args = normal(128, 128) / 8, normal(256, 128, seed=1)
+    fun = lambda w, x: deep(w, x, layers=4)
+    quantized = lambda f: jamp.autocast(f, jamp.Float8(), rules={"dot_general": "compute"})
+    found, expected = (jax.grad(quantized(f)) for f in (jamp.scaled(fun, retries=0), fun))
+    eight = products(expected, *args)
+    assert eight == {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
+    assert products(found, *args) - {jnp.dtype(jnp.float32)} == eight  # float32 is the check
+    assert_close(jax.jit(found)(*args), jax.jit(expected)(*args), 0.02)
+    report = jamp.memory_report(jamp.scaled(fun), 0.5)(*args)
+    assert 0 < report.kept <= 0.5 * report.without_budget
+    recomputed = jax.jit(jax.grad(jamp.recompute(jamp.scaled(fun), 0.5)))
+    assert_close(recomputed(*args), jax.jit(jax.grad(fun))(*args), 1e-5)
+
+
 @pytest.mark.parametrize("retries", [0, 2])
 def test_auxiliary_results_take_no_part_in_the_backward_pass(retries):
     def fun(w, x):
@@ -276,9 +292,9 @@ def test_auxiliary_results_take_no_part_in_the_backward_pass(retries):
     assert_equal(with_zero[0], jnp.zeros_like(W))
 
 
-def deep(w, x):
+def deep(w, x, layers=12):
     """A chain of products and nonlinearities that keeps an array for each."""
-    for _ in range(12):
+    for _ in range(layers):
         x = jnp.sin(x @ w)
     return jnp.mean(x**2)
 

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jamp._loss_scale.checks import check_count, check_number, check_range
 from jamp._loss_scale.dynamic import change_scale, heal, increment
-from jamp._loss_scale.static import to_config
+from jamp._loss_scale.static import Configuration
 from jamp._numbers import with_numbers
 
 _HIDDEN = -1  # the index of the hidden window, in which every finite step grows
@@ -36,7 +36,7 @@ class AdaptiveLossScaleState(NamedTuple):
     steps_since_change: Array  # i32[], steps since the last growth or overflow, the next step included: starts at 1
 
     def with_loss_scale(self, loss_scale: Array) -> Self:
-        """This state with another scale, and no steps counted toward the next growth.
+        """Return this state with another scale, and no steps counted toward the next growth.
 
         The window and its two counts stay. They record how often the gradients have overflowed, which a scale set by
         hand does not change.
@@ -45,7 +45,7 @@ class AdaptiveLossScaleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AdaptiveLossScale:
+class AdaptiveLossScale(Configuration):
     """A loss scale whose growth interval adapts.
 
     The growth interval, here called the window, comes from a list such as 20, 30, 40, 50, 100, 200, 500, 1000. An
@@ -53,8 +53,9 @@ class AdaptiveLossScale:
     overflow. Three growths move to the next longer window. Three overflows with no growth between them move from any
     window but the first to a hidden window of one step. Three growths lead from there back to the first window.
 
-    At every step the scale equals that of MindFormers' `AdaptiveLossScaleUpdateCell`, with two exceptions. A growth to
-    infinity is refused. A window list that is made here contains no 0, no value below `min_window` and no duplicates.
+    MindFormers' `AdaptiveLossScaleUpdateCell` has the same scale at every step, with two exceptions. A growth to
+    infinity is refused here. A window list that is made here contains no 0, no value below `min_window` and no
+    duplicates.
 
     Args:
       init_scale: The initial scale.
@@ -83,6 +84,7 @@ class AdaptiveLossScale:
       MindSpore, Adaptive loss scaling; MindFormers, `mindformers/wrapper/adaptive_loss_scale.py`.
     """
 
+    _kind: ClassVar = "adaptive"
     init_scale: float = 2.0**12
     scale_factor: float = 2.0
     min_window: int = 20
@@ -149,14 +151,9 @@ class AdaptiveLossScale:
             steps_since_change=jnp.where(grow | overflow, 1, increment(state.steps_since_change)),
         )
 
-    def to_config(self) -> dict[str, Any]:
-        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
-        config = to_config("adaptive", self)
-        return config if self.windows is None else config | {"windows": list(self.windows)}
-
 
 def _window_list(min_window: int, max_window: int) -> tuple[int, ...]:
-    """MindFormers' window list, restricted to [min_window, max_window] and starting at min_window."""
+    """Return MindFormers' window list, restricted to [min_window, max_window] and starting at min_window."""
     current: float = max_window
     windows = {min_window, max_window}
     while current > min_window:

@@ -86,14 +86,14 @@ def loss_scale_from_config(config: Mapping[str, Any] | float | str) -> LossScale
                 stacklevel=2,
             )
         section = section["scale_sense"]
-    section = _number(section)
+    section = _to_number(section)
     if isinstance(section, (int, float)):
         return StaticLossScale(section)
     if not isinstance(section, Mapping):
         raise TypeError(f"A loss scale is configured by a mapping with a 'type', got {section!r}.")
     if "type" not in section:
         raise ValueError(
-            f"The mapping has no 'type', only {_listed(section)}. Valid types: {_listed(_BUILDERS)}; or give a "
+            f"The mapping has no 'type', only {_join_names(section)}. Valid types: {_join_names(_BUILDERS)}; or give a "
             "MindFormers document with runner_wrapper.scale_sense."
         )
     kind, fields = section["type"], {k: v for k, v in section.items() if k != "type"}
@@ -104,8 +104,8 @@ def loss_scale_from_config(config: Mapping[str, Any] | float | str) -> LossScale
         _check_name(f"key for type {kind!r}:", key, parameters)
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in fields]
     if missing:
-        raise ValueError(f"Type {kind!r} needs {_listed(missing)}; got {_listed(fields)}.")
-    return build(**{k: _number(v, whole=parameters[k].annotation is not float) for k, v in fields.items()})
+        raise ValueError(f"Type {kind!r} needs {_join_names(missing)}; got {_join_names(fields)}.")
+    return build(**{k: _to_number(v, whole=parameters[k].annotation is not float) for k, v in fields.items()})
 
 
 # MindSpore's classes, with their arguments by name. They have no ceiling and a floor of 1.
@@ -138,10 +138,10 @@ _BUILDERS: dict[str, Callable[..., LossScale]] = {
 }
 
 
-def _number(value: Any, *, whole: bool = False) -> Any:
-    """The number that a string, or each string of a list, contains. An int if `whole` is set and it is whole."""
+def _to_number(value: Any, *, whole: bool = False) -> Any:
+    """Return the number in a string, or in each string of a list, an int if `whole` is set and it is whole."""
     if isinstance(value, (list, tuple)):
-        return [_number(x, whole=whole) for x in value]
+        return [_to_number(x, whole=whole) for x in value]
     if not isinstance(value, str):
         return as_number(value)
     try:
@@ -157,8 +157,8 @@ def _check_name(what: str, name: Any, valid: Iterable[str]) -> None:
         return
     near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     hint = f" Did you mean {names[near[0]]!r}?" if near else ""
-    raise ValueError(f"Unknown {what} {name!r}.{hint} Valid: {_listed(names.values()) or 'none'}.")
+    raise ValueError(f"Unknown {what} {name!r}.{hint} Valid: {_join_names(names.values()) or 'none'}.")
 
 
-def _listed(names: Iterable[Any]) -> str:
+def _join_names(names: Iterable[Any]) -> str:
     return ", ".join(repr(x) for x in names)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jamp._loss_scale.checks import INT32_MAX, check_count, check_number, check_range
-from jamp._loss_scale.static import to_config
+from jamp._loss_scale.static import Configuration
 from jamp._numbers import with_numbers
 
 
@@ -28,7 +28,7 @@ class DynamicLossScaleState(NamedTuple):
     hysteresis_count: Array  # i32[], overflows left before the next backoff, counting the one that backs off
 
     def with_loss_scale(self, loss_scale: Array) -> Self:
-        """This state with another scale, no finite steps counted and a full hysteresis."""
+        """Return this state with another scale, no finite steps counted and a full hysteresis."""
         # Only the configuration knows the full count. Its `update` reduces a larger count to it.
         full = jnp.full_like(self.hysteresis_count, INT32_MAX)
         return self._replace(
@@ -37,7 +37,7 @@ class DynamicLossScaleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(Configuration):
     """A loss scale that grows while gradients are finite and backs off when they overflow.
 
     The `growth_interval`-th finite step in a row multiplies the scale by `growth_factor`. An overflow multiplies it by
@@ -68,6 +68,7 @@ class DynamicLossScale:
       `DynamicGradScaler` for the hysteresis. apex for the bounds.
     """
 
+    _kind: ClassVar = "dynamic"
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -122,10 +123,6 @@ class DynamicLossScale:
             hysteresis_count=jnp.where(refill, self.hysteresis, left),
         )
 
-    def to_config(self) -> dict[str, Any]:
-        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
-        return to_config("dynamic", self)
-
 
 def change_scale(
     scale: Array, grow: Array, growth_factor: float, back_off: Array, backoff_factor: float, max_scale: float
@@ -144,5 +141,5 @@ def heal(scale: Array, init_scale: float, min_scale: float, max_scale: float) ->
 
 
 def increment(count: Array) -> Array:
-    """`count + 1`, saturating at the largest int32."""
+    """Return `count + 1`, saturating at the largest int32."""
     return jnp.where(count < INT32_MAX, count + 1, INT32_MAX)

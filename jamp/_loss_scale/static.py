@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,6 +10,8 @@ from jax.typing import ArrayLike
 
 from jamp._loss_scale.checks import check_scale
 from jamp._numbers import with_numbers
+
+_State = TypeVar("_State")
 
 
 @runtime_checkable
@@ -54,9 +56,26 @@ def is_noop(state: Any) -> bool:
     return getattr(state, "is_noop", False)
 
 
-def to_config(kind: str, loss_scale: Any) -> dict[str, Any]:
-    """The type and the fields of a configuration, as Python numbers, strings and None."""
-    return {"type": kind, **dataclasses.asdict(loss_scale)}
+class Configuration:
+    """Base class of jamp's loss scales, dataclasses that are written to configuration files."""
+
+    _kind: ClassVar[str]  # the "type" in a file
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
+        fields = dataclasses.asdict(cast(Any, self))
+        return {"type": self._kind} | {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
+
+
+class _Constant(Configuration):
+    """Base class of loss scales that never change."""
+
+    is_constant: ClassVar[bool] = True  # `jamp.convert_loss_scale` does not replace the scale
+
+    def update(self, state: _State, grads_finite: ArrayLike) -> _State:
+        """Return the state unchanged."""
+        del grads_finite
+        return state
 
 
 class NoOpLossScaleState(NamedTuple):
@@ -77,7 +96,7 @@ class NoOpLossScaleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(_Constant):
     """No loss scaling: nothing is scaled, checked or skipped, and the step compiles to the plain optimizer's.
 
     It replaces a flag such as `enabled=False`, for float32, float64 and most bfloat16 training.
@@ -87,20 +106,11 @@ class NoOpLossScale:
       >>> tx = jamp.loss_scaled(optax.adamw(1e-3), jamp.NoOpLossScale())
     """
 
-    is_constant: ClassVar[bool] = True  # `jamp.convert_loss_scale` does not replace the scale
+    _kind: ClassVar = "none"
 
     def init(self) -> NoOpLossScaleState:
         """Make the state: a loss scale of 1."""
         return NoOpLossScaleState(jnp.array(1.0, jnp.float32))
-
-    def update(self, state: NoOpLossScaleState, grads_finite: ArrayLike) -> NoOpLossScaleState:
-        """Return the state unchanged."""
-        del grads_finite
-        return state
-
-    def to_config(self) -> dict[str, Any]:
-        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
-        return to_config("none", self)
 
 
 class StaticLossScaleState(NamedTuple):
@@ -116,7 +126,7 @@ class StaticLossScaleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_Constant):
     """A constant loss scale. An overflow skips the step and leaves the scale unchanged.
 
     Args:
@@ -133,8 +143,8 @@ class StaticLossScale:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     """
 
+    _kind: ClassVar = "static"
     scale: float = 2.0**16
-    is_constant: ClassVar[bool] = True  # as for `NoOpLossScale`
 
     def __post_init__(self) -> None:
         with_numbers(self)
@@ -143,12 +153,3 @@ class StaticLossScale:
     def init(self) -> StaticLossScaleState:
         """Make the state: the constant scale."""
         return StaticLossScaleState(jnp.array(self.scale, jnp.float32))
-
-    def update(self, state: StaticLossScaleState, grads_finite: ArrayLike) -> StaticLossScaleState:
-        """Return the state unchanged."""
-        del grads_finite
-        return state
-
-    def to_config(self) -> dict[str, Any]:
-        """Return the mapping from which `loss_scale_from_config` makes this loss scale."""
-        return to_config("static", self)

@@ -1,5 +1,9 @@
 """Eight bits an element, with a unit for each block.
 
+    x         f32[64, 256]    a moment, in blocks of 128 along the last axis
+    scales    u32[64, 2]      the unit of each block, its largest magnitude over 8064, as the bits of a float32
+    codes     i8[64, 256]     x is about the share of its code times the unit of its block
+
 A code is an int8, or a uint8 if the element is never negative. It stands for so many units:
 
     int8     0  1  2  4  8  12  16  24  32  40  48 ...  8064 for 127: about half the square of the code, with its sign
@@ -28,7 +32,7 @@ import numpy as np
 from jax import Array, lax
 
 from jamp._optimizer_state.rounding import RandomBits, Words
-from jamp._step.mesh import most_shards
+from jamp._step.mesh import count_shards
 
 _U32 = np.uint32
 _INF, _SMALLEST_NORMAL, _SIGN = _U32(0x7F800000), _U32(0x00800000), _U32(0x80000000)
@@ -46,26 +50,26 @@ class _Map(NamedTuple):
     shift: int  # Where it is added to a place, the float's last 13 bits are behind the point, the 8 before are a code.
 
     def share(self, place: Array) -> Array:
-        """The share of a place, f32 both, with its sign."""
+        """Return the share of a place, f32 both, with its sign."""
         size = jnp.abs(place) if self.is_signed else place
         times = 2**self.power  # as far from the bits of 2**power
         bits = _bits(place) + _U32(times - 1) * _bits(size) - _U32((times - 1) * self._start % 2**32)
         return jnp.where(size < times, place, _float(bits))
 
     def place(self, share: Array) -> Array:
-        """The place of a share that is not negative, f32 both, at most the place of the largest code."""
+        """Return the place of a share that is not negative, f32 both, at most the place of the largest code."""
         # The two passes of a step may round a share differently. A code that wraps around would be another number.
         share = jnp.minimum(share, np.float32(self.largest))
         root = (_bits(share) >> self.power) + _U32(self._start - (self._start >> self.power))
         return jnp.minimum(share, _float(root))
 
     def code(self, place: Array, random: Array) -> Array:
-        """A place, rounded by 13 random bits, i32: a code is its last byte."""
+        """Round a place by 13 random bits, to i32, of which a code is the last byte."""
         return lax.bitcast_convert_type((_bits(place + np.float32(self.shift)) + random) >> _FRACTION, jnp.int32)
 
     @property
     def zero(self) -> int:
-        """What `code` returns for 0."""
+        """The result of `code` for 0."""
         return int(np.float32(self.shift).view(np.int32) >> _FRACTION)
 
     @property
@@ -118,7 +122,7 @@ def encode(
         shorter.
       never_negative: Whether no element is negative, nor -0. A positive normal number then is never stored as 0.
       random: Its random bits in this step.
-      scales: Those of `x`, if they are known.
+      scales: The scales of `x`, if they are known.
     """
     return _encode(x, block_size, never_negative, random.part, random.words, scales)
 
@@ -142,14 +146,14 @@ def _encode(
 
 @jax.jit
 def decode(stored: BlockCodes) -> Array:
-    """The numbers that the codes stand for, f32. All numbers of a block that held inf or NaN are inf or NaN."""
+    """Return the numbers that the codes stand for, f32. All numbers of a block that held inf or NaN are inf or NaN."""
     codes, scales = stored
     unit = _spread(_float(scales), codes.shape[-1], _block_size(codes.shape[-1], scales.shape[-1]))
     return (_NEVER_NEGATIVE if codes.dtype == jnp.uint8 else _SIGNED).share(codes.astype(jnp.float32)) * unit
 
 
 def _scales(x: Array, block_size: int, never_negative: bool) -> Array:
-    """The bits of the unit of each block, u32[..., blocks]. It is inf if the block holds inf or NaN, and never 0."""
+    """Return the bits of the unit of each block, u32[..., blocks]. It is inf if a block holds inf or NaN, never 0."""
     n, largest = x.shape[-1], (_NEVER_NEGATIVE if never_negative else _SIGNED).largest
     size = min(block_size, n)
     # Floats that are not negative have the order of their bits, with inf and NaN at the end: XLA:CPU's
@@ -168,7 +172,7 @@ def _scales(x: Array, block_size: int, never_negative: bool) -> Array:
 
 
 def _largest(blocks: Array) -> Array:
-    """The largest number along the last axis."""
+    """Return the largest number along the last axis."""
     if blocks.shape[-1] % 32:
         return jnp.max(blocks, -1)
     # XLA:CPU takes a maximum along the last axis one number at a time, and along another in vectors. XLA:TPU would copy
@@ -205,12 +209,12 @@ def check_codes(name: str, stored: BlockCodes, block_size: int | None) -> None:
 
 
 def _block_size(n: int, count: int) -> int:
-    """The block size of an axis of `n` elements in `count` blocks: the whole axis, or a power of two."""
+    """Return the block size of an axis of `n` elements in `count` blocks: the whole axis, or a power of two."""
     return n if count == 1 else 1 << (-(-n // count) - 1).bit_length()
 
 
 def _spread(scales: Array, n: int, size: int) -> Array:
-    """The values of blocks, repeated for each of the `n` elements of the last axis."""
+    """Repeat the values of blocks for each of the `n` elements of the last axis."""
     rows, count = _rows(scales, size), scales.shape[-1]
     whole = jnp.broadcast_to(jnp.expand_dims(scales.reshape(*rows, count), -1), (*rows, count, size))
     whole = whole.reshape(*rows, count * size).reshape(*scales.shape[:-1], count * size)
@@ -218,11 +222,11 @@ def _spread(scales: Array, n: int, size: int) -> Array:
 
 
 def _rows(x: Array, size: int) -> tuple[int, ...]:
-    """All axes but the last, with the one before it split in groups of 8 where that cuts no shard.
+    """Return all axes but the last, with the one before it split in groups of 8 where that cuts no shard.
 
     A TPU stores an array in tiles of 8 by 128. With this split, blocks of 128 keep the layout. Without it, XLA:TPU
     copies the whole array, in float32 and more than once.
     """
-    if x.ndim < 2 or size % 128 or x.shape[-2] % (8 * most_shards(x, -2)):
+    if x.ndim < 2 or size % 128 or x.shape[-2] % (8 * count_shards(x, -2)):
         return x.shape[:-1]
     return *x.shape[:-2], x.shape[-2] // 8, 8

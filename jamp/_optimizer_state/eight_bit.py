@@ -18,10 +18,11 @@ from jamp._numbers import as_number
 from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
-from jamp._step.state import check_holds_no_scaler, check_kind, contains
+from jamp._step.leaves import contains, find_nodes
+from jamp._step.state import check_holds_no_scaler, check_kind
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
-_Scales = dict[str, list[Array]]  # those of the arrays of each leaf
+_Scales = dict[str, list[Array]]  # of the arrays of each leaf
 
 
 class _Choices(NamedTuple):
@@ -35,13 +36,13 @@ class _Choices(NamedTuple):
 # The scale of a block, four bytes, must be smaller than the saving of its codes. Small arrays save nothing.
 _MIN_SIZE, _MIN_AXIS = 4096, 16
 
-_SEED = 0x6D6F6D73  # other random bits than those of a `stochastic_rounding` around it
+_SEED = 0x6D6F6D73  # A `stochastic_rounding` around it has other random bits.
 
 _CURE = "If it is the state of the optimizer inside: jamp.interop.quantize_state(state, block_size)."
 
 
 class QuantizedState(NamedTuple):
-    """State of `quantized_state`: that of the inner optimizer, with `BlockCodes` in place of its moments' trees.
+    """State of `quantized_state`, with `BlockCodes` in place of the trees of moments in the inner state.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -102,7 +103,7 @@ def quantized_state(
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv:2110.02861): blocks.
     """
-    choices = _Choices(_checked_block_size(block_size), keep, never_negative)
+    choices = _Choices(_check_block_size(block_size), keep, never_negative)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> QuantizedState:
@@ -116,7 +117,7 @@ def quantized_state(
             raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
         state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
-        new = QuantizedState(jnp.array(0, jnp.int32), _encoded(state, jnp.array(0, jnp.int32), choices)[0])
+        new = QuantizedState(jnp.array(0, jnp.int32), _encode_moments(state, jnp.array(0, jnp.int32), choices)[0])
         _warn_if_all_are_16_bit(new)
         return new
 
@@ -125,21 +126,21 @@ def quantized_state(
     ) -> tuple[optax.Updates, QuantizedState]:
         check_kind(state, QuantizedState, _CURE)
         count = next_count(state.rounding_count)
-        step = lambda state: inner.update(grads, _decoded(state, choices.block_size), params, **extra_args)
+        step = lambda state: inner.update(grads, _decode_moments(state, choices.block_size), params, **extra_args)
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
         # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once.
         updates, new = step(state)
-        _, scales = _encoded(new, count, choices, is_computed=True)
+        _, scales = _encode_moments(new, count, choices, is_computed=True)
         if scales:
             # One barrier for the arrays of a leaf, or XLA:GPU makes kernels of a part of each pass. Not one for all
             # leaves, which XLA:TPU would then read from its main memory in each pass.
             scales = {leaf: lax.optimization_barrier(of_leaf) for leaf, of_leaf in scales.items()}
             barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
-            apart = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
-            updates, new = step(jax.tree.map(apart, state, is_leaf=_is_codes))
-        inner_state, _ = _encoded(new, count, choices, scales, is_computed=True)
-        inner_state = jax.tree.map(_with_own_places, inner_state, state.inner_state, is_leaf=_is_codes)
-        return _with_codes(updates, inner_state), QuantizedState(count, inner_state)
+            separate = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
+            updates, new = step(jax.tree.map(separate, state, is_leaf=_is_codes))
+        inner_state, _ = _encode_moments(new, count, choices, scales, is_computed=True)
+        inner_state = jax.tree.map(_keep_placeholders, inner_state, state.inner_state, is_leaf=_is_codes)
+        return _in_kernels_of_codes(updates, inner_state), QuantizedState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -170,9 +171,9 @@ def quantize_state(
       >>> state.inner_state[0].nu.codes.dtype
       dtype('uint8')
     """
-    choices = _Choices(_checked_block_size(block_size), keep, never_negative)
+    choices = _Choices(_check_block_size(block_size), keep, never_negative)
     count = jnp.array(0, jnp.int32)
-    return QuantizedState(count, _encoded(state, count, choices)[0])
+    return QuantizedState(count, _encode_moments(state, count, choices)[0])
 
 
 def dequantize_state(state: QuantizedState) -> Any:
@@ -188,36 +189,37 @@ def dequantize_state(state: QuantizedState) -> Any:
       dtype('float32')
     """
     check_kind(state, QuantizedState, "It is for the states of jamp.quantized_state(tx) alone.")
-    return _decoded(state, None)
+    return _decode_moments(state, None)
 
 
-def _encoded(
+def _encode_moments(
     state: Any, count: Array, choices: _Choices, scales: _Scales | None = None, *, is_computed: bool = False
 ) -> tuple[Any, _Scales]:
-    """A state of the inner optimizer after `count` steps with its moments in codes, and their scales.
+    """Encode the moments of the inner optimizer after `count` steps. Return its state with codes, and their scales.
 
-    `scales` are those of the same state, if they are known. `is_computed` says that the optimizer computed it just now.
+    `scales` are the scales of the same state, if they are known. `is_computed` says that the optimizer computed it just
+    now.
     """
-    words, found = random_words(_SEED, count), _Scales()
+    words, new_scales = random_words(_SEED, count), _Scales()
 
-    def stored(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes | None:
+    def encode_array(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes:
         if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
-            return None
+            return BlockCodes(x, _make_placeholder(x))
         is_given = is_square is None or not is_computed
         if is_square is None and choices.never_negative is not None:
             is_square = choices.never_negative(path, x)
         if is_square is None or (choices.keep is not None and choices.keep(path, x)):
-            return None
+            return BlockCodes(x, _make_placeholder(x))
         if is_square and is_given:  # Optax computes no -0, which has the bits of a negative number.
             x = jnp.where(x <= 0, 0, x)
-        so_far = found.setdefault(leaf, [])
+        so_far = new_scales.setdefault(leaf, [])
         known = None if scales is None else scales[leaf][len(so_far)]
         codes = encode(x, choices.block_size, is_square, random_bits(words, leaf, len(so_far)), known)
         so_far.append(codes.scales)
         return codes
 
-    def field(start: Any, tree: Any, is_square: bool | None) -> Any:
-        new = lambda path, x: stored((*start, *path), keystr(path or start), x, is_square) or BlockCodes(x, _whole(x))
+    def encode_field(start: Any, tree: Any, is_square: bool | None) -> Any:
+        new = lambda path, x: encode_array((*start, *path), keystr(path or start), x, is_square)
         pairs = tree_map_with_path(new, tree)
         if is_square is None:  # an array of another state
             return pairs if _is_scales(pairs.scales) else tree
@@ -226,50 +228,48 @@ def _encoded(
         part = lambda name: jax.tree.map(lambda x: getattr(x, name), pairs, is_leaf=_is_codes)
         return BlockCodes(part("codes"), part("scales"))
 
-    return map_moments(field, state), found
+    return map_moments(encode_field, state), new_scales
 
 
-def _with_codes(updates: Any, inner_state: Any) -> Any:
-    """The updates, each in one kernel of a TPU with the codes of the moments that are in its place in their trees.
+def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
+    """Return the updates, each in one TPU kernel with the codes of the moments at its path.
 
     XLA:TPU computes both in one kernel only if one needs the other. Apart, they read and decode the state twice.
     """
     codes: dict[str, list[Array]] = {}
-
-    for moment in filter(_is_codes, jax.tree.leaves(inner_state, is_leaf=_is_codes)):
-        for (path, x), scales in zip(
-            jax.tree.leaves_with_path(moment.codes), jax.tree.leaves(moment.scales), strict=True
-        ):
+    for _, moment in find_nodes(inner_state, _is_codes):
+        arrays = jax.tree.leaves_with_path(moment.codes)
+        for (path, x), scales in zip(arrays, jax.tree.leaves(moment.scales), strict=True):
             if _is_scales(scales):
                 codes.setdefault(keystr(path), []).append(x)
     return tree_map_with_path(lambda path, u: in_one_kernel_on_tpu(u, codes.get(keystr(path), ())), updates)
 
 
-def _decoded(state: QuantizedState, block_size: int | None) -> Any:
-    """The state of the inner optimizer. `block_size` is checked unless it is None."""
+def _decode_moments(state: QuantizedState, block_size: int | None) -> Any:
+    """Return the state of the inner optimizer. `block_size` is checked unless it is None."""
 
-    def whole(path: Any, codes: Any, scales: Any) -> Any:
+    def decode_array(path: Any, codes: Any, scales: Any) -> Any:
         if not _is_scales(scales):
             return codes
         check_codes(f"The state{keystr(path)}", BlockCodes(codes, scales), block_size)
         return decode(BlockCodes(codes, scales))
 
-    def field(start: Any, x: Any) -> Any:
+    def decode_field(start: Any, x: Any) -> Any:
         if not _is_codes(x):
             return x
-        of_codes, of_scales = list[Any](map(jax.tree.structure, x))
-        if of_codes != of_scales:
+        structures = list[Any](map(jax.tree.structure, x))
+        if structures[0] != structures[1]:
             raise TypeError(
                 f"The state{keystr(start)} has scales for some arrays and none for others: it was restored in part, or "
                 "is of an older jamp, whose codes stand for other numbers. Start with tx.init(params), or make a "
                 "float32 state of it with that version's jamp.interop.dequantize_state."
             )
-        return tree_map_with_path(lambda path, *y: whole((*start, *path), *y), *x)
+        return tree_map_with_path(lambda path, *y: decode_array((*start, *path), *y), *x)
 
-    return tree_map_with_path(field, state.inner_state, is_leaf=_is_codes)
+    return tree_map_with_path(decode_field, state.inner_state, is_leaf=_is_codes)
 
 
-def _checked_block_size(given: Any) -> int:
+def _check_block_size(given: Any) -> int:
     block_size = as_number(given)
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1 or block_size.bit_count() > 1:
         raise ValueError(
@@ -282,17 +282,18 @@ def _is_codes(x: Any) -> bool:
     return isinstance(x, BlockCodes)
 
 
-def _whole(x: Any) -> Array:
-    """What is in the place of the scales of an array that stays whole.
+def _make_placeholder(x: Any) -> Array:
+    """Make the array in the place of the scales of an array that stays whole.
 
-    Not an empty array, which Orbax does not save. A small one has the array's shape, so that its sharding fits.
+    It is not empty, because Orbax does not save empty arrays. A small one has the array's shape, so that its sharding
+    fits.
     """
     shape = jnp.shape(x)
     return jnp.zeros(shape if math.prod(shape) < _MIN_SIZE else (*shape[:-1], 1), jnp.bool_)
 
 
-def _with_own_places(new: Any, old: Any) -> Any:
-    """New codes, with what an old state has in the place of scales: a new constant would lie on every device."""
+def _keep_placeholders(new: Any, old: Any) -> Any:
+    """Return new codes with the placeholders of an old state. A new constant would lie on every device."""
     if not _is_codes(new):
         return new
     return new._replace(scales=jax.tree.map(lambda x, own: x if _is_scales(x) else own, new.scales, old.scales))
@@ -303,5 +304,5 @@ def _holds_scales(x: Any) -> bool:
 
 
 def _is_scales(x: Any) -> bool:
-    """Whether these are scales, and not what `_whole` puts in their place."""
+    """Whether these are scales, and not a placeholder of `_make_placeholder`."""
     return bool(jnp.result_type(x) != jnp.bool_)

@@ -9,7 +9,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_floating
-from jamp._optimizer_state.params import update_between
+from jamp._optimizer_state.params import compute_update
 from jamp._optimizer_state.split_masters import (
     MasterParamsState as MasterParamsState,
     check_given,
@@ -59,7 +59,7 @@ def master_params(
       `SplitMasterParamsState`, sharded like the parameters.
 
     Raises:
-      TypeError: From `update`, if the state is not that of `init`, or its masters or low bits have other dtypes.
+      TypeError: From `update`, if the state is not from `init`, or its masters or low bits have other dtypes.
       ValueError: If a dtype is not floating, or not float32 with `split`. From `init` and `update`, if a parameter is
         float16 or float8 and `split` is set. From `update`, without `params`, or with `split` if a parameter is
         bfloat16 and was not for `init`, or the other way round.
@@ -88,12 +88,12 @@ def master_params(
 def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformationExtraArgs:
     inner, dtype = optax.with_extra_args_support(inner), check_floating("dtype", dtype)
 
-    def master(p: Any) -> Any:
+    def make_master(p: Any) -> Any:
         # Also copies float32 parameters, because a donated parameter and its master must not share a buffer.
         return jnp.array(cast_leaf(p, dtype), copy=True)
 
     def init(params: optax.Params) -> MasterParamsState:
-        masters = jax.tree.map(master, params)
+        masters = jax.tree.map(make_master, params)
         return MasterParamsState(masters, check_inner(inner.init(masters)))
 
     def update(
@@ -107,7 +107,7 @@ def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> opta
         masters = optax.apply_updates(state.master_params, steps)
 
         def to_master(step: Any, master: Any, p: Any) -> Any:
-            return update_between(p.astype(master.dtype), master) if is_floating(p) else step
+            return compute_update(p.astype(master.dtype), master) if is_floating(p) else step
 
         return jax.tree.map(to_master, steps, masters, params), MasterParamsState(masters, inner_state)
 

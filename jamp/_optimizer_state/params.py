@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 
 from jamp._cast import is_floating, to_float32
 from jamp._jaxprs.source import users_stacklevel
-from jamp._step.state import contains
+from jamp._step.leaves import contains, is_numeric
 
 
 def rounds_params(opt_state: Any) -> bool:
@@ -55,8 +55,8 @@ def warn_if_rounded(opt_state: Any, params: Any) -> None:
         )
 
 
-def update_between(old: Array, new: Array) -> Array:
-    """The update that `optax.apply_updates` adds to turn an array into another of its floating dtype.
+def compute_update(old: Array, new: Array) -> Array:
+    """Return the update with which `optax.apply_updates` turns an array into another of its floating dtype.
 
     Where they are the same it is -0.0, which leaves every number unchanged, also inf and NaN.
     """
@@ -65,21 +65,17 @@ def update_between(old: Array, new: Array) -> Array:
     return jnp.where(is_same, jnp.asarray(-0.0, new.dtype), new - old)
 
 
-def params_for(opt_state: Any, params: Any) -> Any:
-    """The parameters for the `update` of an optimizer of this state.
+def cast_params(opt_state: Any, params: Any) -> Any:
+    """Cast the parameters for the `update` of an optimizer of this state, to float32 unless it rounds them.
 
     Plain Optax also takes a whole Equinox model. Its functions and strings become None, as in its gradients.
     """
-    params = jax.tree.map(lambda x: x if _is_numeric(x) else None, params)
+    params = jax.tree.map(lambda x: x if is_numeric(x) else None, params)
     return params if rounds_params(opt_state) else to_float32(params)
 
 
-def _is_numeric(x: Any) -> bool:
-    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
-
-
-def params_for_init(init: Callable[[Any], Any], params: Any) -> Any:
-    """The parameters for the `init` of an optimizer. If some are 16 bit, tracing `init` tells whether to cast them."""
+def cast_params_for_init(init: Callable[[Any], Any], params: Any) -> Any:
+    """Cast the parameters for the `init` of an optimizer. Tracing `init` tells whether it rounds 16-bit ones."""
     in_float32 = to_float32(params)
     is_same = all(x is y for x, y in zip(jax.tree.leaves(in_float32), jax.tree.leaves(params), strict=True))
-    return params if is_same else params_for(jax.eval_shape(init, in_float32), params)
+    return params if is_same else cast_params(jax.eval_shape(init, in_float32), params)

@@ -1,4 +1,4 @@
-"""Random bits for stochastic rounding, and that of float32 to bfloat16, which is right on average.
+"""Random bits, and stochastic rounding of float32 to bfloat16, which is right on average.
 
 The bits are a hash of the step, the leaf, and the index of the element in the whole array. There is no key to store,
 and nothing to communicate, because each device computes the bits of the elements that it holds.
@@ -20,12 +20,12 @@ Words = tuple[Array, Array]  # u32[] both: what the random bits of a step, or of
 
 
 def next_count(count: Array) -> Array:
-    """The step count after a step, i32[]. It wraps around: with one that saturates, the random bits would repeat."""
+    """Return the step count after a step, i32[]. It wraps. If it saturated, the random bits would repeat."""
     return jnp.asarray(count) + 1
 
 
 def random_words(seed: Any, count: Array) -> Words:
-    """Two random words for one step, u32[] both, from a seed (an int or i32[]) and the step count (i32[])."""
+    """Return two random words for one step, u32[] both, from a seed (an int or i32[]) and the step count (i32[])."""
     start = jnp.uint32(seed & 0xFFFFFFFF) if isinstance(seed, int) else jnp.asarray(seed).astype(jnp.uint32)
     first = hash_bits(hash_bits(start) + count.astype(jnp.uint32))
     return first, hash_bits(first + start)
@@ -38,11 +38,11 @@ class RandomBits(NamedTuple):
     would cost a step a fifth of its instructions. Where parts overlap, the highest bits of one are low bits of another.
     """
 
-    words: Words  # those of the step, mixed with the leaf's name
+    words: Words  # of the step, mixed with the leaf's name
     part: int  # of the hash: 0, 1 or 2
 
     def draw(self, like: Array, bits: int, spec: PartitionSpec | None = None) -> Array:
-        """An integer of so many random bits, at most 16, for each element of an array: u32, in its shape.
+        """Return an integer of so many random bits, at most 16, for each element of an array: u32, in its shape.
 
         Args:
           like: The array. Its values do not matter.
@@ -60,10 +60,10 @@ class RandomBits(NamedTuple):
 
 
 def random_bits(words: Words, leaf: str, number: int = 0) -> RandomBits:
-    """The random bits of an array in a step.
+    """Return the source of the random bits of an array in a step.
 
     Args:
-      words: Those of the step, from `random_words`.
+      words: The words of the step, from `random_words`.
       leaf: The name of its leaf. Leaves with different names get different bits.
       number: Which of the arrays of its leaf this is, from 0.
     """
@@ -93,7 +93,7 @@ def round_stochastically(x: Array, random: RandomBits, spec: PartitionSpec | Non
 
 @jax.custom_jvp
 def straight_through(x: Array, rounded: Array) -> Array:
-    """`rounded`, with the derivative of `x`: a straight-through estimator (arXiv:1308.3432)."""
+    """Return `rounded`, with the derivative of `x`: a straight-through estimator (arXiv:1308.3432)."""
     del x
     return rounded
 
@@ -128,7 +128,7 @@ def _is_straight_through(eqn: JaxprEqn) -> bool:
 
 
 def hash_bits(x: Array) -> Array:
-    """A bijection of 32 bits, each of which depends on every bit of `x`: lowbias32 (Wellons, 2018)."""
+    """Map 32 bits to 32 bits, one to one, each of which depends on every bit of `x`: lowbias32 (Wellons, 2018)."""
     x = _product(_product(x, 16, 0x7FEB352D), 15, 0x846CA68B)
     return x ^ (x >> 16)
 
@@ -138,7 +138,7 @@ def _product(x: Array, shift: int, factor: int) -> Array:
 
 
 def _index(x: Array, spec: PartitionSpec | None) -> tuple[Array, Array]:
-    """The index of each element in the whole array, divided by four, u32 modulo 2**32, and the remainder."""
+    """Return the index of each element in the whole array, divided by four, u32 modulo 2**32, and the remainder."""
     sharding = jax.typeof(x).sharding
     is_explicit = not sharding.mesh.empty and AxisType.Explicit in sharding.mesh.axis_types
     rows, last, n = jnp.uint32(0), jnp.uint32(0), 1

@@ -1,4 +1,15 @@
-"""Split masters: a bfloat16 parameter and 16 bits of optimizer state are together a float32 master."""
+"""Split masters: a bfloat16 parameter and 16 bits of optimizer state are together a float32 master.
+
+    master    1.0012      f32[n]     bits 0x3F802752
+    param     1.0         bf16[n]    bits 0x3F80        the master, rounded to nearest
+    low_bits              u16[n]               2752     the lower half of its bits
+
+A lower half of 0x8000 and more means that the parameter was rounded up, so its bits are one more than the upper half:
+
+    master    1.0051      f32[n]     bits 0x3F80A71E
+    param     1.0078125   bf16[n]    bits 0x3F81
+    low_bits              u16[n]               A71E
+"""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +21,7 @@ from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import to_float32
-from jamp._optimizer_state.params import check_bfloat16, rounds_params, update_between
+from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
 from jamp._step.state import check_kind
 
 _INF = np.uint32(0x7F800000)
@@ -56,7 +67,7 @@ class SplitMasterParamsState(NamedTuple):
 
 
 def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`master_params(inner, split=True)`."""
+    """Make `master_params(inner, split=True)`."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SplitMasterParamsState:
@@ -75,7 +86,7 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
         new, low_bits = _split(optax.apply_updates(masters, steps), params)
 
         def to_param(step: Any, p: Any, new: Any) -> Any:
-            return update_between(p.astype(jnp.float32), new) if is_split(p) else step
+            return compute_update(p.astype(jnp.float32), new) if is_split(p) else step
 
         return jax.tree.map(to_param, steps, params, new), SplitMasterParamsState(low_bits, inner_state)
 
@@ -141,11 +152,11 @@ def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsStat
 
 
 def _join(params: Any, low_bits: Any) -> Any:
-    def master(path: Any, p: Any, low: Any) -> Any:
+    def join(path: Any, p: Any, low: Any) -> Any:
         _check_low_bits(keystr(path) or "array", p, low)
         return join_master(p, low) if is_split(p) else p
 
-    return tree_map_with_path(master, params, low_bits)
+    return tree_map_with_path(join, params, low_bits)
 
 
 def _check_low_bits(name: str, p: Any, low: Any) -> None:
@@ -173,7 +184,7 @@ def _check_low_bits(name: str, p: Any, low: Any) -> None:
 
 
 def _split(masters: Any, like: Any) -> tuple[Any, Any]:
-    """The parameters, which bfloat16 represents, in f32, and their low bits."""
+    """Return the parameters, which bfloat16 represents, in f32, and their low bits."""
     treedef = jax.tree.structure(masters)
     leaves = zip(jax.tree.leaves(masters), jax.tree.leaves(like), strict=True)
     pairs = [split_master(m) if is_split(p) else (m, optax.MaskedNode()) for m, p in leaves]
@@ -181,7 +192,7 @@ def _split(masters: Any, like: Any) -> tuple[Any, Any]:
 
 
 def split_master(master: Array) -> tuple[Array, Array]:
-    """A float32 array as the nearest bfloat16, ties away from zero, in f32, and its low 16 bits, u16.
+    """Return a float32 array rounded to bfloat16, ties away from zero, in f32, and its low 16 bits, u16.
 
     Ties go away from zero because the nearest even number would be the same for two masters with the same low bits.
     A NaN stays a NaN, with other bits.
@@ -194,7 +205,7 @@ def split_master(master: Array) -> tuple[Array, Array]:
 
 
 def upper_half(master: Array, low_bits: Array) -> Array:
-    """The bfloat16, in f32, that together with these low bits is the master.
+    """Return the bfloat16, in f32, that together with these low bits is the master.
 
     It is computed from the low bits, for two reasons. XLA:TPU computes both in one kernel only if one needs the other.
     And XLA may compute the master twice, once for the bits and once for the parameter, and round it differently. The
@@ -209,9 +220,9 @@ def upper_half(master: Array, low_bits: Array) -> Array:
 
 
 def join_master(param: Array, low_bits: Array) -> Array:
-    """The float32 array that `split_master` was given. With other low bits, at most a spacing away from `param`.
+    """Return the float32 array that `split_master` was given.
 
-    An inf with other low bits may be NaN.
+    With other low bits the result is at most a spacing of bfloat16 away from `param`, or NaN if `param` is inf.
     """
     # All in 32 bits: a TPU packs arrays of 16 bits in pairs, and reads one as another type only by a copy.
     high, low = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.uint32), low_bits.astype(jnp.uint32)
@@ -233,7 +244,7 @@ def check_given(params: Any) -> None:
 
 
 def check_inner(inner_state: Any) -> Any:
-    """The state of the optimizer inside. Raises ValueError if that optimizer rounds parameters itself."""
+    """Return the state of the optimizer inside. Raise ValueError if that optimizer rounds parameters itself."""
     if rounds_params(inner_state):
         raise ValueError(
             "stochastic_rounding is for parameters without float32 masters. Use it alone, in "

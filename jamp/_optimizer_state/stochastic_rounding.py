@@ -16,14 +16,13 @@ from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._jaxprs.source import users_stacklevel
-from jamp._optimizer_state.moments import NOT_MOMENTS
-from jamp._optimizer_state.params import check_bfloat16, rounds_params, update_between
+from jamp._optimizer_state.moments import may_be_moment, measures_distance
+from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
 from jamp._optimizer_state.split_masters import MasterParamsState, SplitMasterParamsState
-from jamp._step.state import check_holds_no_scaler, check_kind, contains
+from jamp._step.leaves import contains
+from jamp._step.state import check_holds_no_scaler, check_kind
 
-# Their updates depend on the distance to the first parameters, to which each rounding adds.
-_DISTANCES = ("DoGState", "DoWGState", "MechanicState")
 _ADVICE = (
     "Stochastic rounding is for bfloat16, which has the range of float32: smaller types would make small parameters 0. "
     "Use bfloat16 parameters, or float32 masters: jamp.loss_scaled(jamp.master_params(tx))."
@@ -110,17 +109,17 @@ def stochastic_rounding(
     if not jnp.issubdtype(jnp.result_type(seed), jnp.integer) or jnp.ndim(seed):
         raise ValueError(f"seed must be an int, got seed={seed!r}. The random bits are a hash of it, and need no key.")
     inner = optax.with_extra_args_support(inner)
-    choose = _chooser(state_dtype)
+    choose = _make_chooser(state_dtype)
 
     def store(inner_state: Any, words: Any, params: Any, specs: Any) -> Any:
-        """The inner state, with some of its arrays in 16 bit."""
+        """Round some arrays of the inner state to 16 bit."""
         if state_dtype is None:
             return inner_state
         leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
         of_params = {path: (jnp.shape(p), spec) for (path, p), spec in leaves}
         arrays = collections.Counter(of_params.keys())  # of each parameter so far, with itself
 
-        def stored(path: Any, x: Any) -> Any:
+        def store_array(path: Any, x: Any) -> Any:
             start = next((i for i in range(len(path) + 1) if path[i:] in of_params), None)
             dtype = choose(path, x, start) if jnp.result_type(x) == jnp.float32 else None
             if dtype is None or _check_state_dtype(dtype) == jnp.float32:
@@ -133,7 +132,7 @@ def stochastic_rounding(
             random = random_bits(words, keystr(param), arrays[param] - 1)
             return round_stochastically(x, random, spec).astype(jnp.bfloat16)
 
-        return tree_map_with_path(stored, inner_state)
+        return tree_map_with_path(store_array, inner_state)
 
     def init(params: optax.Params) -> StochasticRoundingState:
         check_bfloat16(params, _ADVICE)
@@ -156,28 +155,27 @@ def stochastic_rounding(
         updates, inner_state = inner.update(to_float32(grads), inner_state, in_float32, **extra_args)
         words = random_words(seed, count)
 
-        def rounded(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
+        def round_param(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:
             if jnp.result_type(p) != jnp.bfloat16:
                 return step
             new = round_stochastically((old + step).astype(jnp.float32), random_bits(words, keystr(path)), spec)
-            return straight_through(step, update_between(old, new))
+            return straight_through(step, compute_update(old, new))
 
         specs = jax.tree.broadcast(PartitionSpec() if index_specs is None else index_specs, params)
-        updates = tree_map_with_path(rounded, params, in_float32, updates, specs)
+        updates = tree_map_with_path(round_param, params, in_float32, updates, specs)
         return updates, StochasticRoundingState(count, store(inner_state, words, params, specs))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
-    """A function of an array's path, the array, and the index at which a parameter's path begins in it (or None)."""
+def _make_chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | None], Any]:
+    """Return a function of an array's path, the array, and the index at which a parameter's path begins (or None)."""
     if callable(state_dtype) and not isinstance(state_dtype, (type, np.dtype, type(jnp.bfloat16))):
         return lambda path, x, start: state_dtype(path, x)
     dtype = None if state_dtype is None else _check_state_dtype(state_dtype)
 
     def choose(path: tuple[Any, ...], x: Any, start: int | None) -> Any:
-        is_moment = not NOT_MOMENTS & {getattr(key, "name", None) for key in path[:start]}
-        return dtype if start is not None and is_moment and jnp.ndim(x) else None
+        return dtype if start is not None and may_be_moment(path[:start]) and jnp.ndim(x) else None
 
     return choose
 
@@ -204,8 +202,8 @@ def _warn_if_nothing_is_rounded(params: Any) -> None:
 
 
 def _check_inner(inner_state: Any, params: Any) -> None:
-    measures = lambda x: type(x).__name__ in _DISTANCES and type(x).__module__.partition(".")[0] == "optax"
-    if contains(inner_state, measures) and any(jnp.result_type(p) == jnp.bfloat16 for p in jax.tree.leaves(params)):
+    # Each rounding adds to the distance.
+    if measures_distance(inner_state) and any(jnp.result_type(p) == jnp.bfloat16 for p in jax.tree.leaves(params)):
         raise ValueError(
             "The optimizer inside stochastic_rounding (dog, dowg or mechanize) measures the distance of the parameters "
             "to the first ones, and each rounding adds to it. Use float32 masters: jamp.master_params(tx, split=True)."

@@ -16,10 +16,10 @@ from jax.typing import ArrayLike
 from jamp._loss_scale.checks import TINY
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
 from jamp._loss_scale.stats import LossScaleStats
-from jamp._step.find import array_of, find_loss_scale_state, find_scaler_state
-from jamp._step.leaves import replace_node, with_leaves
+from jamp._step.find import find_loss_scale_state, find_scaler_state, to_array
+from jamp._step.leaves import find_nodes, replace_leaves, replace_node
 from jamp._step.misuse import note_scale_read
-from jamp._step.state import ScalerState, scaler_of
+from jamp._step.state import ScalerState, get_scaler
 
 
 def get_loss_scale(tree: Any) -> Array:
@@ -40,7 +40,7 @@ def get_loss_scale(tree: Any) -> Array:
     """
     state = find_loss_scale_state(tree)
     note_scale_read(state)
-    return _copy(array_of(state.loss_scale))
+    return _copy(to_array(state.loss_scale))
 
 
 def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
@@ -69,7 +69,7 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
     # A copy, because the caller may still use the value, and a donated tree must not hold the same buffer twice.
     scale = jnp.array(jnp.broadcast_to(jnp.asarray(value, jnp.float32), jnp.shape(state.loss_scale)))
     new = state.with_loss_scale(scale) if hasattr(state, "with_loss_scale") else state._replace(loss_scale=scale)
-    return replace_node(tree, state, with_leaves(state, new))  # in Flax NNX's Variables, if it has any
+    return replace_node(tree, state, replace_leaves(state, new))  # in Flax NNX's Variables, if it has any
 
 
 def reset(tree: Any, loss_scale: LossScale) -> Any:
@@ -100,13 +100,13 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
             f"The tree holds a {type(state.loss_scale_state).__name__}, which is not the state of {loss_scale!r}. To "
             f"change the kind of loss scale: jamp.convert_loss_scale(tree, {loss_scale!r})."
         )
-    old = scaler_of(state)
-    leaves = [_like(x, y) for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
-    return replace_node(tree, state, state._replace(**with_leaves(old, leaves)._asdict()))
+    old = get_scaler(state)
+    new = jax.tree.map(_place_like, replace_leaves(old, new), old)
+    return replace_node(tree, state, state._replace(**new._asdict()))
 
 
-def _like(x: Array, old: Any) -> Any:
-    """An array with the shape, dtype and sharding of another."""
+def _place_like(x: Array, old: Any) -> Any:
+    """Return an array with the shape, dtype and sharding of another."""
     x = jnp.broadcast_to(x, jnp.shape(old)).astype(jnp.result_type(old))
     # An array that no one has placed must stay one that `jit` may move to the devices of the parameters.
     is_placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer) and old.committed
@@ -142,10 +142,8 @@ def convert_loss_scale(tree: Any, loss_scale: LossScale) -> Any:
     check_loss_scale(loss_scale)
     state = find_loss_scale_state(tree)
     # A `GradScaler` holds the loss scale too, which the state of an optimizer does not.
-    is_scaler = lambda x: hasattr(x, "_converted")
-    scalers = [x for x in jax.tree.leaves(tree, is_leaf=is_scaler) if is_scaler(x)]
-    if scalers:
-        return replace_node(tree, scalers[0], scalers[0]._converted(loss_scale))
+    for _, scaler in find_nodes(tree, lambda x: hasattr(x, "_converted")):
+        return replace_node(tree, scaler, scaler._converted(loss_scale))
     old = jnp.asarray(state.loss_scale)
     new = jax.tree.map(lambda x: jnp.broadcast_to(x, old.shape + x.shape), loss_scale.init())
     if not getattr(loss_scale, "is_constant", False):
@@ -183,7 +181,7 @@ def get_grads_finite(tree: Any) -> Array:
       >>> bool(jamp.get_grads_finite(jamp.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))))
       True
     """
-    return _copy(array_of(find_scaler_state(tree).grads_finite))
+    return _copy(to_array(find_scaler_state(tree).grads_finite))
 
 
 def metrics(tree: Any) -> dict[str, Array]:
@@ -205,13 +203,13 @@ def metrics(tree: Any) -> dict[str, Array]:
     """
     state = find_scaler_state(tree)
     note_scale_read(state.loss_scale_state)
-    named = _metrics(*map(array_of, (state.loss_scale_state.loss_scale, state.grads_finite)), _stats(state))
+    named = _metrics(*map(to_array, (state.loss_scale_state.loss_scale, state.grads_finite)), _stats(state))
     order = ["loss_scale", "grads_finite", *LossScaleStats._fields, "success_rate"]  # jit sorts the keys
     return {name: named[name] for name in order}
 
 
 def _stats(state: Any) -> LossScaleStats:
-    return LossScaleStats(*map(array_of, state.stats))
+    return LossScaleStats(*map(to_array, state.stats))
 
 
 # Copies, which outlive a donated state; compiled, so that no constant is transferred to the device.

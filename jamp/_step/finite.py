@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from jamp._jaxprs.manual_axes import by_kind, hashable, varying_over
 from jamp._step.leaves import split_gradients
-from jamp._step.mesh import on_mesh_of
+from jamp._step.mesh import reshard_like
 
 # The most arrays that are combined before they are reduced. With more, XLA needs a second kernel for a clip's norm.
 _MOST = 8
@@ -35,18 +35,18 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> Array:
       >>> bool(jamp.all_finite({"w": jnp.array([1.0, jnp.inf])}))
       False
     """
-    return leaves_finite(*split_gradients(tree)[:2], hashable(axis_name))
+    return are_leaves_finite(*split_gradients(tree)[:2], hashable(axis_name))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) -> Array:
-    """`all_finite` of a list of floating and complex arrays with their `labels`."""
+def are_leaves_finite(leaves: list[Array], labels: tuple[str, ...], axis_name: Any) -> Array:
+    """Return whether floating and complex arrays hold no inf or NaN, bool[]. `labels` are for `_groups`."""
     groups = _groups([lax.stop_gradient(jnp.asarray(x)) for x in leaves], labels)
     if not groups:
         return jnp.bool_(True)
     # The maxima are combined before XLA reduces over devices, so that it communicates one scalar per device.
     counts = map(_any_nonfinite, groups)
-    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, on_mesh_of(x, y)), counts))
+    count = _materialize(functools.reduce(lambda x, y: jnp.maximum(x, reshard_like(x, y)), counts))
     return (count if axis_name is None else _sum_over(count, axis_name)) == 0
 
 
@@ -80,7 +80,7 @@ def _groups(arrays: list[Array], labels: tuple[str, ...]) -> list[list[Array]]:
 def _type_tells_sharding(x: Array) -> bool:
     """Whether arrays of the type of `x` are sharded alike.
 
-    A type without a mesh counts as that of an array on one device, however many devices the tracing process sees.
+    An array whose type has no mesh counts as on one device, however many devices the tracing process sees.
     """
     mesh = jax.typeof(x).sharding.mesh
     kinds = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
@@ -88,7 +88,7 @@ def _type_tells_sharding(x: Array) -> bool:
 
 
 def _any_nonfinite(group: list[Array]) -> Array:
-    """Whether some arrays of one type hold inf or NaN, as 0 or 1, f32[].
+    """Return whether some arrays of one type hold inf or NaN, as 0 or 1, f32[].
 
     It is a float because XLA:TPU computes only float reductions in the same pass as a clip's norm. On GPU, arrays that
     are combined before they are reduced take one kernel instead of many. XLA:CPU writes the operand of a reduction to
@@ -99,7 +99,7 @@ def _any_nonfinite(group: list[Array]) -> Array:
 
 
 def _materialize(count: Array) -> Array:
-    """A scalar that is 0 if and only if `count` is, and that XLA keeps in memory.
+    """Return a scalar that is 0 if and only if `count` is, and that XLA keeps in memory.
 
     XLA:CPU copies a plain reduction, but not a dot product, into every fusion that reads it: quadratic compile time.
     """

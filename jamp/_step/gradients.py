@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from jamp._step.find import find_state_to_unscale, scale_of
-from jamp._step.placement import check_not_nnx, warn_of_order
+from jamp._step.find import check_not_nnx, find_state_to_unscale, read_scale, warn_of_order
+from jamp._step.leaves import is_numeric
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 
 
@@ -30,8 +30,8 @@ def value_and_grad(
     Call it inside the jitted train step, with the state that is an argument of the step. If you call it once, outside
     the step, the step keeps the first loss scale forever. While it is traced, a warning says so.
 
-    The backward pass must be linear, as that of a derivative is. A `custom_vjp` that clips its cotangents clips those
-    of the scaled loss: clip the gradients in the optimizer instead.
+    The backward pass must be linear, as derivatives are. A `custom_vjp` that clips its cotangents clips scaled
+    ones: clip the gradients in the optimizer instead.
 
     Args:
       fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -46,7 +46,7 @@ def value_and_grad(
       float64 and complex ones, which keep their dtype.
 
     Raises:
-      ValueError: If `state` holds no loss-scale state or several, or is that of an optimizer with `unscale=True`.
+      ValueError: If `state` holds no loss-scale state or several, or is of an optimizer with `unscale=True`.
       TypeError: When called, if an argument to differentiate holds a leaf that is not an array.
 
     Examples:
@@ -62,7 +62,7 @@ def value_and_grad(
     loss_scale_state = find_state_to_unscale(state, "value_and_grad")
     check_not_nnx(loss_scale_state)
     warn_of_order(state)
-    scale, scaled_fun = scale_of(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
+    scale, scaled_fun = read_scale(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
     differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
@@ -85,7 +85,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """`jax.grad` with loss scaling inside. Its arguments and errors are those of `value_and_grad`.
+    """`jax.grad` with loss scaling inside. It has the arguments and errors of `value_and_grad`.
 
     Returns:
       A function of the arguments of `fun` that returns the true gradients, or `(grads, aux)` with `has_aux`.
@@ -107,7 +107,7 @@ def grad(
 
 def _check_differentiable(arg: Any, i: int) -> None:
     for path, x in jax.tree.leaves_with_path(arg):
-        if not (hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))):
+        if not is_numeric(x):
             raise TypeError(
                 f"Argument {i} has no gradient: it holds {x!r} at {keystr(path)}. For an Equinox model: "
                 "jamp.equinox.filter_value_and_grad(loss_fn, opt_state), or with a GradScaler in place of opt_state. "

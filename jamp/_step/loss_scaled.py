@@ -11,11 +11,11 @@ from jax.typing import ArrayLike
 
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
-from jamp._optimizer_state.params import check_rounds_last, params_for, params_for_init, warn_if_rounded
+from jamp._optimizer_state.params import cast_params, cast_params_for_init, check_rounds_last, warn_if_rounded
 from jamp._step import scale_unscale
 from jamp._step.misuse import check_unscaled, warn_if_scaled
 from jamp._step.skip import update_or_skip
-from jamp._step.state import AnyLossScaledState, check_state, check_whole, scaler_of, wrap_inner
+from jamp._step.state import AnyLossScaledState, check_state, check_whole, get_scaler, wrap_inner
 
 
 def loss_scaled(
@@ -47,7 +47,7 @@ def loss_scaled(
       loss_scale: A loss scale. `NoOpLossScale()` switches scaling, checks and skips off.
       unscale: If True, `update` takes the gradients of `jamp.scale_loss(loss, opt_state)` and unscales them. It is for
         trainers that call `jax.grad` themselves. No transformation may stand before it in a chain. It also divides
-        true gradients, such as those that a `jit` of `jax.grad(jamp.scaled(fun))` returns: it cannot tell them apart.
+        true gradients, such as the results of `jax.jit(jax.grad(jamp.scaled(fun)))`: it cannot tell them apart.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Returns:
@@ -75,13 +75,13 @@ def loss_scaled(
     check_loss_scale(loss_scale)
     inner = optax.with_extra_args_support(inner)
     example = jax.eval_shape(loss_scale.init)
-    structure, noop = jax.tree.structure(example), is_noop(example)
+    structure, is_off = jax.tree.structure(example), is_noop(example)
 
     def init(params: optax.Params) -> AnyLossScaledState:
         check_whole(params)
-        inner_state = jax.tree.map(_without_weak_type, inner.init(params_for_init(inner.init, params)))
+        inner_state = jax.tree.map(_without_weak_type, inner.init(cast_params_for_init(inner.init, params)))
         check_rounds_last(inner_state)
-        if not noop:
+        if not is_off:
             warn_if_rounded(inner_state, params)
         return wrap_inner(inner_state, loss_scale, unscale=unscale)
 
@@ -95,13 +95,13 @@ def loss_scaled(
     ) -> tuple[optax.Updates, AnyLossScaledState]:
         check_state(state, unscale, loss_scale, structure)
         _check_extra_args(extra_args, unscale)
-        if not noop:
+        if not is_off:
             check_unscaled(grads, loss_scale)
             if not unscale and grads_finite is None:
                 warn_if_scaled(state.loss_scale_state)
-        args = grads, state, params_for(state.inner_state, params), grads_finite, extra_args
+        args = grads, state, cast_params(state.inner_state, params), grads_finite, extra_args
         # Outside jit, the trace and each operation of a step would take longer than the step.
-        return (compiled if not noop and _is_concrete(args) else step)(*args)
+        return (compiled if not is_off and _is_concrete(args) else step)(*args)
 
     def step(
         grads: Any, state: AnyLossScaledState, params: Any, grads_finite: Any, extra_args: dict[str, Any]
@@ -109,13 +109,13 @@ def loss_scaled(
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             return inner.update(grads, inner_state, params, **extra_args)
 
-        scale = state.loss_scale_state.loss_scale if unscale and not noop else None
-        check = grads_finite is None and not noop
+        scale = state.loss_scale_state.loss_scale if unscale and not is_off else None
+        check = grads_finite is None and not is_off
         true, finite = scale_unscale.true_gradients(grads, scale, check=check, axis_name=axis_name)
-        if not (noop or check):
+        if not (is_off or check):
             finite = _as_flag(grads_finite)
         updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
-        scaler = scaler_of(state) if finite is None else scaler_of(state).advance(loss_scale, finite)
+        scaler = get_scaler(state) if finite is None else get_scaler(state).advance(loss_scale, finite)
         return updates, type(state)(*scaler, inner_state)
 
     compiled = jax.jit(step)

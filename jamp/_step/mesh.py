@@ -1,4 +1,4 @@
-"""Helpers for meshes: a scalar on the mesh of an array, and views that cut no shard."""
+"""Meshes: put a scalar on the mesh of an array, and count the shards that a view must not cut."""
 
 import math
 
@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 
-def on_mesh_of(x: Array, scalar: Array) -> Array:
+def reshard_like(x: Array, scalar: Array) -> Array:
     """Reshard a scalar so that an operation can combine it with `x`.
 
     On Explicit and Manual axes the sharding is part of the type, and arrays on two meshes cannot be combined. The
@@ -31,8 +31,8 @@ def on_mesh_of(x: Array, scalar: Array) -> Array:
 _SHARDS_WITHOUT_A_MESH = 32  # It divides an axis of 768 into shards that are multiples of 8.
 
 
-def most_shards(x: Array, axis: int) -> int:
-    """The largest number of shards of an axis: the devices of Auto mesh axes, and of those that its type names.
+def count_shards(x: Array, axis: int) -> int:
+    """Return the largest number of shards of an axis: the devices of Auto mesh axes and of axes that its type names.
 
     Without a mesh in the context, as when only arguments of `jit` are sharded, tracing cannot know, and it is 32.
     """

@@ -1,45 +1,49 @@
 """Errors and warnings of loss scaling that is used wrongly, as far as a trace shows it.
 
-A backward pass is scaled once and unscaled once, and the scale is an argument of the compiled step. Scales and
-gradients are recognized by identity. `placement` has what an optimizer state shows.
+A backward pass is scaled once and unscaled once, and the scale is an argument of the compiled step. `find`
+checks the types in an optimizer state. Whether an array is scaled shows in no type:
+
+    scaled = jax.grad(lambda p: jamp.scale_loss(loss_fn(p), state))(params)    # f32, like true gradients
+    tx.update(scaled, state, params)                                           # too large a step, 65536 times
+
+So some arrays are recognized by identity, in the trace in which jamp made them. Results of arithmetic with them, and of
+a `jit` of its own, are other arrays, of which nothing is known.
 """
 
 import contextlib
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jamp._jaxprs.source import users_stacklevel
-from jamp._loss_scale.static import LossScale, is_noop
+from jamp._loss_scale.static import LossScale
 from jamp._staging import is_differentiated, is_kept, is_recorded
-from jamp._step.state import is_adaptive
+from jamp._step.state import can_change
 
-
-class _Known:
-    """Arrays, recognized by identity as long as they exist."""
-
-    def __init__(self) -> None:
-        self._arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-    def add(self, tree: Any) -> None:
-        self._arrays.update((id(x), x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
-
-    def holds_any(self, tree: Any) -> bool:
-        return any(self._arrays.get(id(x)) is x for x in jax.tree.leaves(tree))
-
-    def clear(self) -> None:
-        self._arrays.clear()
-
-
+# What may be known of an array:
+# scaled loss: it was multiplied by a loss scale
+# true gradient: it was divided by a loss scale
+# gradient of scaled: `scaled` returned it
+# scale in use: it scaled a loss, and no gradients were unscaled since
+# scale read: a user asked for it, perhaps to divide by it
+_Role = Literal["scaled loss", "true gradient", "gradient of scaled", "scale in use", "scale read"]
+_KNOWN: dict[_Role, weakref.WeakValueDictionary[int, Any]] = defaultdict(weakref.WeakValueDictionary)  # by id
 _SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # jamp's function that is being traced
-_OF_SCALED = _Known()  # gradients that `scaled` returned
-_SCALES = _Known()  # scales of losses whose gradients are not unscaled yet
-_READ = _Known()  # scales that a user asked for
-_UNSCALED, _SCALED_LOSSES = _Known(), _Known()  # gradients that were divided by a loss scale, and losses times it
+
+
+def note(role: _Role, tree: Any) -> None:
+    """Remember the arrays of a tree as long as they exist."""
+    _KNOWN[role].update((id(x), x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+
+
+def _is_any(role: _Role, tree: Any) -> bool:
+    """Whether any array of a tree is remembered in this role."""
+    return any(_KNOWN[role].get(id(x)) is x for x in jax.tree.leaves(tree))
 
 
 @contextlib.contextmanager
@@ -64,19 +68,17 @@ def check_scaled_once(name: str) -> None:
         )
 
 
-def note_true_gradients(gradients: list[Any]) -> None:
-    """Remember gradients that `scaled` returned, as long as they exist."""
-    _OF_SCALED.add(gradients)
-
-
 def note_scaled_loss(loss_scale_state: Any) -> None:
     """Remember that a loss was scaled by the loss scale of a state, until gradients are unscaled.
 
     A scale is recognized by identity, in the same trace. So only a scaled loss that is differentiated inside a jitted
     step is remembered, and not one that is logged, or whose gradients leave a `jit`.
     """
+    # Only the class of the trace tells a loss that is logged from one that is differentiated. A `custom_jvp` rule would
+    # too, but it stays in the program of the logged one, and keeps the tracers of its closure alive.
     if is_recorded() and is_differentiated():
-        _SCALES.add([x for x in jax.tree.leaves(loss_scale_state.loss_scale) if not _READ.holds_any(x)])
+        scales = jax.tree.leaves(loss_scale_state.loss_scale)
+        note("scale in use", [x for x in scales if not _is_any("scale read", x)])
 
 
 def note_unscaled() -> None:
@@ -84,12 +86,12 @@ def note_unscaled() -> None:
 
     Inside a `jit` of its own, the scale is another array, so it cannot be found by identity.
     """
-    _SCALES.clear()
+    _KNOWN["scale in use"].clear()
 
 
 def note_scale_read(loss_scale_state: Any) -> None:
     """Remember that a user asked for the loss scale of a state, perhaps to divide by it."""
-    _READ.add(loss_scale_state.loss_scale)
+    note("scale read", loss_scale_state.loss_scale)
     note_unscaled()
 
 
@@ -98,7 +100,7 @@ def warn_if_scaled(loss_scale_state: Any) -> None:
 
     It is not an error, because a program can take the scale out of the state by hand and divide.
     """
-    if _SCALES.holds_any(loss_scale_state.loss_scale):
+    if _is_any("scale in use", loss_scale_state.loss_scale):
         note_unscaled()
         warnings.warn(
             "The loss went through jamp.scale_loss, and nothing has unscaled the gradients: a step would be too large "
@@ -111,10 +113,10 @@ def warn_if_scaled(loss_scale_state: Any) -> None:
 def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
     """Raise ValueError if an optimizer with a loss scale of its own gets gradients of `scaled`.
 
-    Gradients are recognized by identity. Averaged or clipped ones, and those that a `jit` returns, are not recognized.
+    Gradients are recognized by identity. Averaged or clipped ones, and results of a `jit`, are not recognized.
     """
     own = getattr(loss_scale, "scale", None) if getattr(loss_scale, "is_constant", False) else None
-    if own != 1 and _OF_SCALED.holds_any(gradients):
+    if own != 1 and _is_any("gradient of scaled", gradients):
         raise ValueError(
             f"These are gradients of jamp.scaled, which has unscaled them, and this optimizer has {loss_scale!r}, "
             "which did not scale their loss. Use jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)), which skips steps "
@@ -124,25 +126,27 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
 
 def warn_if_scaled_twice(loss: Any, scaled: Any) -> None:
     """Remember the scaled losses. Warn if the loss was one already."""
-    if _SCALED_LOSSES.holds_any(loss):
-        warnings.warn(
-            "The loss is scaled already, and is multiplied by the loss scale once more, so that the gradients are "
-            "divided once too few. Scale the loss that your function returned, once.",
-            stacklevel=users_stacklevel(),
-        )
-    _SCALED_LOSSES.add(scaled)
+    _warn_if_twice(
+        "scaled loss", loss, scaled,
+        "The loss is scaled already, and is multiplied by the loss scale once more, so that the gradients are divided "
+        "once too few. Scale the loss that your function returned, once.",
+    )  # fmt: skip
 
 
 def warn_if_unscaled_twice(gradients: Any, unscaled: Any) -> None:
     """Remember the unscaled gradients. Warn if the gradients were unscaled already."""
-    if _UNSCALED.holds_any(gradients):
-        warnings.warn(
-            "The gradients are true already, and are divided by the loss scale once more. jamp.value_and_grad, "
-            "GradScaler.value_and_grad and unscale return true gradients: clip them as they are, and give them to "
-            "GradScaler.step as grads=.",
-            stacklevel=users_stacklevel(),
-        )
-    _UNSCALED.add(unscaled)
+    _warn_if_twice(
+        "true gradient", gradients, unscaled,
+        "The gradients are true already, and are divided by the loss scale once more. jamp.value_and_grad, "
+        "GradScaler.value_and_grad and unscale return true gradients: clip them as they are, and give them to "
+        "GradScaler.step as grads=.",
+    )  # fmt: skip
+
+
+def _warn_if_twice(role: _Role, given: Any, results: Any, message: str) -> None:
+    if _is_any(role, given):
+        warnings.warn(message, stacklevel=users_stacklevel())
+    note(role, results)
 
 
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
@@ -152,7 +156,7 @@ def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
     only traced, such as by `jax.eval_shape`, needs none.
     """
     is_constant = _is_traced(loss) and not _is_traced(loss_scale_state.loss_scale)
-    if is_adaptive(loss_scale_state) and not is_noop(loss_scale_state) and is_constant and is_kept():
+    if can_change(loss_scale_state) and is_constant and is_kept():
         warnings.warn(
             "The loss scale is a constant of the function that is being traced, because the state that holds it, of "
             "the optimizer or a GradScaler, is not one of its arguments. A compiled function keeps the first scale "

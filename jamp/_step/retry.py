@@ -1,4 +1,13 @@
-"""A backward pass on scaled cotangents, repeated with a smaller scale until its gradients are finite."""
+"""A backward pass on scaled cotangents, repeated with a smaller scale until its gradients are finite.
+
+For a scale of 2**15 and cotangents of at most 0.3, f32[], which is between 2**-2 and 2**-1:
+
+    try 0    pull_back(cotangents * 2**17)    the largest is between 2**15 and 2**16; a gradient is inf
+    try 1    again(cotangents * 2**9)         a gradient is inf
+    try 2    again(cotangents * 2**-7)        all are finite, and are multiplied by 2**7
+
+Scales are powers of two, so these multiplications do not round.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,7 +19,7 @@ from jax import Array, lax
 
 from jamp._cast import to_float32
 from jamp._jaxprs.manual_axes import varying_over
-from jamp._step.finite import leaves_finite
+from jamp._step.finite import are_leaves_finite
 from jamp._step.scale_unscale import multiply
 
 RETRY = "jamp.retry"  # the name scope of retries, for profiles
@@ -25,8 +34,8 @@ class Scaling(NamedTuple):
     Attributes:
       exponent: The exponent of the power of two to which the largest cotangent is scaled.
       retries: How often to try again.
-      are_gradients: For each input, whether its gradient is to be unscaled and checked. Those of Flax's fp8 scales are
-        not.
+      are_gradients: For each input, whether its gradient is unscaled and checked. The new values of Flax's fp8 scales
+        are not.
     """
 
     exponent: int
@@ -40,7 +49,7 @@ class _Attempt(NamedTuple):
     gradients: list[Array]
 
 
-def true_gradients(
+def pull_back_scaled(
     pull_back: PullBack,
     again: Callable[[Array, Sequence[Array]], Sequence[Array]],
     cotangents: Sequence[Array],
@@ -48,25 +57,25 @@ def true_gradients(
     axes: tuple[str, ...],
     scaling: Scaling,
 ) -> list[Array]:
-    """The unscaled results of `pull_back` on scaled cotangents.
+    """Return the unscaled results of `pull_back` on scaled cotangents.
 
     Args:
       pull_back: The first backward pass.
       again: A backward pass of a retry. It also takes the number of tries so far.
       cotangents: The cotangents, of any dtypes.
-      are_gradients: For each result, whether it is to be unscaled and checked.
+      are_gradients: For each result, whether it is unscaled and checked.
       axes: The mapped axes whose replicas must scale alike and try again together.
       scaling: The scale and the number of retries.
     """
-    first, is_usable = _first_exponent(cotangents, scaling.exponent, axes)
+    first, is_usable = _choose_exponent(cotangents, scaling.exponent, axes)
 
     def attempt(tries: Array, run: PullBack) -> _Attempt:
         exponent = jnp.clip(first - _EXPONENT * (tries * (tries + 1) // 2), -126, 126)
-        scale, inverse = _power(exponent), _power(-exponent)
-        scaled = run([_times(x, scale) for x in cotangents])
-        true = [_times(x, inverse) if flag else x for x, flag in zip(scaled, are_gradients, strict=True)]
+        scale, inverse = _exp2(exponent), _exp2(-exponent)
+        scaled = run([_multiply(x, scale) for x in cotangents])
+        true = [_multiply(x, inverse) if flag else x for x, flag in zip(scaled, are_gradients, strict=True)]
         checked = [x for x, flag in zip(true, are_gradients, strict=True) if flag]
-        return _Attempt(tries + 1, leaves_finite(checked, ("",) * len(checked), axes or None), true)
+        return _Attempt(tries + 1, are_leaves_finite(checked, ("",) * len(checked), axes or None), true)
 
     def retry(last: _Attempt) -> _Attempt:
         return attempt(last.tries, functools.partial(again, last.tries))
@@ -84,8 +93,12 @@ def true_gradients(
     return last.gradients
 
 
-def _first_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, ...]) -> tuple[Array, Array]:
-    """The exponent of the first scale (i32[]), and whether the largest cotangent is finite and not 0 (bool[])."""
+def _choose_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, ...]) -> tuple[Array, Array]:
+    """Choose the exponent of the first scale.
+
+    Returns:
+      The exponent, i32[], and whether a scale may help, bool[]: not if the largest cotangent is 0, inf or NaN.
+    """
     sizes = [jnp.max(jnp.abs(to_float32(x))).astype(jnp.float32) for x in cotangents if x.size]
     largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
     largest = lax.pmax(varying_over(largest, axes), axes) if axes else largest
@@ -94,12 +107,12 @@ def _first_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, .
     return jnp.where(is_usable, target - own, 0), is_usable
 
 
-def _power(exponent: Array) -> Array:
-    """2**exponent, exactly, f32[]. The exponent is i32[], from -126 to 127."""
+def _exp2(exponent: Array) -> Array:
+    """Return 2**exponent, exactly, f32[]. The exponent is i32[], from -126 to 127."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _times(x: Array, factor: Array) -> Array:
-    """The product, computed in at least float32, at the dtype of `x`."""
+def _multiply(x: Array, factor: Array) -> Array:
+    """Multiply in at least float32, and return the product at the dtype of `x`."""
     in_float32: Any = to_float32(x)
     return multiply(in_float32, factor).astype(x.dtype)

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._jaxprs.manual_axes import hashable
 from jamp._jaxprs.source import users_stacklevel
-from jamp._step.find import find_loss_scale_state, find_state_to_unscale, scale_of
-from jamp._step.finite import leaves_finite
+from jamp._step.find import find_loss_scale_state, find_state_to_unscale, read_scale, warn_of_order
+from jamp._step.finite import are_leaves_finite
 from jamp._step.leaves import split_gradients
-from jamp._step.mesh import on_mesh_of
+from jamp._step.mesh import reshard_like
 from jamp._step.misuse import (
     check_scaled_once,
     note_scaled_loss,
@@ -26,7 +26,6 @@ from jamp._step.misuse import (
     warn_if_scaled_twice,
     warn_if_unscaled_twice,
 )
-from jamp._step.placement import warn_of_order
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -54,7 +53,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
     loss_scale_state = find_loss_scale_state(state)
     warn_of_order(state)
     check_scaled_once("scale_loss")
-    if scale_of(loss_scale_state) is not None:
+    if read_scale(loss_scale_state) is not None:
         note_scaled_loss(loss_scale_state)
     return _scale_by(loss, loss_scale_state)
 
@@ -65,7 +64,7 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
     for x in leaves:
         if not is_inexact(x):
             raise TypeError(f"A loss must be floating, got {jax.typeof(x)}: compute it in float32.")
-    scale = scale_of(loss_scale_state)
+    scale = read_scale(loss_scale_state)
     if scale is None:
         return to_float32(loss)
     warn_if_frozen(loss, loss_scale_state)
@@ -81,7 +80,7 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
 
 
 def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bool) -> Callable[..., Any]:
-    """The function that returns the scaled loss, and `(loss, aux)` of `fun`."""
+    """Return a function that returns the scaled loss, and `(loss, aux)` of `fun`."""
 
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -117,7 +116,7 @@ def unscale_and_check(
       reads the unscaled ones. Under `NoOpLossScale` the result is always True.
 
     Raises:
-      ValueError: If `state` holds no loss-scale state or several, or is that of an optimizer with `unscale=True`.
+      ValueError: If `state` holds no loss-scale state or several, or is of an optimizer with `unscale=True`.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -125,7 +124,7 @@ def unscale_and_check(
       >>> float(grads["w"][0]), bool(finite)
       (2.0, True)
     """
-    scale = scale_of(find_state_to_unscale(state, "unscale_and_check"))
+    scale = read_scale(find_state_to_unscale(state, "unscale_and_check"))
     note_unscaled()
     target, check = check_floating("dtype", dtype), scale is not None
     true, grads_finite = true_gradients(grads, scale, check=check, dtype=target, axis_name=axis_name)
@@ -140,7 +139,7 @@ def unscale(grads: Any, scale: Array | None) -> Any:
 def true_gradients(
     grads: Any, scale: Array | None, *, check: bool, dtype: DTypeLike = jnp.float32, axis_name: Any = None
 ) -> tuple[Any, Array | None]:
-    """`unscale`, and whether the result is finite (bool[]; None without the check), in one dispatch."""
+    """Unscale, and return the result and whether it is finite (bool[]; None without the check), in one dispatch."""
     leaves, labels, merge = split_gradients(grads)
     if scale is None and not check:
         return merge([cast_leaf(x, dtype) for x in leaves]), None
@@ -161,7 +160,7 @@ def _true_gradients(
     grads: list[Any], scale: Array | None, dtype: DTypeLike, labels: tuple[str, ...] | None, axis_name: Any
 ) -> tuple[list[Any], Array | None]:
     true = [cast_leaf(x, dtype) for x in (grads if scale is None else _unscale(grads, scale))]
-    return true, None if labels is None else leaves_finite(true, labels, axis_name)
+    return true, None if labels is None else are_leaves_finite(true, labels, axis_name)
 
 
 def _unscale(grads: list[Any], scale: Array) -> list[Array]:
@@ -176,5 +175,5 @@ def _unscale(grads: list[Any], scale: Array) -> list[Array]:
 
 
 def multiply(x: Array, scale: Array) -> Array:
-    """An array times a factor, f32[], at the array's dtype and on its mesh."""
-    return x * on_mesh_of(x, scale.astype(x.real.dtype).astype(x.dtype))
+    """Multiply an array by a factor, f32[], at the array's dtype and on its mesh."""
+    return x * reshard_like(x, scale.astype(x.real.dtype).astype(x.dtype))

@@ -23,7 +23,7 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
     It is for trainers that call `jax.grad` and the optimizer themselves. There is no state. The backward pass
     multiplies the cotangents of the results by the power of two that brings the largest to `scale`, and divides the
     gradients by it, so they are true gradients. If one is inf or NaN, the backward pass runs again with a smaller
-    scale: by default with 2**7, and then with 2**-9. The backward pass must be linear, as that of a derivative is. A
+    scale: by default with 2**7, and then with 2**-9. The backward pass must be linear, as derivatives are. A
     `custom_vjp` that clips its cotangents clips the scaled ones.
 
     Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn, jnp.float16))`. Gradients that no try repairs stay inf or

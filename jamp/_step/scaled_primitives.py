@@ -5,7 +5,7 @@
     its transpose(cotangents)                          the gradients: scale, pull back, unscale, check, try again
 
 The first try of a backward pass reads the residuals of the forward pass. A retry computes the forward pass again, from
-the inputs. So the residuals are freed as they are used, and the temporary memory is that of a gradient without retries.
+the inputs. So the residuals are freed as they are used, and a gradient with retries takes no more temporary memory.
 """
 
 import functools
@@ -26,7 +26,7 @@ from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.manual_axes import varying
 from jamp._jaxprs.source import users_stacklevel
 from jamp._step import retry
-from jamp._step.misuse import note_true_gradients
+from jamp._step.misuse import note
 from jamp._step.retry import Scaling
 
 
@@ -36,7 +36,7 @@ class _Derivative(NamedTuple):
     Attributes:
       function: The function.
       differentiated: Which of its inputs have tangents.
-      floating: Which of its results have tangents: those that are floating or complex.
+      floating: Which of its results have tangents, because they are floating or complex.
       linear: Maps residuals and tangents of inputs to tangents of results.
       residuals: The number of residuals.
     """
@@ -48,7 +48,7 @@ class _Derivative(NamedTuple):
     residuals: int
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """The inputs, the residuals and the tangents."""
+        """Return the inputs, the residuals and the tangents."""
         n, m = len(self.function.in_avals), self.residuals
         return operands[:n], operands[n : n + m], operands[n + m :]
 
@@ -64,7 +64,7 @@ class _Derivative(NamedTuple):
 
 @functools.cache
 def scaled_call() -> Any:
-    """The primitive that evaluates a function, the jaxpr `jaxpr`."""
+    """Make the primitive that evaluates a function, the jaxpr `jaxpr`."""
 
     def run(*inputs: Any, jaxpr: ClosedJaxpr, scaling: Scaling) -> list[Any]:
         return interpret.call(jaxpr, inputs)
@@ -80,7 +80,7 @@ def scaled_call() -> Any:
 
 @functools.cache
 def _linear_call() -> Any:
-    """The primitive that evaluates a derivative. Its operands are the function's inputs, residuals and tangents."""
+    """Make the primitive that evaluates a derivative, from the function's inputs, residuals and tangents."""
 
     def run(*operands: Any, derivative: _Derivative, scaling: Scaling) -> list[Any]:
         return interpret.call(derivative.linear, operands[len(derivative.function.in_avals) :])
@@ -96,7 +96,7 @@ def _linear_call() -> Any:
         return results, [0] * len(results)
 
     def differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        indices = _with_tangents(tangents)
+        indices = _find_tangents(tangents)
         fun = lambda *xs: run(*build.replaced(operands, indices, xs), **params)
         return jax.jvp(fun, [operands[i] for i in indices], [tangents[i] for i in indices])
 
@@ -120,8 +120,8 @@ def _primitive(name: str, run: Callable[..., Any], batch: Callable[..., Any], ty
 def _linearize(
     inputs: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, scaling: Scaling
 ) -> tuple[list[Any], list[Any]]:
-    """The results and their tangents."""
-    differentiated = _with_tangents(tangents)
+    """Return the results and their tangents."""
+    differentiated = _find_tangents(tangents)
     floating = tuple(i for i, aval in enumerate(jaxpr.out_avals) if is_inexact(aval))
 
     def fun(*xs: Any) -> tuple[list[Any], list[Any]]:
@@ -140,7 +140,7 @@ def _linearize(
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, derivative: _Derivative, scaling: Scaling
 ) -> list[Array | None]:
-    """The gradients of the differentiated inputs, and None for the other operands."""
+    """Return the gradients of the differentiated inputs, and None for the other operands."""
     inputs, residuals, tangents = derivative.split(operands)
     types = [x.aval for x in tangents]
     if any(aval.dtype == jnp.float16 for aval in types):
@@ -157,32 +157,38 @@ def _transpose(
         pushed = interpret.call(derivative.linear, [*residuals, *xs])
         return [pushed[i] for i in used]
 
-    pull_back = jax.make_jaxpr(lambda *xs: _pulled_back(of_tangents, types, derivative.linear, list(xs)))(*given)
+    pull_back = jax.make_jaxpr(lambda *xs: _apply_transpose(of_tangents, types, derivative.linear, list(xs)))(*given)
 
     def again(tries: Array, scaled: Sequence[Array]) -> Sequence[Array]:
         # The barrier makes the inputs depend on the loop. Else XLA would compute the forward pass before it, always.
         return derivative.pull_back(behind_barrier([tries, *inputs])[1:], used, scaled)
 
-    # The axes over which the backward pass communicates, and those along which some of its values vary and others do
-    # not: the scale may not vary there.
-    axes = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}
-    kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
-    axes |= frozenset().union(*kinds).difference(frozenset(kinds[0]).intersection(*kinds)) if kinds else set()
-    gradients = retry.true_gradients(
+    gradients = retry.pull_back_scaled(
         functools.partial(interpret.call, pull_back),
         again,
         given,
         [scaling.are_gradients[i] for i in derivative.differentiated],
-        tuple(sorted(axes)),
+        _shared_axes(pull_back),
         scaling,
     )
     if scaling.retries:
-        gradients = [_no_second_transpose().bind(x) for x in gradients]
-    note_true_gradients(gradients)
+        gradients = [_refusing_identity().bind(x) for x in gradients]
+    note("gradient of scaled", gradients)
     return [None] * (len(operands) - len(tangents)) + gradients
 
 
-def _pulled_back(
+def _shared_axes(pull_back: ClosedJaxpr) -> tuple[str, ...]:
+    """Return the mapped axes along which replicas must have one scale.
+
+    The backward pass communicates over them, or some of its values vary along them and others do not.
+    """
+    communicated = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}
+    kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
+    of_some = frozenset().union(*kinds)
+    return tuple(sorted(communicated | {axis for axis in of_some if not all(axis in kind for kind in kinds)}))
+
+
+def _apply_transpose(
     push_forward: Callable[..., Any], types: Sequence[Any], linear: ClosedJaxpr, cotangents: list[Any]
 ) -> Any:
     if any(ir.is_ref(v) for eqn in linear.jaxpr.eqns for v in eqn.outvars):
@@ -191,13 +197,13 @@ def _pulled_back(
     return jax.linear_transpose(push_forward, *types)(cotangents)
 
 
-def _with_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
+def _find_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
     return tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
 
 
 @functools.cache
-def _no_second_transpose() -> Any:
-    """The identity, as a primitive that ends a backward pass. Its transpose raises a ValueError about `jamp.scaled`.
+def _refusing_identity() -> Any:
+    """Make the identity, a primitive that ends a backward pass. Its transpose raises a ValueError about `jamp.scaled`.
 
     Without it, JAX would say that a `while_loop` cannot be differentiated.
     """

@@ -1,10 +1,15 @@
 """Apply or skip an optimizer step without a second copy of its buffers.
 
+This is a step with momentum, and what is evaluated in its place, all f32[n]:
+
+    mu1 = 0.9 * mu + g                 mu1 = where(finite, 0.9 * mu + g, mu)       where it is defined
+    update = -0.1 * mu1                update = where(finite, -0.1 * mu1, -0.0)    from the selected mu1
+
 `jnp.where(grads_finite, new, old)` over finished outputs makes XLA:CPU keep two versions of every buffer, and
 `lax.cond` around the step copies its operands on a GPU with JAX 0.10. Here each output is selected where it is defined.
 Later equations read the selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If
 not, outputs computed from a selected value are themselves replaced by their old values. On a GPU and a TPU the kernels
-are those of `jnp.where` over finished outputs. docs/design.md has the measurements.
+are the same as of `jnp.where` over finished outputs. docs/design.md has the measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +25,8 @@ from jamp._jaxprs import constructs, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import CHEAP
 from jamp._optimizer_state.rounding import check_not_scaled
-from jamp._step.leaves import with_leaves
-from jamp._step.mesh import on_mesh_of
+from jamp._step.leaves import replace_leaves
+from jamp._step.mesh import reshard_like
 
 
 def update_or_skip(
@@ -42,16 +47,16 @@ def update_or_skip(
         "float32 here: continue the state of a plain optimizer with jamp.cast_floating(state, jnp.float32).",
     )  # fmt: skip
     check_not_scaled(closed, len(jax.tree.leaves(updates)))
-    skipped = jax.tree.leaves((jax.tree.map(_nothing, updates), state))
+    skipped = jax.tree.leaves((jax.tree.map(_no_update, updates), state))
     # Outside jit each operation runs by itself, and jax_debug_nans would raise on the gradients.
     if not (_is_safe_on_nan(closed) and isinstance(grads_finite, jax.core.Tracer)):
         grads = jax.tree.map(lambda g: _select(grads_finite, jnp.asarray(g), jnp.zeros_like(g)), grads)
     outputs = _run(grads_finite, closed, jax.tree.leaves((grads, state, params)), skipped)
-    selected: tuple[Any, Any] = with_leaves((updates, new_state), outputs)
+    selected: tuple[Any, Any] = replace_leaves((updates, new_state), outputs)
     return selected
 
 
-def new_or_old(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any:
+def select_new(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any:
     """Return the tree `new` if the gradients are finite (bool[]; None: they were not checked), else `old`.
 
     It is for arrays that were computed elsewhere, such as BatchNorm's statistics. If the structure, a shape or a dtype
@@ -66,7 +71,7 @@ def new_or_old(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any
 
 
 def apply_or_keep(grads_finite: Array | None, params: Any, updates: Any) -> Any:
-    """`optax.apply_updates` if the gradients are finite (bool[]; None: they were not checked), else `params`.
+    """Apply updates if the gradients are finite (bool[]; None: they were not checked), else return `params`.
 
     An update of -0.0 leaves every number unchanged, but XLA:CPU may flush subnormal numbers to 0 in the addition, also
     inside `jit`, and it may change the payload of a NaN. The selection keeps every bit, and `jit` fuses it with the
@@ -94,8 +99,8 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
     return all(name in CHEAP if body is None else _is_safe_on_nan(body) for name, body in inner)
 
 
-def _nothing(update: Any) -> complex:
-    """The update that leaves a parameter unchanged: p + -0.0 is p for every p that is not flushed, also p = -0.0."""
+def _no_update(update: Any) -> complex:
+    """Return the update that leaves a parameter unchanged: p + -0.0 is p, also for -0.0, unless p is flushed."""
     if jnp.issubdtype(update.dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
@@ -153,7 +158,7 @@ def _select(grads_finite: Array, new: Any, old: Any) -> Any:
     elif not (sharding := jax.typeof(new).sharding).mesh.empty and jax.typeof(old).sharding != sharding:
         # On Explicit axes, `init` may have made a state that is not sharded like the parameters.
         old = jax.sharding.reshard(old, sharding)
-    return lax.select(on_mesh_of(new, grads_finite), new, old)
+    return lax.select(reshard_like(new, grads_finite), new, old)
 
 
 def _check_types(before: Any, after: Any, name: str, cure: str) -> None:

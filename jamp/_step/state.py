@@ -1,11 +1,10 @@
-"""The scaler state: its types, and the checks of an optimizer that is to be wrapped.
+"""The scaler state: its types, and checks of the state of an optimizer.
 
 `ScalerState` is everything that a step updates besides the optimizer: the loss scale, its statistics and whether the
 last gradients were finite. `LossScaledState` is the same with the optimizer's state.
 """
 
 import typing
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +13,9 @@ import optax
 from jax import Array
 
 from jamp._cast import is_floating, is_inexact
-from jamp._loss_scale.static import LossScale, NoOpLossScaleState, StaticLossScaleState, is_noop
+from jamp._loss_scale.static import LossScale, StaticLossScaleState, is_noop
 from jamp._loss_scale.stats import LossScaleStats
+from jamp._step.leaves import contains
 
 
 class ScalerState(NamedTuple):
@@ -29,13 +29,13 @@ class ScalerState(NamedTuple):
     def init(cls, loss_scale: LossScale) -> "ScalerState":
         """Make the state before the first step."""
         state = loss_scale.init()
-        state = _with_types(state, state._replace(loss_scale=jnp.float32(0)))
+        state = _cast_types(state, state._replace(loss_scale=jnp.float32(0)))
         return cls(state, LossScaleStats.init(state.loss_scale), jnp.array(True))
 
     def advance(self, loss_scale: LossScale, grads_finite: Array) -> "ScalerState":
         """Return the state after a step, given whether its gradients were finite (bool[])."""
         old = self.loss_scale_state
-        new = _with_types(loss_scale.update(old, grads_finite), old)
+        new = _cast_types(loss_scale.update(old, grads_finite), old)
         return ScalerState(new, self.stats.update(grads_finite, old.loss_scale, new.loss_scale), grads_finite)
 
 
@@ -70,8 +70,8 @@ class ScaledGradsState(NamedTuple):
 AnyLossScaledState = LossScaledState | ScaledGradsState
 
 
-def scaler_of(state: AnyLossScaledState | ScalerState) -> ScalerState:
-    """The part of a state that is not the optimizer's."""
+def get_scaler(state: AnyLossScaledState | ScalerState) -> ScalerState:
+    """Return the part of a state that is not the optimizer's."""
     return ScalerState(state.loss_scale_state, state.stats, state.grads_finite)
 
 
@@ -80,28 +80,18 @@ def is_scaler_state(x: Any) -> bool:
     return isinstance(x, (ScalerState, LossScaledState, ScaledGradsState))
 
 
-def skips(x: Any) -> bool:
+def is_skipping(x: Any) -> bool:
     """Whether a node of a pytree is a scaler state that skips steps, which `NoOpLossScale` does not."""
     return is_scaler_state(x) and not is_noop(x.loss_scale_state)
 
 
-def is_adaptive(loss_scale_state: Any) -> bool:
-    """Whether a loss scale may change. One of a user's own may."""
-    return not isinstance(loss_scale_state, (NoOpLossScaleState, StaticLossScaleState))
-
-
-def adapts(x: Any) -> bool:
-    """Whether a node of a pytree is a scaler state whose loss scale can change."""
-    return is_scaler_state(x) and is_adaptive(x.loss_scale_state)
-
-
-def contains(tree: Any, is_match: Callable[[Any], bool] = is_scaler_state) -> bool:
-    """Whether any node of a tree matches, by default whether it holds a scaler state."""
-    return any(map(is_match, jax.tree.leaves(tree, is_leaf=is_match)))
+def can_change(loss_scale_state: Any) -> bool:
+    """Whether a loss scale may change. One of a user's own may, unless it is off."""
+    return not is_noop(loss_scale_state) and not isinstance(loss_scale_state, StaticLossScaleState)
 
 
 def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> AnyLossScaledState:
-    """Wrap an optimizer's state into that of `loss_scaled`. Raise ValueError if it already holds a scaler state."""
+    """Make the state of `loss_scaled` around an optimizer's. Raise ValueError if it already holds a scaler state."""
     check_holds_no_scaler(
         inner_state,
         "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
@@ -112,12 +102,12 @@ def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> Any
 
 def check_holds_no_scaler(opt_state: Any, message: str) -> None:
     """Raise ValueError with this message if the state of an optimizer holds a scaler state."""
-    if contains(opt_state):
+    if contains(opt_state, is_scaler_state):
         raise ValueError(message)
 
 
 def check_whole(params: Any) -> None:
-    """Raise ValueError if a mask hides some parameters from the optimizer that is to be wrapped."""
+    """Raise ValueError if a mask hides some parameters from the optimizer."""
     if contains(params, lambda x: isinstance(x, optax.MaskedNode)):
         raise ValueError(
             "A loss-scaled optimizer inside optax.masked or optax.partition sees only some of the gradients: an inf in "
@@ -138,17 +128,17 @@ def check_kind(state: Any, kind: Any, cure: str) -> None:
 
 
 def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any) -> None:
-    """Raise TypeError if a state is not that of this `loss_scaled`. `structure` is that of its loss scale's state."""
+    """Raise TypeError if a state is not of this `loss_scaled`, whose loss scale's state has this `structure`."""
     check_kind(
         state, AnyLossScaledState,
         "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
         "loss_scale).",
     )  # fmt: skip
-    given = isinstance(state, ScaledGradsState)
-    if given != unscale:
+    is_unscaling = isinstance(state, ScaledGradsState)
+    if is_unscaling != unscale:
         raise TypeError(
-            f"The state is that of an optimizer with unscale={given}, and this one has unscale={unscale}. One takes "
-            "scaled gradients and the other true ones, so use the same optimizer for init and update."
+            f"The state is that of an optimizer with unscale={is_unscaling}, and this one has unscale={unscale}. One "
+            "takes scaled gradients and the other true ones, so use the same optimizer for init and update."
         )
     if jax.tree.structure(state.loss_scale_state) != structure:
         raise TypeError(
@@ -163,8 +153,8 @@ def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any
         )
 
 
-def _with_types(new: Any, old: Any) -> Any:
-    """A loss scale's new state with the dtypes of `old` and no weak types, so that `jit` compiles once."""
+def _cast_types(new: Any, old: Any) -> Any:
+    """Cast a loss scale's new state to the dtypes of `old`, with no weak types, so that `jit` compiles once."""
 
     def cast(x: Any, y: Any) -> Array:
         is_truncated = is_inexact(x) and not is_inexact(y)  # such as an average that `init` started with the int 0

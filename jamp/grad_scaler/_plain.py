@@ -8,7 +8,7 @@ import optax
 from jax import Array
 
 from jamp._cast import to_float32
-from jamp._optimizer_state.params import params_for, warn_if_rounded
+from jamp._optimizer_state.params import cast_params, warn_if_rounded
 from jamp._step.skip import apply_or_keep, update_or_skip
 from jamp._step.state import check_holds_no_scaler
 
@@ -51,7 +51,7 @@ def step_plain(
         # State that `init` made float16 for float16 parameters stays float16.
         return updates, optax.tree.cast_like(new, state)
 
-    args = to_float32(grads), opt_state, params_for(opt_state, params)
+    args = to_float32(grads), opt_state, cast_params(opt_state, params)
     updates, new_state = update_or_skip(grads_finite, update, *args)
     # Of an Equinox model, what has no gradient stays as it is.
     is_none = lambda x: x is None

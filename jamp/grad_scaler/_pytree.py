@@ -23,7 +23,7 @@ class Pytree:
             jax.tree_util.register_pytree_with_keys(cls, _flatten, cls._unflatten)
 
     def _with(self, **fields: Any) -> Self:
-        """A copy with other attributes. JAX may unflatten a pytree with any leaves, so they are not checked."""
+        """Return a copy with other attributes. JAX may unflatten a pytree with any leaves, so they are not checked."""
         return type(self)._of(vars(self) | fields)
 
     @classmethod

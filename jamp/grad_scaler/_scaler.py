@@ -14,11 +14,11 @@ from jamp._loss_scale.config import loss_scale_for, loss_scale_from_config
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
 from jamp._loss_scale.stats import LossScaleStats
-from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats
-from jamp._step.find import scale_of
+from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats, reset
+from jamp._step.find import read_scale
 from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
-from jamp._step.leaves import with_leaves
+from jamp._step.leaves import replace_leaves
 from jamp._step.misuse import note_unscaled, warn_if_scaled
 from jamp._step.scale_unscale import scale_loss, true_gradients, unscale
 from jamp._step.state import ScalerState
@@ -84,32 +84,32 @@ class GradScaler(Pytree):
 
     @classmethod
     def default(cls) -> Self:
-        """A dynamic scaler with torch's defaults, and bounds of 1 and 2**24."""
+        """Make a dynamic scaler with torch's defaults, and bounds of 1 and 2**24."""
         return cls()
 
     @classmethod
     def static(cls, scale: float = 2.0**16, *, enabled: bool = True) -> Self:
-        """A constant scale. An overflow skips the step and leaves the scale unchanged."""
+        """Make a scaler with a constant scale. An overflow skips the step and leaves the scale unchanged."""
         return cls(StaticLossScale(scale), enabled=enabled)
 
     @classmethod
     def conservative(cls) -> Self:
-        """A dynamic scaler that grows every 5000 finite steps."""
+        """Make a dynamic scaler that grows every 5000 finite steps."""
         return cls(DynamicLossScale.conservative())
 
     @classmethod
     def aggressive(cls) -> Self:
-        """A dynamic scaler that grows every 1000 finite steps."""
+        """Make a dynamic scaler that grows every 1000 finite steps."""
         return cls(DynamicLossScale.aggressive())
 
     @classmethod
     def for_fp16(cls) -> Self:
-        """The scaler for float16: a dynamic scale."""
+        """Make the scaler for float16, with a dynamic scale."""
         return cls(loss_scale_for(jnp.float16))
 
     @classmethod
     def for_bf16(cls) -> Self:
-        """The scaler for bfloat16: a scale of 1 that still skips steps that are not finite."""
+        """Make the scaler for bfloat16, with a scale of 1. It still skips steps that are not finite."""
         return cls(loss_scale_for(jnp.bfloat16))
 
     @classmethod
@@ -143,7 +143,7 @@ class GradScaler(Pytree):
         return unscale(scaled_grads, self.get_scale()) if self.is_enabled() else scaled_grads
 
     def check_overflow(self, grads: Any) -> Array:
-        """bool[], whether gradients, scaled or true, hold inf or NaN. It is False while disabled."""
+        """Return whether gradients, scaled or true, hold inf or NaN, bool[]. It is False while disabled."""
         return ~all_finite(grads, axis_name=self.axis_name) if self.is_enabled() else jnp.bool_(False)
 
     def update(self, *, grads_finite: ArrayLike | None = None, overflow: ArrayLike | None = None) -> Self:
@@ -190,12 +190,12 @@ class GradScaler(Pytree):
                 "step takes exactly one of grads= (true gradients, from scaler.value_and_grad or scaler.unscale) and "
                 "scaled_grads= (from jax.grad of a loss that went through scaler.scale)."
             )
-        given, scale = (scaled_grads, scale_of(self.state)) if grads is None else (grads, None)
+        given, scale = (scaled_grads, read_scale(self.state)) if grads is None else (grads, None)
         if scaled_grads is None:
             warn_if_scaled(self.state)
         note_unscaled()
-        checked = check_overflow and self.is_enabled()
-        true, finite = true_gradients(given, scale, check=checked, axis_name=self.axis_name)
+        is_checked = check_overflow and self.is_enabled()
+        true, finite = true_gradients(given, scale, check=is_checked, axis_name=self.axis_name)
         if optimizer_step:
             params, opt_state = step_plain(tx, opt_state, params, true, finite, extra_args or {})
         if finite is None:
@@ -203,15 +203,15 @@ class GradScaler(Pytree):
         return GradScalerStep(params, opt_state, self.update(grads_finite=finite) if update_scale else self, finite)
 
     def get_scale(self) -> Array:
-        """f32[], the scale of the next loss. It is 1 while disabled."""
+        """Return the scale of the next loss, f32[]. It is 1 while disabled."""
         return get_loss_scale(self)
 
     def get_inverse_scale(self) -> Array:
-        """f32[], 1 / scale. Above a scale of 2**126 it is subnormal, and XLA flushes it to 0. `unscale` does not."""
+        """Return 1 / scale, f32[]. Above 2**126 it is subnormal, which XLA flushes to 0. `unscale` does not."""
         return 1.0 / self.get_scale()
 
     def get_stats(self) -> LossScaleStats:
-        """The same as `stats`."""
+        """Return the same as `stats`."""
         return self.stats
 
     def is_enabled(self) -> bool:
@@ -222,7 +222,7 @@ class GradScaler(Pytree):
         """Return the scaler enabled, with the scale that it had when it was disabled."""
         if not self._paused:
             return self
-        kept = with_leaves(jax.eval_shape(self.loss_scale.init), self._paused)
+        kept = replace_leaves(jax.eval_shape(self.loss_scale.init), self._paused)
         return self._with(_state=self._state._replace(loss_scale_state=kept), _paused=())
 
     def disable(self) -> Self:
@@ -233,20 +233,21 @@ class GradScaler(Pytree):
         return self._with(_state=off, _paused=tuple(jax.tree.leaves(self.state)))
 
     def _converted(self, loss_scale: LossScale) -> Self:
-        """The scaler with another loss scale, for `jamp.convert_loss_scale`."""
+        """Return the scaler with another loss scale, for `jamp.convert_loss_scale`."""
         state = convert_loss_scale(self.enable()._state, loss_scale)
-        converted = self._with(loss_scale=loss_scale, _state=state, _paused=())
-        return converted.disable() if self._paused else converted
+        return self._with(loss_scale=loss_scale)._with_state(state)
 
     def reset(self) -> Self:
         """Return the scaler with the initial state and zero statistics."""
-        old = self.enable()._state  # with an axis for the members of an ensemble
-        new = jax.tree.map(lambda x, y: jnp.broadcast_to(x, jnp.shape(y)), ScalerState.init(self.loss_scale), old)
-        scaler = self._with(_state=new, _paused=())
+        return self._with_state(reset(self.enable()._state, self.loss_scale))
+
+    def _with_state(self, state: ScalerState) -> Self:
+        """Return the scaler with another state of its loss scale. It is disabled if this one is."""
+        scaler = self._with(_state=state, _paused=())
         return scaler.disable() if self._paused else scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, growth and backoff as Python numbers, with torch's keys. Empty while disabled.
+        """Return the state, growth and backoff as Python numbers, with torch's keys. Empty while disabled.
 
         Bounds and hysteresis are not in it: load it into a scaler that was made with the same ones.
         """

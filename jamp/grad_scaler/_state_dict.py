@@ -12,7 +12,7 @@ from jax import Array
 
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale
-from jamp._step.leaves import with_leaves
+from jamp._step.leaves import replace_leaves
 from jamp._step.state import ScalerState
 
 # torch's names of these fields, and the part of the configuration that its state dict holds.
@@ -60,11 +60,11 @@ def from_state_dict(
         )
     if isinstance(loss_scale, DynamicLossScale):
         loss_scale = dataclasses.replace(loss_scale, **{name: saved[name] for name in _TORCH_CONFIG})
-    return loss_scale, with_leaves(state, [_array(name, saved[name], x) for name, x in _fields(state).items()])
+    return loss_scale, replace_leaves(state, [_array(name, saved[name], x) for name, x in _fields(state).items()])
 
 
 def _array(name: str, value: Any, own: Any) -> Array:
-    """A saved value as an array of the shape and dtype of the state's own."""
+    """Return a saved value as an array of the shape and dtype of the state's own."""
     expected, kinds = _KINDS.get(own.dtype.kind, _KINDS["f"])
     try:
         array = np.asarray(value)
@@ -80,6 +80,6 @@ def _array(name: str, value: Any, own: Any) -> Array:
 
 
 def _fields(state: ScalerState) -> dict[str, Any]:
-    """The arrays by name, in the order of the pytree's leaves."""
+    """Return the arrays by name, in the order of the pytree's leaves."""
     named = state.loss_scale_state._asdict() | state.stats._asdict() | {"grads_finite": state.grads_finite}
     return {_TORCH_NAMES.get(name, name): x for name, x in named.items()}
