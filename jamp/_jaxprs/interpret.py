@@ -46,7 +46,7 @@ def interpret(jaxpr: Jaxpr, values: Sequence[Any], run: Run, literal: Callable[[
     """
     env: Env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
     read = lambda v: literal(v) if is_literal(v) else env[v]
-    last_use = ir.last_uses(jaxpr)
+    last_use = ir.last_uses(jaxpr.eqns, jaxpr.outvars)
     for index, eqn in enumerate(jaxpr.eqns):
         env.update(zip(eqn.outvars, run(eqn, [read(v) for v in eqn.invars]), strict=True))
         for v in {v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v)}:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr, Jaxpr as Jaxpr, JaxprEqn as JaxprEqn, Literal, Var as Var
 
 Env = dict[Any, Any]  # of Var
 
@@ -53,10 +53,10 @@ def is_ref(v: Any) -> bool:
     return not is_literal(v) and type(v.aval).__name__ == "AbstractRef"
 
 
-def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
-    """For each variable, the index of the last equation that reads it. For an output, the number of equations."""
-    uses = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
-    return uses | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
+def last_uses(eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> dict[Any, int]:
+    """Return for each variable the index of the last equation that reads it, for an output the number of equations."""
+    uses = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not is_literal(v)}
+    return uses | {v: len(eqns) for v in outputs if not is_literal(v)}
 
 
 # Under `jax_remat3`, `jax.checkpoint` and `checkpoint_name` are one primitive with an object in its parameters, whose

@@ -230,7 +230,7 @@ class Split:
         origins = self._origins(closed, inputs)
         parts: list[Part] = []
         straight: list[JaxprEqn] = []
-        last_uses = ir.last_uses(jaxpr)
+        last_uses = ir.last_uses(jaxpr.eqns, jaxpr.outvars)
         end = _end(jaxpr.eqns, last_uses, origins) if is_function else len(jaxpr.eqns)
 
         def close(stop: int) -> None:

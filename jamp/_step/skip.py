@@ -21,7 +21,7 @@ import optax
 from jax import Array, lax
 from jax.tree_util import keystr
 
-from jamp._jaxprs import constructs, interpret, ir
+from jamp._jaxprs import build, constructs, inline, interpret, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import CHEAP
 from jamp._optimizer_state.rounding import check_not_scaled
@@ -95,8 +95,8 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
     Otherwise the gradients are read without a selection, and their norm can be computed at the same time as the check
     instead of after it.
     """
-    inner = [(ir.name(eqn), constructs.inlinable(eqn)) for eqn in closed.jaxpr.eqns]
-    return all(name in CHEAP if body is None else _is_safe_on_nan(body) for name, body in inner)
+    inlined = (e for eqn in closed.jaxpr.eqns for e in walk.inlined(eqn, constructs.inlinable))
+    return all(ir.name(e) in CHEAP for e in inlined)
 
 
 def _no_update(update: Any) -> complex:
@@ -107,41 +107,32 @@ def _no_update(update: Any) -> complex:
 
 
 def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped: Sequence[Any]) -> list[Any]:
-    """Evaluate `closed` and select its i-th output against `skipped[i]`, unless that is None."""
-    jaxpr = closed.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    """Evaluate `closed` and select its i-th output against `skipped[i]`.
+
+    Calls in it are inlined, because a call hides the definitions inside it: a jitted update costs three times as much.
+    """
+    opened = build.without_constants(closed)
+    eqns, outputs = inline.flattened(opened)
+    env = dict(zip(opened.jaxpr.invars, [*closed.consts, *args], strict=True))
     # An output may be an input, a literal, or returned twice (a momentum that is also the update). A variable is
     # selected for one output position where it is defined. Its other positions are selected at the end.
-    position = {
-        v: i for i, v in enumerate(jaxpr.outvars) if not ir.is_literal(v) and v not in env and skipped[i] is not None
-    }
-    last_use = ir.last_uses(jaxpr)
+    position = {v: i for i, v in enumerate(outputs) if not ir.is_literal(v) and v not in env}
+    last_use = ir.last_uses(eqns, outputs)
     pending: list[JaxprEqn] = []
 
-    def evaluate(eqns: list[JaxprEqn], end: int) -> None:
-        """Evaluate `eqns` and keep the variables that equations from `end` on read."""
-        interpret.evaluate(eqns, env, lambda v: last_use.get(v, -1) >= end)
+    def evaluate(some: list[JaxprEqn], end: int) -> None:
+        """Evaluate equations and keep the variables that equations from `end` on read."""
+        interpret.evaluate(some, env, lambda v: last_use.get(v, -1) >= end)
 
-    for index, eqn in enumerate(jaxpr.eqns):
+    for index, eqn in enumerate(eqns, start=1):
+        pending.append(eqn)
         selected = [v for v in eqn.outvars if v in position]
-        if not selected:
-            pending.append(eqn)
-            continue
-        body = constructs.inlinable(eqn)
-        if body is None:
-            evaluate([*pending, eqn], index + 1)
-            env.update({v: _select(grads_finite, env[v], skipped[position[v]]) for v in selected})
-        else:
-            # Inlined, because a call hides the definitions inside it: a jitted update costs three times as much.
+        if selected or index == len(eqns):
             evaluate(pending, index)
-            inner = [skipped[position[v]] if v in position else None for v in eqn.outvars]
-            outputs = _run(grads_finite, body, [ir.read(env, v) for v in eqn.invars], inner)
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        pending = []
-    evaluate(pending, len(jaxpr.eqns))
-
-    done = {*position.values(), *(i for i, old in enumerate(skipped) if old is None)}
-    values = [ir.read(env, v) for v in jaxpr.outvars]
+            env.update({v: _select(grads_finite, env[v], skipped[position[v]]) for v in selected})
+            pending = []
+    done = set(position.values())
+    values = [ir.read(env, v) for v in outputs]
     return [
         new if i in done or new is old else _select(grads_finite, new, old)
         for i, (new, old) in enumerate(zip(values, skipped, strict=True))
