@@ -52,7 +52,8 @@ class Quantized(NamedTuple):
         sizes, packs, params = operands[2 : product.arity], operands[product.arity :], dict(product.params)
         encoded = [self._unpacked(packs[:2]), self._unpacked(packs[2:])]
         out = self.format.multiply(multiply, product.primitive, params, encoded, sizes, product.dtype)
-        return out if has_narrow_sums(product) or product.primitive.name != "dot_general" else _as_result(out, params)
+        is_wider = self.format.sums(encoded[0].codes, params, product.dtype).itemsize > product.dtype.itemsize
+        return _as_result(out, params) if is_wider and product.primitive.name == "dot_general" else out
 
     def sums(self, product: Product, operands: Sequence[Array]) -> Array:
         """The product of the codes alone, in the dtype of the result: see `has_narrow_sums`."""

@@ -109,10 +109,18 @@ def _no_update(update: Any) -> complex:
 def _run(grads_finite: Array, closed: ClosedJaxpr, args: Sequence[Any], skipped: Sequence[Any]) -> list[Any]:
     """Evaluate `closed` and select its i-th output against `skipped[i]`.
 
-    Calls in it are inlined, because a call hides the definitions inside it: a jitted update costs three times as much.
+    Calls that return outputs are inlined, because a call hides the definitions inside it: a jitted update costs three
+    times as much.
     """
     opened = build.without_constants(closed)
-    eqns, outputs = inline.flattened(opened)
+    returned = {v for v in opened.jaxpr.outvars if not ir.is_literal(v)}
+
+    def enter(eqn: JaxprEqn) -> ClosedJaxpr | None:
+        body = constructs.inlinable(eqn) if not returned.isdisjoint(eqn.outvars) else None
+        returned.update(v for v in (body.jaxpr.outvars if body else ()) if not ir.is_literal(v))
+        return body
+
+    eqns, outputs = inline.flattened(opened, enter)
     env = dict(zip(opened.jaxpr.invars, [*closed.consts, *args], strict=True))
     # An output may be an input, a literal, or returned twice (a momentum that is also the update). A variable is
     # selected for one output position where it is defined. Its other positions are selected at the end.

@@ -91,6 +91,9 @@ class MXFP8(Format):
         shape = (*codes.shape[:-2], codes.shape[-2] * self.block)
         return Encoded(codes.reshape(shape), derived(scales, x).astype(self.scale_dtype))
 
+    def sums(self, codes: Array, params: dict[str, Any], dtype: DTypeLike) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
     def multiply(
         self,
         bind: Callable[..., Array],

@@ -4,6 +4,7 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -68,6 +69,10 @@ class Format(abc.ABC):
     @abc.abstractmethod
     def encode(self, x: Array, dtype: DTypeLike, axes: Axes) -> Encoded:
         """Return the codes of an operand. One that holds inf or NaN must make the product NaN: the step is skipped."""
+
+    @abc.abstractmethod
+    def sums(self, codes: Array, params: dict[str, Any], dtype: DTypeLike) -> np.dtype[Any]:
+        """Return the dtype of the sums that the primitive of a product writes, whose result has the given `dtype`."""
 
     @abc.abstractmethod
     def multiply(

@@ -60,7 +60,6 @@ class _Scaled(Format):
         return scaled_by(sums, of_x, of_y, dtype)
 
     def sums(self, codes: Array, params: dict[str, Any], dtype: DTypeLike) -> np.dtype[Any]:
-        """Return the dtype of the sums of a product."""
         n = math.prod(codes.shape[i] for i in ir.contracted(params)[0])
         if self.forward == jnp.int8:
             return np.dtype(np.int32 if isinstance(n, int) and n <= _INT8_TERMS else np.float32)
