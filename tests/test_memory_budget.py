@@ -343,3 +343,25 @@ def test_a_cond_that_is_computed_again_needs_no_operand_of_its_results_alone():
     for budget in (0.5, 0.3):
         kept, report = kept_at(of_conds, budget, V, U)
         assert abs(report.kept + report.end - kept) < 100
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_an_identity_with_a_derivative_rule_ends_no_segment(dtype):
+    """Such as a clip of cotangents in each layer."""
+    clip = jax.custom_vjp(lambda x: x)
+    clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+    def of(identity):
+        def loss(w, x):
+            for v in w:
+                x = identity(x + jax.nn.gelu(jax.nn.standardize(x) @ v))
+            return jnp.mean(x**2)
+
+        return jamp.autocast(loss, dtype) if dtype else loss
+
+    w, x = normal(4, 64, 64, scale=0.1), normal(64, 64)
+    for budget in (1.0, 0.5):
+        kept, plain = (jamp.memory_report(of(f), budget)(w, x).kept for f in (clip, lambda x: x))
+        assert kept <= 1.01 * plain
+        bounded = jamp.recompute(of(clip), budget)
+        np.testing.assert_allclose(jax.grad(bounded)(w, x), jax.grad(of(clip))(w, x), rtol=1e-4, atol=1e-7)

@@ -428,6 +428,9 @@ def _is_plain(eqn: JaxprEqn) -> bool:
         return False  # JAX's checkpoint rounds the values that it keeps, and cannot round complex ones.
     if ir.name(eqn) == "sort" or (ir.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
         return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
+    if ir.name(eqn) == "custom_vjp_call":  # An identity, such as a clip of cotangents, has nothing to compute again.
+        body = constructs.body_of_call(eqn)
+        return body is not None and not body.jaxpr.eqns
     if ir.name(eqn) in ("jit", "custom_jvp_call"):
         body = constructs.body_of_call(eqn)
         return body is not None and all(map(_is_plain, body.jaxpr.eqns))
