@@ -50,7 +50,7 @@ def cast(
       in_shard_map: Whether it is called inside a shard_map.
     """
     every = _Pass(target, format, rest)
-    arguments = [Input(computed=False)] * len(closed.in_avals)
+    arguments = [Input(is_computed=False)] * len(closed.in_avals)
     outputs = [Output()] * len(closed.out_avals)
     body = every.run(closed, arguments, outputs, _Place(Context(in_shard_map=in_shard_map)))
     return body.at([False] * len(outputs)), every.decisions
@@ -103,21 +103,21 @@ class _Body:
     ):
         self._pass, self._target, self._place, self._path, self._traced = every, every.target, place, path, closed
         jaxpr = closed.jaxpr
-        self._consumed = every.consumed(closed, [x.consumed for x in outputs])
-        self._computed = every.computed(closed, [x.computed for x in inputs])
+        self._consumed = every.consumed(closed, [x.is_consumed for x in outputs])
+        self._computed = every.computed(closed, [x.is_computed for x in inputs])
         self._constants = every.constants(closed, [x.constant for x in inputs])
         if every.format:
-            self._after_product = every.after_product(closed, [x.after_product for x in inputs])
-            self._feeding = every.feeding(closed, [x.feeding for x in outputs])
-            self._of_tangents = every.of_tangents(closed, [x.tangent for x in inputs])
+            self._after_product = every.after_product(closed, [x.follows_product for x in inputs])
+            self._feeding = every.feeding(closed, [x.feeds_product for x in outputs])
+            self._of_tangents = every.of_tangents(closed, [x.follows_tangent for x in inputs])
         self._outputs = outputs
         reads: list[Any] = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
         self._readers = Counter(v for v in reads if not ir.is_literal(v))
-        self._low: dict[Var, Var] = {}  # the values that are stored in 16 bit
+        self._narrow: dict[Var, Var] = {}  # the values that are stored in 16 bit
         self._wide: set[Var] = set()  # those of them that were cast to float32 already
         self._eqns: list[JaxprEqn] = []
-        self._changed = any(x.low for x in inputs) or bool(every.target.parts)
-        self._inputs = [self._define(v, x.low) for v, x in zip(jaxpr.invars, inputs, strict=True)]
+        self._changed = any(x.is_narrow for x in inputs) or bool(every.target.parts)
+        self._inputs = [self._define(v, x.is_narrow) for v, x in zip(jaxpr.invars, inputs, strict=True)]
 
     def rewritten(self) -> Rewritten:
         """The cast jaxpr. Its outputs are 16 bit if they are stored so and read nowhere else."""
@@ -125,21 +125,23 @@ class _Body:
         for eqn in jaxpr.eqns:
             self._add(eqn)
         last = jaxpr.eqns[-1] if jaxpr.eqns else None
-        low = [
-            self._is_low(v) or (x.stored and self._is_stored(v))
+        narrow = [
+            self._is_narrow(v) or (x.keeps_narrow and self._is_stored(v))
             for v, x in zip(jaxpr.outvars, self._outputs, strict=True)
         ]
-        results = [self._low[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, low, strict=True)]
+        results = [
+            self._narrow[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, narrow, strict=True)
+        ]
         if not self._changed:
-            return Rewritten(self._traced, low, self._traced.out_avals, False)
+            return Rewritten(self._traced, narrow, self._traced.out_avals, False)
         constants = dict(zip(jaxpr.constvars, self._traced.consts, strict=True))
         closed = build.closed_jaxpr(constants, self._inputs, results, self._eqns)
-        return Rewritten(closed, low, self._traced.out_avals, True)
+        return Rewritten(closed, narrow, self._traced.out_avals, True)
 
     def _add(self, eqn: JaxprEqn) -> None:
         name, rules = ir.name(eqn), self._target.rules
         if in_scope(eqn, facts.FULL_PRECISION):
-            self._copy(eqn, name, facts.REGION, low=False)
+            self._copy(eqn, name, facts.REGION, narrow=False)
         elif name in constructs.CONSTRUCTS and name not in rules:
             self._enter(eqn)
         else:
@@ -152,13 +154,13 @@ class _Body:
             key = self._target.rule_key(eqn, self._path, is_gradient, is_out_of_range)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
-            is_low = self._runs_low(eqn, category) and not constructs.has_body(eqn)
+            is_narrow = self._runs_narrow(eqn, category) and not constructs.has_body(eqn)
             if is_product:
-                self._multiply(eqn, key, category, is_low)
+                self._multiply(eqn, key, category, is_narrow)
             else:
-                self._copy(eqn, key, category, is_low)
+                self._copy(eqn, key, category, is_narrow)
 
-    def _runs_low(self, eqn: JaxprEqn, category: str) -> bool:
+    def _runs_narrow(self, eqn: JaxprEqn, category: str) -> bool:
         """Whether an equation of a category reads and writes its float32 values in 16 bit."""
         floats = [v for v in eqn.invars if self._target.is_wide(v.aval)]
         if category in (COMPUTE, ACCUMULATE):
@@ -169,44 +171,44 @@ class _Body:
         arrays = [v for v in floats if self._number(v) is None]
         numbers = [x for x in map(self._number, floats) if x is not None]
         # Not of several arrays: a vmap around autocast may copy one of them, which has the sum as its cotangent.
-        is_exact = all(map(self._is_low, arrays)) and all(map(self._target.holds, numbers))
+        is_exact = all(map(self._is_narrow, arrays)) and all(map(self._target.holds, numbers))
         return len(arrays) == 1 and is_exact
 
-    def _copy(self, eqn: JaxprEqn, key: str, category: str, low: bool) -> None:
+    def _copy(self, eqn: JaxprEqn, key: str, category: str, narrow: bool) -> None:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
-        is_low = [low and self._target.is_wide(v.aval) for v in (*eqn.invars, *eqn.outvars)]
-        if low and ir.name(eqn) in COPIES:
+        is_narrow = [narrow and self._target.is_wide(v.aval) for v in (*eqn.invars, *eqn.outvars)]
+        if narrow and ir.name(eqn) in COPIES:
             # It may copy an element many times, and its transpose is the sum over the copies, such as over all uses of
             # a token. So it runs in float32, and its result is cast.
-            is_low = [False] * len(is_low)
+            is_narrow = [False] * len(is_narrow)
         n = len(eqn.invars)
-        reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_low[:n], strict=True)]
-        if low and not any(is_low):
+        reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_narrow[:n], strict=True)]
+        if narrow and not any(is_narrow):
             writes: list[Any] = [core.Var(v.aval) for v in eqn.outvars]
         else:
-            writes = [self._define(v, x) for v, x in zip(eqn.outvars, is_low[n:], strict=True)]
-        run = build.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if any(is_low) else eqn
+            writes = [self._define(v, x) for v, x in zip(eqn.outvars, is_narrow[n:], strict=True)]
+        run = build.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if any(is_narrow) else eqn
         # By a rule for a scope, another place may decide otherwise about the same equation.
         is_same = reads == eqn.invars and writes == eqn.outvars and not self._target.parts
         run = run if is_same else run.replace(invars=reads, outvars=writes)
         self._eqns.append(run)
-        self._pass.decisions.add(run, Decision(eqn, key, category, low))
-        if low and not any(is_low):
+        self._pass.decisions.add(run, Decision(eqn, key, category, narrow))
+        if narrow and not any(is_narrow):
             self._eqns.extend(
                 build.convert(w, self._define(v, True), eqn) for w, v in zip(writes, eqn.outvars, strict=True)
             )
-        self._changed |= low
+        self._changed |= narrow
 
-    def _multiply(self, eqn: JaxprEqn, key: str, category: str, is_low: bool) -> None:
+    def _multiply(self, eqn: JaxprEqn, key: str, category: str, is_narrow: bool) -> None:
         """Add a product with the decision about it."""
         operands, (result,) = eqn.invars, ir.avals(eqn.outvars)
-        widens = is_low and self._target.widens_gradients(eqn)
-        weights = [widens and self._target.is_wide(v.aval) and self._is_weight(v) for v in operands]
-        casts = [is_low and self._target.is_wide(v.aval) and not x for v, x in zip(operands, weights, strict=True)]
+        widens = is_narrow and self._target.widens_gradients(eqn)
+        arguments = [widens and self._target.is_wide(v.aval) and self._is_argument(v) for v in operands]
+        casts = [is_narrow and self._target.is_wide(v.aval) and not x for v, x in zip(operands, arguments, strict=True)]
         reads = [self._read(v, x, eqn) for v, x in zip(operands, casts, strict=True)]
         written = self._target.result_dtype(category)
-        is_stored = is_low and written == self._target.compute_dtype and self._target.is_wide(result)
-        format, reason = self._format(eqn, key, category, is_low)
+        is_stored = is_narrow and written == self._target.compute_dtype and self._target.is_wide(result)
+        format, reason = self._format(eqn, key, category, is_narrow)
         product = Product(
             eqn.primitive,
             tuple(ir.params(eqn).items()),
@@ -214,17 +216,17 @@ class _Body:
             key,
             category,
             format,
-            tuple(weights),
+            tuple(arguments),
             written if is_stored else result.dtype,
             reason,
         )
         self._eqns.append(equation(product, reads, self._define(eqn.outvars[0], is_stored), eqn))
         self._changed = True
 
-    def _format(self, eqn: JaxprEqn, key: str, category: str, is_low: bool) -> tuple[Dtype | Format | None, str]:
+    def _format(self, eqn: JaxprEqn, key: str, category: str, is_narrow: bool) -> tuple[Dtype | Format | None, str]:
         """Return the format of a product, and why it is not the one that was asked for."""
-        usual, wanted = self._target.compute_dtype if is_low else None, self._pass.format
-        if wanted is None or not is_candidate(eqn, category, is_low):
+        usual, wanted = self._target.compute_dtype if is_narrow else None, self._pass.format
+        if wanted is None or not is_candidate(eqn, category, is_narrow):
             return usual, self._beyond_range(eqn) if key.endswith("[range]") else ""
         why = why_not(
             eqn,
@@ -241,12 +243,12 @@ class _Body:
 
     def _enter(self, eqn: JaxprEqn) -> None:
         if not is_entered(eqn, self._place.context.is_manual, self._target):
-            return self._copy(eqn, ir.name(eqn), facts.NOT_ENTERED, low=False)
+            return self._copy(eqn, ir.name(eqn), facts.NOT_ENTERED, narrow=False)
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
         name, carry = ir.name(eqn), constructs.carry(eqn)
         wide = range(carry.stop) if name != "shard_map" else [i for i, x in enumerate(splits(eqn)) if not x]
         known = [
-            Input(i not in wide and self._is_low(v), self._constant(v), not self._is_weight(v))
+            Input(i not in wide and self._is_narrow(v), self._constant(v), not self._is_argument(v))
             if i not in carry
             else Input()
             for i, v in enumerate(eqn.invars)
@@ -265,10 +267,10 @@ class _Body:
             self._eqns.append(eqn.replace(invars=[self._read(v, False, eqn) for v in eqn.invars]))
             return
         first = len(eqn.outvars) if constructs.derivative(eqn) is Derivative.BY_RULE else len(carry)
-        low = [i >= first and all(body.low[i] for body in bodies) for i in range(len(eqn.outvars))]
-        reads = [self._read(v, x.low, eqn) for v, x in zip(eqn.invars, known, strict=True)]
-        writes = [self._define(v, x) for v, x in zip(eqn.outvars, low, strict=True)]
-        call = Call(eqn, bodies, inputs, outputs, low, rewrite, self._pass.rest)
+        narrow = [i >= first and all(body.narrow[i] for body in bodies) for i in range(len(eqn.outvars))]
+        reads = [self._read(v, x.is_narrow, eqn) for v, x in zip(eqn.invars, known, strict=True)]
+        writes = [self._define(v, x) for v, x in zip(eqn.outvars, narrow, strict=True)]
+        call = Call(eqn, bodies, inputs, outputs, narrow, rewrite, self._pass.rest)
         self._eqns.extend(enter(call, reads, writes, place.context.shard_map))
         self._changed = True
 
@@ -281,11 +283,11 @@ class _Body:
             tangent = self._pass.of_tangents.into(eqn, self._of_tangents)
             feeding = self._pass.feeding.into(eqn, self._feeding)
             inputs = [
-                [x._replace(after_product=y, tangent=z) for x, y, z in zip(*columns, strict=True)]
+                [x._replace(follows_product=y, follows_tangent=z) for x, y, z in zip(*columns, strict=True)]
                 for columns in zip(inputs, after, tangent, strict=True)
             ]
             outputs = [
-                [x._replace(feeding=y) for x, y in zip(*columns, strict=True)]
+                [x._replace(feeds_product=y) for x, y in zip(*columns, strict=True)]
                 for columns in zip(outputs, feeding, strict=True)
             ]
         return inputs, outputs
@@ -314,31 +316,31 @@ class _Body:
 
     def _is_stored(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit."""
-        return not ir.is_literal(atom) and atom in self._low
+        return not ir.is_literal(atom) and atom in self._narrow
 
-    def _is_low(self, atom: Atom) -> bool:
+    def _is_narrow(self, atom: Atom) -> bool:
         """Whether a value is stored in 16 bit and has a single reader."""
         return self._is_stored(atom) and self._readers[atom] == 1
 
-    def _is_weight(self, atom: Atom) -> bool:
+    def _is_argument(self, atom: Atom) -> bool:
         """Whether a value is an argument of the function, perhaps moved, and not computed."""
         return ir.is_literal(atom) or not self._target.is_wide(atom.aval) or not self._computed[atom]
 
-    def _define(self, v: Var, low: bool) -> Var:
-        self._low |= {v: self._target.low_var(v)} if low else {}
-        return self._low.get(v, v)
+    def _define(self, v: Var, narrow: bool) -> Var:
+        self._narrow |= {v: self._target.narrow_var(v)} if narrow else {}
+        return self._narrow.get(v, v)
 
-    def _read(self, atom: Atom, low: bool, eqn: JaxprEqn | None) -> Atom:
+    def _read(self, atom: Atom, narrow: bool, eqn: JaxprEqn | None) -> Atom:
         """A value for an equation, in 16 bit or as it was traced."""
-        if low and ir.is_literal(atom):
-            return self._target.low_literal(atom)
-        if low and self._is_low(atom):
-            return self._low[atom]
+        if narrow and ir.is_literal(atom):
+            return self._target.narrow_literal(atom)
+        if narrow and self._is_narrow(atom):
+            return self._narrow[atom]
         if self._is_stored(atom) and atom not in self._wide:
             self._wide.add(atom)
-            self._eqns.append(build.convert(self._low[atom], atom, eqn))
-        if low:
-            target = self._target.low_var(atom)
+            self._eqns.append(build.convert(self._narrow[atom], atom, eqn))
+        if narrow:
+            target = self._target.narrow_var(atom)
             self._eqns.append(build.convert(atom, target, eqn))
             return target
         return atom

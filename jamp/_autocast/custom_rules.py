@@ -27,21 +27,21 @@ class Rewritten:
 
     Attributes:
       closed: The jaxpr, or the traced one if nothing in it changes.
-      low: Which of its outputs are 16 bit in place of float32.
+      narrow: Which of its outputs are 16 bit in place of float32.
       changed: Whether anything changes.
     """
 
-    def __init__(self, closed: ClosedJaxpr, low: Sequence[bool], types: Sequence[Any], changed: bool):
-        self.closed, self.low, self.changed, self._types = closed, tuple(low), changed, types
-        self._done: dict[tuple[bool, ...], ClosedJaxpr] = {self.low: closed}
+    def __init__(self, closed: ClosedJaxpr, narrow: Sequence[bool], types: Sequence[Any], changed: bool):
+        self.closed, self.narrow, self.changed, self._types = closed, tuple(narrow), changed, types
+        self._done: dict[tuple[bool, ...], ClosedJaxpr] = {self.narrow: closed}
 
-    def at(self, low: Sequence[bool]) -> ClosedJaxpr:
-        """The jaxpr with only some of its `low` outputs in 16 bit, and the others cast back to float32."""
-        wanted = tuple(low)
+    def at(self, narrow: Sequence[bool]) -> ClosedJaxpr:
+        """The jaxpr with only some of its `narrow` outputs in 16 bit, and the others cast back to float32."""
+        wanted = tuple(narrow)
         if wanted not in self._done:
             eqns, outputs = list(self.closed.jaxpr.eqns), list(self.closed.jaxpr.outvars)
             for i, v in enumerate(outputs):
-                if self.low[i] and not wanted[i]:
+                if self.narrow[i] and not wanted[i]:
                     outputs[i] = core.Var(self._types[i])
                     eqns.append(build.convert(v, outputs[i], eqns[-1] if eqns else None))
             constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
@@ -64,7 +64,7 @@ class Call(NamedTuple):
       eqn: The construct as it was traced.
       bodies: Its bodies.
       inputs, outputs: What is known of the inputs and the outputs of each body.
-      low: Which of its results are 16 bit.
+      narrow: Which of its results are 16 bit.
       rewrite: Casts other jaxprs as if they stood in its place.
       rest: The passes after `cast`.
     """
@@ -73,13 +73,13 @@ class Call(NamedTuple):
     bodies: Sequence[Rewritten]
     inputs: Sequence[Sequence[Input]]
     outputs: Sequence[Sequence[Output]]
-    low: Sequence[bool]
+    narrow: Sequence[bool]
     rewrite: Rewrite
     rest: Callable[[ClosedJaxpr], ClosedJaxpr]
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Evaluate the body of a call. Its results have the traced dtypes."""
-        return interpret.call(self.bodies[0].at([False] * len(self.low)), args)
+        return interpret.call(self.bodies[0].at([False] * len(self.narrow)), args)
 
     def replay(
         self,
@@ -100,14 +100,14 @@ class Call(NamedTuple):
         """
         closed = jax.make_jaxpr(fun)(*avals)
         known = zip(args, avals, inputs, strict=True)
-        given = [x._replace(low=jax.typeof(y).dtype != aval.dtype, constant=None) for y, aval, x in known]
+        given = [x._replace(is_narrow=jax.typeof(y).dtype != aval.dtype, constant=None) for y, aval, x in known]
         n = len(closed.out_avals)
         stored = [i >= (n if residuals_from is None else residuals_from) for i in range(n)]
-        feeding = [x.feeding for x in outputs] + [False] * (n - len(outputs))
-        wanted = [Output(stored=x, feeding=y) for x, y in zip(stored, feeding, strict=True)]
+        feeding = [x.feeds_product for x in outputs] + [False] * (n - len(outputs))
+        wanted = [Output(keeps_narrow=x, feeds_product=y) for x, y in zip(stored, feeding, strict=True)]
         rewritten = self.rewrite(closed, given, wanted, in_backward_rule)
-        low = [x and y for x, y in zip(rewritten.low, stored, strict=True)]
-        return interpret.call(self.rest(rewritten.at(low)), args)
+        narrow = [x and y for x, y in zip(rewritten.narrow, stored, strict=True)]
+        return interpret.call(self.rest(rewritten.at(narrow)), args)
 
 
 def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
@@ -120,12 +120,12 @@ def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
 
 def enter(call: Call, reads: Sequence[Any], writes: Sequence[Var], inside: JaxprEqn | None) -> list[JaxprEqn]:
     """Return the equations of a construct with cast bodies. It may be `inside` a shard_map."""
-    eqn, bodies, low = call.eqn, call.bodies, call.low
+    eqn, bodies, narrow = call.eqn, call.bodies, call.narrow
     name = ir.name(eqn)
     if name in _RETRACED:
         closed = trace(inside, lambda *args: _RETRACED[name](call, args), ir.avals(reads))
         return inline.inline(closed, reads, writes)
-    wanted = [[False], low] if name == "while" else [low[: len(body.low)] for body in bodies]
+    wanted = [[False], narrow] if name == "while" else [narrow[: len(body.narrow)] for body in bodies]
     closed_bodies = [body.at(x) for body, x in zip(bodies, wanted, strict=True)]
     entered = build.with_bodies(eqn, closed_bodies, reads, writes)
     if name != "remat_opt":
@@ -158,7 +158,7 @@ def _custom_jvp(call: Call, args: Sequence[Any]) -> Sequence[Any]:
             return [*results, *(derivatives[i] for i in floating)]
 
         types, values = [*inputs, *(inputs[i] for i in perturbed)], [*primals, *(tangents[i] for i in perturbed)]
-        of_tangents = [call.inputs[0][i]._replace(tangent=True) for i in perturbed]
+        of_tangents = [call.inputs[0][i]._replace(follows_tangent=True) for i in perturbed]
         results = call.replay(original, types, values, inputs=[*call.inputs[0], *of_tangents], outputs=call.outputs[0])
         derivatives = build.replaced(list(map(_no_tangent, outputs)), floating, results[len(outputs) :])
         return results[: len(outputs)], derivatives
@@ -245,7 +245,7 @@ def _linear_call(call: Call, args: Sequence[Any]) -> Sequence[Any]:
             return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
 
         types = [*inputs[:n], *ir.avals(call.eqn.outvars)]
-        known = [Input()] * n + [Input(tangent=True)] * len(cotangents)
+        known = [Input()] * n + [Input(follows_tangent=True)] * len(cotangents)
         found = call.replay(original, types, [*residuals, *cotangents], inputs=known)
         return [x.astype(jax.typeof(y).dtype) for x, y in zip(found, args[n:], strict=True)]
 

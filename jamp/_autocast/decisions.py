@@ -23,13 +23,13 @@ class Decision(NamedTuple):
     Attributes:
       eqn: The equation as it was traced.
       key, category: The key of its rule, and the category.
-      is_low: Whether its float32 values are 16 bit.
+      is_narrow: Whether its float32 values are 16 bit.
     """
 
     eqn: JaxprEqn
     key: str
     category: str
-    is_low: bool = False
+    is_narrow: bool = False
 
 
 class Decisions:
@@ -106,7 +106,7 @@ def entries(
             before = _dtypes(traced.invars), _dtypes(traced.outvars)
             is_copy = ir.name(traced) in COPIES
             narrow = lambda text: text.replace(str(target.wide), str(target.compute_dtype))
-            after = (before[0] if is_copy else narrow(before[0]), narrow(before[1])) if decision.is_low else before
+            after = (before[0] if is_copy else narrow(before[0]), narrow(before[1])) if decision.is_narrow else before
         reads = paths.read(facts, eqn.invars[: product.arity] if product else eqn.invars)
         line, place = user_line(eqn) or context.line, scope(eqn, context.scope)
         read = [x for x in reads if x]

@@ -41,47 +41,47 @@ class Input(NamedTuple):
     """What is known of an input of a jaxpr.
 
     Attributes:
-      low: Whether it is stored in 16 bit.
+      is_narrow: Whether it is stored in 16 bit.
       constant: The constant that it is, or None.
-      computed: Whether it is computed, and not an argument of the function. Such an argument is a weight.
-      after_product: Whether it depends on a product. This and the next are found for 8-bit formats only.
-      tangent: Whether it depends on a tangent or cotangent.
+      is_computed: Whether it is computed, and not an argument of the function, perhaps moved.
+      follows_product: Whether it depends on a product. This and the next are found for 8-bit formats only.
+      follows_tangent: Whether it depends on a tangent or cotangent.
     """
 
-    low: bool = False
+    is_narrow: bool = False
     constant: Constant | None = None
-    computed: bool = True
-    after_product: bool = False
-    tangent: bool = False
+    is_computed: bool = True
+    follows_product: bool = False
+    follows_tangent: bool = False
 
 
 class Output(NamedTuple):
     """What is known of an output of a jaxpr.
 
     Attributes:
-      consumed: Whether it is consumed (`consumes`).
-      stored: Whether it is 16 bit if it is the result of a product, perhaps moved, even if others read it too.
-      feeding: Whether a later product reads it, perhaps through other operations.
+      is_consumed: Whether it is consumed (`consumes`).
+      keeps_narrow: Whether it is 16 bit if it is the result of a product, perhaps moved, even if others read it too.
+      feeds_product: Whether a later product reads it, perhaps through other operations.
     """
 
-    consumed: bool = False
-    stored: bool = False
-    feeding: bool = False
+    is_consumed: bool = False
+    keeps_narrow: bool = False
+    feeds_product: bool = False
 
 
 def computes(is_wide: IsWide, eqn: JaxprEqn, operands: Flags) -> bool:
     """Whether the results of an equation are computed, and not an argument of the function or a constant that is moved.
 
-    Forward. An argument that a product reads is a weight.
+    Forward. A product casts the arguments that it reads, so that their gradients are float32.
     """
     floats = [is_wide(aval) and x for aval, x in zip(ir.avals(eqn.invars), operands, strict=True)]
     return any(floats) or ir.name(eqn) not in MOVING
 
 
 def consumes(eqn: JaxprEqn, results: Flags) -> bool:
-    """Whether the operands of an equation are *consumed*: read by other than moves and sums that lead to a result.
+    """Whether an operation other than moves and sums reads the operands of an equation, which are then *consumed*.
 
-    Backward. The gradient of a weight that nothing consumes is kept in float32.
+    Backward. The gradient of an argument that only moves and sums read is a result of the function, so it stays float32.
     """
     return any(results) or ir.name(eqn) not in MOVING | _SUMS
 

@@ -16,11 +16,11 @@ from jamp._products.formats import Format
 from jamp._products.matrix_product import as_matrix_product
 
 
-def is_candidate(eqn: JaxprEqn, category: str, is_low: bool) -> bool:
+def is_candidate(eqn: JaxprEqn, category: str, is_narrow: bool) -> bool:
     """Whether a product has 16-bit operands, by a rule or as traced, and a result that may be one of 8-bit operands."""
     if category != COMPUTE:
         return False
-    if is_low:
+    if is_narrow:
         return bool(ir.avals(eqn.outvars)[0].dtype == np.float32)
     dtypes = [aval.dtype for aval in ir.avals(eqn.invars[:2])]
     return all(dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)

@@ -58,7 +58,7 @@ class _Quantize:
             product,
             primitive=matrix.eqn.primitive,
             params=tuple(params.items()),
-            weights=(),
+            arguments=(),
             dtype=ir.avals(eqn.outvars)[0].dtype,
         )
         inputs, move_back = [*operands, *packs], matrix.moves[2]

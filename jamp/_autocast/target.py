@@ -31,10 +31,10 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class Target:
-    """A pair of dtypes and rules, and the equations that they make of others.
+    """The dtypes that autocast casts from (`wide`) and to (`compute_dtype`, which is *narrow*), and the rules.
 
-    Products of operands of the `wide` dtype get operands of the compute dtype, which is `low`. In the other modules of
-    autocast, low is called 16 bit.
+    Comments elsewhere say "16 bit" for the narrow dtype and "float32" for the wide one, also where these are float32
+    and float64.
     """
 
     def __init__(self, compute_dtype: np.dtype[Any], rules: Mapping[str, Rule]):
@@ -49,22 +49,22 @@ class Target:
         return bool(getattr(x, "dtype", None) == self.wide)
 
     def result_dtype(self, category: str) -> np.dtype[Any]:
-        """The dtype in which a product of low operands is written. Sums are float32, also those of float32 operands."""
+        """Return the dtype of the result of a product of narrow operands. Sums are at most float32."""
         return self.compute_dtype if category == COMPUTE else _FLOAT32
 
-    def low_var(self, v: Any) -> Var:
-        """A variable for a value in 16 bit."""
+    def narrow_var(self, v: Any) -> Var:
+        """Return a variable for a value in 16 bit."""
         found: Var = core.Var(v.aval.update(dtype=self.compute_dtype, weak_type=False))
         return found
 
-    def low_literal(self, literal: Any) -> Any:
-        """A literal in 16 bit."""
+    def narrow_literal(self, literal: Any) -> Any:
+        """Return a literal in 16 bit."""
         aval = literal.aval.update(dtype=self.compute_dtype, weak_type=False)
-        return core.Literal(self._low(literal.val), aval)
+        return core.Literal(self._narrow(literal.val), aval)
 
     def holds(self, constant: Any) -> bool:
         """Whether a constant is exact in 16 bit."""
-        return np.array_equal(self._low(constant).astype(np.float64), np.float64(constant), equal_nan=True)
+        return np.array_equal(self._narrow(constant).astype(np.float64), np.float64(constant), equal_nan=True)
 
     def is_out_of_range(self, constant: Any) -> bool:
         """Whether a finite constant, or an element of an array of them, becomes infinite in 16 bit, or all become 0."""
@@ -77,10 +77,10 @@ class Target:
             self.unread[jax.typeof(constant).str_short()] = None
             return False
         largest, is_finite = extent(constant)
-        low = self._low(largest)
-        return bool(np.isinf(low) or (is_finite and largest != 0 and low == 0))
+        narrow = self._narrow(largest)
+        return bool(np.isinf(narrow) or (is_finite and largest != 0 and narrow == 0))
 
-    def _low(self, constant: Any) -> Any:
+    def _narrow(self, constant: Any) -> Any:
         with np.errstate(all="ignore"):
             return np.asarray(constant).astype(self.compute_dtype)
 

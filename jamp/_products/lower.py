@@ -62,7 +62,7 @@ def multiplied(product: Product) -> Callable[..., Array]:
     if product.format is None:
         return lambda *operands: product.primitive.bind(*operands, **dict(product.params))
     arithmetic = _arithmetic(product)
-    if isinstance(arithmetic, Rounded) and product.dtype == arithmetic.dtype and not any(product.weights):
+    if isinstance(arithmetic, Rounded) and product.dtype == arithmetic.dtype and not any(product.arguments):
         return functools.partial(_by_jax, product, arithmetic)
 
     def multiply(*operands: Array) -> Array:

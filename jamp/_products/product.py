@@ -33,7 +33,7 @@ class Product:
       before: The dtypes of its operands and of its result as traced.
       key, category: The key of its rule, and the category.
       format: What it is computed in: a 16-bit dtype, a `Float8` or `Int8`, or None for the traced dtypes.
-      weights: Which operands are read in float32 and cast by the product, so that their gradients are float32.
+      arguments: Which operands are read in float32 and cast by the product, so that their gradients are float32.
       dtype: The dtype of the result.
       reason: Why it is not in the format that was asked for.
       kept_as: The name of its sums, which the backward pass keeps in place of the result that is scaled from them.
@@ -45,7 +45,7 @@ class Product:
     key: str
     category: str
     format: Dtype | Format | None
-    weights: tuple[bool, ...]
+    arguments: tuple[bool, ...]
     dtype: Dtype
     reason: str = ""
     kept_as: str = ""
@@ -68,8 +68,8 @@ class Product:
 
     def __repr__(self) -> str:
         name = "its traced dtypes" if self.format is None else self.format.name
-        weights = ", ".join(str(i) for i, x in enumerate(self.weights) if x)
-        return f"({self.key}: {self.category} in {name}" + f", weight: {weights}" * bool(weights) + ")"
+        places = ", ".join(str(i) for i, x in enumerate(self.arguments) if x)
+        return f"({self.key}: {self.category} in {name}" + f", argument: {places}" * bool(places) + ")"
 
 
 product_p = core.Primitive("product")
