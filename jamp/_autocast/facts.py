@@ -81,7 +81,7 @@ def computes(is_wide: IsWide, eqn: JaxprEqn, operands: Flags) -> bool:
 def consumes(eqn: JaxprEqn, results: Flags) -> bool:
     """Whether an operation other than moves and sums reads the operands of an equation, which are then *consumed*.
 
-    Backward. The gradient of an argument that only moves and sums read is a result of the function, so it stays float32.
+    Backward. A gradient of an argument that only moves and sums read is a result of the function, and stays float32.
     """
     return any(results) or ir.name(eqn) not in MOVING | _SUMS
 
