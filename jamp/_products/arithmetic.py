@@ -127,6 +127,9 @@ def _transposed(
 
 
 def moved(eqn: JaxprEqn, args: Sequence[Array]) -> list[Array]:
-    """The results of an operation that moves data, for operands of another dtype."""
-    types = [aval.update(dtype=args[0].dtype) for aval in ir.avals(eqn.outvars)]
-    return interpret.bind(eqn, args, types)
+    """Return the results of an operation that moves data, for operands of another dtype.
+
+    It runs in the context of the caller: the equation may be of an earlier trace, with other metadata for XLA.
+    """
+    found: Any = eqn.primitive.bind(*args, **ir.params(eqn))
+    return list(found) if eqn.primitive.multiple_results else [found]
