@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from faults import FAULTS, planted
 from jax import lax
+from jax.custom_derivatives import linear_call
 from pairs import of_pair
 
 import jamp
@@ -64,6 +65,11 @@ def with_custom_rule(weights, x, y):
     return jnp.mean((custom(jax.nn.relu(custom(x, weights[0])), weights[1]) - y) ** 2)
 
 
+def with_linear_call(weights, x, y):
+    product = lambda w, h: linear_call(lambda w, h: h @ w, lambda w, g: g @ w.T, lax.stop_gradient(w), h)
+    return jnp.mean((product(weights[1], jnp.tanh(x @ weights[0])) - y) ** 2)
+
+
 @pytest.mark.promotes("the loss scale is float32")
 @pytest.mark.parametrize(
     ("fun", "dtype"),
@@ -74,6 +80,7 @@ def with_custom_rule(weights, x, y):
             (scanned, jnp.float32),
             (branched, jnp.bfloat16),
             (with_custom_rule, jnp.bfloat16),
+            (with_linear_call, jnp.bfloat16),
         )
         for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)
         if fun in (healthy, scanned) or dtype is usual  # Branches and rules are run as they are in every dtype.

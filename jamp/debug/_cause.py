@@ -3,15 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jamp._cast import is_floating, is_inexact
-from jamp._jaxprs import constructs, interpret, ir
+from jamp._jaxprs import interpret, ir
 from jamp._jaxprs.ir import JaxprEqn
 from jamp.debug._nonfinite_search import number, to_host
-from jamp.debug._wider import bind_wider
+from jamp.debug._wider import try_wider
 
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
@@ -102,13 +101,10 @@ def _overflow(
     end = float(jnp.finfo(dtype).max)
     # bfloat16 has the range of float32, so it takes float64.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    if jnp.finfo(dtype).bits == 64 or constructs.has_body(eqn):  # A body runs only at its own dtypes.
+    wide = None if jnp.finfo(dtype).bits == 64 else try_wider(eqn, inputs, wide_dtype)
+    if wide is None:
         return None
-    try:
-        with jax.enable_x64(True):
-            value = float(to_host(bind_wider(eqn, inputs, wide_dtype)[position])[index])
-    except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
-        return None  # The operation does not exist in the wider dtype.
+    value = float(to_host(wide[position])[index])
     exponential = _kind(ir.name(eqn))
     if np.isinf(value):
         return f"{exponential}overflow in {dtype}, and in {wide_dtype}"

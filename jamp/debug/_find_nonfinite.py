@@ -13,7 +13,7 @@ from jamp._arguments import Call, check_concrete, differentiable, named, paths
 from jamp._cast import is_inexact
 from jamp._jaxprs import build
 from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
-from jamp.debug._origin import CLEAN, OriginWalker, Value, all_finite, has_new
+from jamp.debug._origin import CLEAN, ArrayInStreams, OriginInterpreter, all_finite, has_new
 
 
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
@@ -99,20 +99,20 @@ class _Run:
 def _run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str], gradients: int = 0) -> _Run:
     """Evaluate a function. If its first results are gradients, causes are searched for these only."""
     closed = jax.make_jaxpr(fun)(*leaves)
-    walker = OriginWalker()
-    given = [Value(jnp.asarray(x), parameter=path) for x, path in zip(leaves, parameters, strict=True)]
-    all_results = walker.run(closed, given)
+    interpreter = OriginInterpreter()
+    given = [ArrayInStreams(jnp.asarray(x), parameter=path) for x, path in zip(leaves, parameters, strict=True)]
+    all_results = interpreter.run(closed, given)
     results = all_results[:gradients] if gradients else all_results
     reached = [
-        {i for i, x in enumerate(results) if has_new(x.stream(walker.stream_of(cause)), x.stream(CLEAN))}
-        for cause in walker.causes
+        {i for i, x in enumerate(results) if has_new(x.stream(interpreter.stream_of(cause)), x.stream(CLEAN))}
+        for cause in interpreter.causes
     ]
     for i, x in enumerate(results):  # If no cause alone makes it, it takes all of them.
         if has_new(x.array, x.stream(CLEAN)) and not any(i in some for some in reached):
             reached = [some | {i} for some in reached]
     is_given = not all(all_finite(x.stream(CLEAN)) for x in all_results)
     has_loss = not gradients and bool(results) and is_inexact(results[0].array) and not results[0].array.shape
-    return _Run(walker.causes, reached, is_given, has_loss, walker.count)
+    return _Run(interpreter.causes, reached, is_given, has_loss, interpreter.count)
 
 
 def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:

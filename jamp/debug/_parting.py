@@ -17,12 +17,17 @@ _NO_OPTIONS = ("sharding", "precision", "dtype", "element_type", "name", "shape"
 
 def row(x: Entry | None, y: Entry | None, text: str = "", only: str = "") -> ComparedRow:
     """The row of an entry of each program."""
-    sides = [(*z.operation.location[:2], str(z.operation.dtype)) if z else ("", "", "") for z in (x, y)]
+    sides = [_place(z) if z else ("", "", "") for z in (x, y)]
     if not (x and y and not text):
         return ComparedRow(text, *sides[0], *sides[1], only, np.inf, False)
     is_moved = not agree(x.numbers, y.numbers) and same_elements(x.numbers, y.numbers)
     arrays = [np.ravel((z.numbers.sorted if is_moved else z.numbers).traced) for z in (x, y)]
     return ComparedRow(_name(x), *sides[0], *sides[1], "", relative(*arrays), x.kind is not None)
+
+
+def _place(x: Entry) -> tuple[str, str, str]:
+    """Return the line, the scopes and the dtype of an entry."""
+    return x.operation.context.line, x.operation.context.scope, str(x.operation.dtype)
 
 
 def region(program: Program, results: Sequence[Entry]) -> list[Entry]:
@@ -96,7 +101,7 @@ def _compared(x: Entry, y: Entry) -> list[ComparedRow]:
         # Programs may hold weights, and operands of other shapes, in another layout.
         a, b = min(moved, key=lambda z: (source(z[0]).is_leaf, z[0].numbers.value.shape != z[1].numbers.value.shape))
         deeper = _compared(a, b) if _name(a) == _name(b) and _name(a) not in MOVING else []
-        a, b = (z if z.operation.location.line else w for z, w in ((a, x), (b, y)))
+        a, b = (z if z.operation.context.line else w for z, w in ((a, x), (b, y)))
         return deeper or [row(a, b, f"an operand of {_name(x)} has the same elements in another order")]
     shapes = [[z.numbers.value.shape for z in side] for side in (left, right)]
     options = _options(x, y) if shapes[0] == shapes[1] else ""
@@ -124,7 +129,7 @@ def _follows(x: Entry) -> bool:
 def _value(x: Entry) -> str:
     """An operand as text."""
     if not x.is_leaf:
-        return f"{_name(x)} at {x.operation.location.line or 'an unknown line'}"
+        return f"{_name(x)} at {x.operation.context.line or 'an unknown line'}"
     if x.operation.primitive == ARGUMENT:
         return x.operation.name
     return f"{x.numbers.value.flat[0]:.6g}" if x.numbers.is_uniform else "a constant"

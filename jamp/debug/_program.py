@@ -19,9 +19,9 @@ from jamp._cast import is_inexact
 from jamp._jaxprs import equality, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.primitives import operation
-from jamp._jaxprs.source import Location, user_line
+from jamp._jaxprs.source import user_line
 from jamp.debug._run_steps import Damage, Data, Switches, To, damage, run_steps, widen
-from jamp.debug._steps import Body, Builder, Site, Step
+from jamp.debug._steps import Body, Builder, Step
 
 ON, OFF = (Switches(np.bool_(x), np.bool_(x)) for x in (True, False))
 OPERANDS = Switches(ON.operands, OFF.result)
@@ -104,7 +104,7 @@ class Program:
 
     def __init__(self, closed: ClosedJaxpr, parameters: Sequence[str], wide: np.dtype[Any]):
         builder = Builder(wide)
-        self._body = builder.body(closed, parameters, Site(Location(), ()))
+        self._body = builder.body(closed, parameters)
         self.sites, self.flops = builder.sites, builder.flops
         self.opaque: set[str] = set()
         self._segments = _segments(self._body)

@@ -249,8 +249,8 @@ def rounding_report(
         program, total, damages = errors.program, errors.total, errors.damages()
         layers: dict[Any, list[int]] = {}  # the sites of each row
         for i, x in enumerate(program.sites):
-            layer = x.location._replace(scope=_NUMBER.sub("*", x.location.scope))
-            layers.setdefault((layer, x.steps, x.operation), []).append(i)
+            layer = x.operation, x.line, _NUMBER.sub("*", x.scope), x.is_backward, x.steps
+            layers.setdefault(layer, []).append(i)
         pairs = [(_row(program.sites, mine, damages, program.flops), mine) for mine in layers.values()]
         pairs = [(row, mine) for row, mine in pairs if row.damage or row.flops]  # A result depends on these.
         pairs.sort(key=lambda pair: -pair[0].damage)
@@ -282,10 +282,10 @@ def _row(
         step = tuple(int(i) for i in np.unravel_index(np.argmax(squares), first.steps))
     return RoundingRow(
         first.operation,
-        first.location.line,
-        pattern(sites[i].location.scope for i in mine),
+        first.line,
+        pattern(sites[i].scope for i in mine),
         pattern(path for i in mine for path in sites[i].parameters),
-        first.location.backward,
+        first.is_backward,
         ", ".join(sorted({dtype for i in mine for dtype in sites[i].dtypes})),
         sum(sites[i].flops for i in mine) / flops if flops else 0.0,
         math.sqrt(error / size) if size else none,
@@ -294,7 +294,7 @@ def _row(
         any(bool(np.any(x.overflows)) for x in some),
         step,
         first.steps,
-        worst=sites[worst].location.scope if is_one else "",
+        worst=sites[worst].scope if is_one else "",
     )
 
 

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jamp._cast import is_floating
 from jamp._jaxprs import constructs, interpret, ir
 from jamp.debug._steps import CAST, Body, Step
-from jamp.debug._wider import bind_wider, is_narrower
+from jamp.debug._wider import bind_as_traced, bind_wider, is_narrower
 
 # At the dtypes they were traced with: they work on bits, or on random keys.
-_AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_bits", "shard_map")
+_AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_bits")
 
 
 class Switches(NamedTuple):
@@ -122,9 +121,9 @@ def _read(env: Mapping[Any, Any], atom: Any) -> Any:
     return widen(ir.value(atom)) if ir.is_literal(atom) else env[atom]
 
 
-def _run_body(body: Body, data: Data, xs: Sequence[Any]) -> list[Any]:
+def _run_body(body: Body, data: Data, taps: Data, xs: Sequence[Any]) -> list[Any]:
     env = {v: widen(x) for v, x in body.constants.items()} | dict(zip(body.inputs, xs, strict=True))
-    run_steps(body.steps, data, env)
+    run_steps(body.steps, {**data, **taps}, env)
     return [_read(env, v) for v in body.outputs]
 
 
@@ -134,7 +133,7 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
         xs = [_read(env, v) for v in step.eqn.invars]
         if step.bodies:
             mine = {i: data[i] for i in step.sites if i in data}
-            results = _LOOPS[ir.name(step.eqn)](step, mine, xs)
+            results = _run_construct(step, mine, xs)
         else:
             results = _operate(step, None if step.site is None else data.get(step.site), xs)
         env.update(zip(step.eqn.outvars, results, strict=True))
@@ -143,8 +142,7 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
 def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     eqn, before, after = step.eqn, ir.avals(step.eqn.invars), ir.avals(step.eqn.outvars)
     if ir.name(eqn) in _AS_TRACED or constructs.has_body(eqn):
-        given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(xs, before, strict=True)]
-        return list(map(widen, interpret.bind(eqn, given, after)))
+        return list(map(widen, bind_as_traced(eqn, xs)))
     compute = lambda values: bind_wider(eqn, values, reference_dtype())
     if data is None:
         return compute(xs)
@@ -169,33 +167,9 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     return [jnp.where(on, rounded(y, x), y) for y, x in zip(results, to, strict=True)]
 
 
-def _cond(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    branches = [lambda mine, *ys, body=body: _run_body(body, mine, ys) for body in step.bodies]
-    return list(lax.switch(xs[0], branches, data, *xs[1:]))
-
-
-def _while(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    if not all(isinstance(x, Switches) for x in data.values()):
+def _run_construct(step: Step, data: Data, xs: list[Any]) -> list[Any]:
+    if ir.name(step.eqn) == "while" and not all(isinstance(x, Switches) for x in data.values()):
         data, xs = {}, list(map(lax.stop_gradient, xs))  # It has no derivative in reverse mode.
-    n, carry = constructs.condition_constants(step.eqn), constructs.carry(step.eqn)
-    again, body = step.bodies
-    condition = lambda state: _run_body(again, data, [*xs[:n], *state])[0]
-    step_once = lambda state: _run_body(body, data, [*xs[n : carry.start], *state])
-    return list(lax.while_loop(condition, step_once, xs[carry.start :]))
-
-
-def _scan(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    carry = constructs.carry(step.eqn)
-    consts, state, n = xs[: carry.start], xs[carry.start : carry.stop], len(carry)
-    taps = {i: x for i, x in data.items() if isinstance(x, Damage)}
-
-    def iteration(state: Any, inputs: Any) -> Any:
-        slices, mine = inputs
-        results = _run_body(step.bodies[0], data | mine, [*consts, *state, *slices])
-        return results[:n], results[n:]
-
-    state, stacked = lax.scan(iteration, state, (xs[carry.stop :], taps), **constructs.scan_options(step.eqn))
-    return [*state, *stacked]
-
-
-_LOOPS = {"cond": _cond, "while": _while, "scan": _scan}
+    taps = {i: x for i, x in data.items() if isinstance(x, Damage)}  # in a scan with an axis for its steps
+    bodies = [functools.partial(_run_body, body, data) for body in step.bodies]
+    return interpret.control_flow(step.eqn, bodies, xs, taps)
