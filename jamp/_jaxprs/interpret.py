@@ -98,8 +98,7 @@ def control_flow(
     """
     if ir.name(eqn) == "cond":
         return list(lax.switch(operands[0], bodies, more, operands[1:]))
-    carry = constructs.carry(eqn)
-    consts, state, xs = operands[: carry.start], operands[carry.start : carry.stop], operands[carry.stop :]
+    consts, state, xs = _split(eqn, operands)
     if ir.name(eqn) == "while":
         n = constructs.condition_constants(eqn)
         is_next = lambda state: bodies[0](more, [*consts[:n], *state])[0]
@@ -107,10 +106,16 @@ def control_flow(
 
     def iteration(state: Sequence[Any], slices: tuple[Any, Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
         results = bodies[0](slices[0], [*consts, *state, *slices[1]])
-        return results[: len(carry)], results[len(carry) :]
+        return results[: len(state)], results[len(state) :]
 
-    state, stacked = lax.scan(iteration, state, (more, xs), **constructs.scan_options(eqn))
-    return [*state, *stacked]
+    end, stacked = lax.scan(iteration, state, (more, xs), **constructs.scan_options(eqn))
+    return [*end, *stacked]
+
+
+def _split(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Return the constants of a loop, its carry, and what a scan reads in slices."""
+    carry = constructs.carry(eqn)
+    return operands[: carry.start], operands[carry.start : carry.stop], operands[carry.stop :]
 
 
 class Entered(NamedTuple):
@@ -193,27 +198,23 @@ class Interpreter(abc.ABC, Generic[V]):
         return self._inside(Entered(eqn, branch), bodies, values[1:])
 
     def _while(self, eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], values: list[V]) -> list[V]:
-        n, carry = constructs.condition_constants(eqn), constructs.carry(eqn)
-        consts, state = values[n : carry.start], values[carry.start :]
+        (consts, state, _), n = _split(eqn, values), constructs.condition_constants(eqn)
         for iteration in itertools.count():
-            if not self._inside(Entered(eqn, 0, iteration), bodies, [*values[:n], *state])[0].array:
+            if not self._inside(Entered(eqn, 0, iteration), bodies, [*consts[:n], *state])[0].array:
                 break
-            state = self._inside(Entered(eqn, 1, iteration), bodies, [*consts, *state])
-        return state
+            state = self._inside(Entered(eqn, 1, iteration), bodies, [*consts[n:], *state])
+        return list(state)
 
     def _scan(self, eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], values: list[V]) -> list[V]:
-        carry, options = constructs.carry(eqn), constructs.scan_options(eqn)
-        consts, state, xs = values[: carry.start], values[carry.start : carry.stop], values[carry.stop :]
-        step = -1 if options["reverse"] else 1
-        rows: list[list[V]] = []
+        (consts, state, xs), options = _split(eqn, values), constructs.scan_options(eqn)
+        n, step, rows = len(state), -1 if options["reverse"] else 1, list[list[V]]()
         for i in range(options["length"])[::step]:
-            slices = [self.item(x, i) for x in xs]
-            results = self._inside(Entered(eqn, 0, i), bodies, [*consts, *state, *slices])
-            state = results[: len(carry)]
-            rows.append(results[len(carry) :])
+            results = self._inside(Entered(eqn, 0, i), bodies, [*consts, *state, *(self.item(x, i) for x in xs)])
+            state = results[:n]
+            rows.append(results[n:])
         if rows:
             return [*state, *(self.stack(list(column)) for column in zip(*rows[::step], strict=True))]
-        return [*state, *(self.constant(jnp.zeros(x.shape, x.dtype)) for x in ir.avals(eqn.outvars[len(carry) :]))]
+        return [*state, *(self.constant(jnp.zeros(x.shape, x.dtype)) for x in ir.avals(eqn.outvars[n:]))]
 
 
 _ControlFlow = Callable[[Interpreter[Any], JaxprEqn, Sequence[ClosedJaxpr], list[Any]], list[Any]]

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,17 @@ def source(x: Entry) -> Entry:
     while x.is_layout and len(x.reads) == 1:
         (x,) = x.reads
     return x
+
+
+def computed_from(results: Sequence[Entry], is_followed: Callable[[Entry], bool]) -> Iterator[Entry]:
+    """Yield the results, and the entries that they are computed from, as far as they are followed, each once."""
+    todo, seen = list(results), set[int]()
+    while todo:
+        x = todo.pop()
+        if id(x) not in seen and is_followed(x):
+            seen.add(id(x))
+            todo += [*x.reads, *x.carried]
+            yield x
 
 
 def entries(program: Program) -> list[Entry]:
@@ -150,15 +161,7 @@ def _is_chance(x: Entry, y: Entry, shared: Set[str]) -> bool:
     name = source(given).operation.name
     if not _is_argument(source(given)) or _is_argument(source(other)) or name not in shared:
         return False
-    todo, seen = [other], set[int]()
-    while todo:
-        z = todo.pop()
-        if id(z) not in seen:
-            seen.add(id(z))
-            todo += [*z.reads, *z.carried]
-            if _is_argument(z) and z.operation.name != name:
-                return True
-    return False
+    return any(_is_argument(z) and z.operation.name != name for z in computed_from([other], lambda z: True))
 
 
 def pairs(ours: Sequence[Entry], theirs: Sequence[Entry]) -> list[tuple[int, int]]:

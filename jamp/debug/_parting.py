@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jamp._jaxprs.primitives import MOVING
-from jamp.debug._align import Entry, Program, entries, source
+from jamp.debug._align import Entry, Program, computed_from, entries, source
 from jamp.debug._comparison import ComparedRow
 from jamp.debug._numbers import FILL, JUMP, agree, relative, same_elements
 from jamp.debug._observe import ARGUMENT
@@ -35,12 +35,7 @@ def region(program: Program, results: Sequence[Entry]) -> list[Entry]:
 
     Where the other program has the same value, the difference cannot come from before it.
     """
-    found, todo = set[int](), list(results)
-    while todo:
-        x = todo.pop()
-        if x.kind is None and not x.is_leaf and id(x) not in found:
-            found.add(id(x))
-            todo += [*x.reads, *x.carried]
+    found = {id(x) for x in computed_from(results, lambda x: x.kind is None and not x.is_leaf)}
     kept = (x for x in entries(program) if id(x) in found)
     return [x for x in kept if not x.is_layout and _name(x) != "iota"]
 

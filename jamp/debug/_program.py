@@ -20,12 +20,12 @@ from jamp._jaxprs import equality, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import user_line
-from jamp.debug._run_steps import Damage, Data, Switches, To, damage, run_steps, widen
+from jamp.debug._run_steps import Damage, Data, Switches, damage_of, run_steps, widen
 from jamp.debug._steps import Body, Builder, Step
 
 ON, OFF = (Switches(np.bool_(x), np.bool_(x)) for x in (True, False))
 OPERANDS = Switches(ON.operands, OFF.result)
-_damage = jax.jit(damage, static_argnums=3)
+_damage_of = jax.jit(damage_of, static_argnums=3)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,11 +140,13 @@ class Program:
                 continue
             xs = [env[v] for v in segment.reads]
             if segment.sites and not segment.is_loop:
-                step, (y,), (site,) = segment.steps[0], [env[v] for v in segment.writes], segment.sites
-                others = compiled.run_forward([OPERANDS], xs)[0] if any(step.rounds) else y
+                step, ys, (site,) = segment.steps[0], [env[v] for v in segment.writes], segment.sites
+                others = compiled.run_forward([OPERANDS], xs) if any(step.rounds) else ys
+                narrow = [step.narrow(v.aval) for v in segment.writes]
                 for i in nonzero:
-                    to = To(segment.writes[0].aval.dtype, step.wide)
-                    damages_of[i].setdefault(site, []).append(_damage(y, others, now[i][0], to))
+                    results = zip(ys, others, now[i], narrow, strict=True)
+                    found = [_damage_of(*x) for x in results if x[2] is not None]
+                    damages_of[i].setdefault(site, []).extend(found)
             tapped = sorted(segment.steps[0].tapped) if segment.is_loop else []
             if segment.is_loop and tapped != segment.sites:
                 self.opaque.add(user_line(segment.steps[0].eqn) or "while")

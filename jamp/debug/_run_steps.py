@@ -50,16 +50,9 @@ class Damage(NamedTuple):
 Data = Mapping[int, Any]  # by the index of the site: `Switches` to round, or a `Damage` of zeros to tap
 
 
-class To(NamedTuple):
-    """What a result is rounded to: its dtype as traced, if that is narrower than the wide one."""
-
-    dtype: np.dtype[Any]
-    wide: np.dtype[Any]
-
-
-def damage(y: Array, with_operands: Array, cotangent: Array, to: To) -> Damage:
-    """The damage of rounding operands, which gives `with_operands` instead of `y`, and of rounding the result."""
-    errors = [with_operands - y, rounded(with_operands, to) - with_operands]
+def damage_of(y: Array, with_operands: Array, cotangent: Array, dtype: np.dtype[Any] | None) -> Damage:
+    """Return the damage of rounding operands, with which `y` is `with_operands`, and of rounding the result."""
+    errors = [with_operands - y, round_to(with_operands, dtype) - with_operands]
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
@@ -84,14 +77,14 @@ def _expected_square(x: Array, dependent: Sequence[tuple[int, ...]]) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _tap(y: Array, zeros: Damage, with_operands: Array, to: To) -> Array:
-    """The value `y`. The cotangent of `zeros` is its `damage`."""
+def _tap(y: Array, zeros: Damage, with_operands: Array, dtype: np.dtype[Any] | None) -> Array:
+    """Return `y`. The cotangent of `zeros` is its damage."""
     return y
 
 
 _tap.defvjp(
-    lambda y, zeros, with_operands, to: (y, (y, with_operands)),
-    lambda to, kept, cotangent: (cotangent, damage(kept[0], kept[1], cotangent, to), None),
+    lambda y, zeros, with_operands, dtype: (y, (y, with_operands)),
+    lambda dtype, kept, cotangent: (cotangent, damage_of(kept[0], kept[1], cotangent, dtype), None),
 )
 
 
@@ -105,11 +98,11 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, reference_dtype()) if is_narrower(x, reference_dtype()) else x
 
 
-def rounded(x: Array, to: To) -> Array:
-    """Values of the reference, rounded. XLA may leave out a cast to the narrower dtype and back."""
-    if to.dtype.itemsize >= to.wide.itemsize:
+def round_to(x: Array, dtype: np.dtype[Any] | None) -> Array:
+    """Round values of the reference to a dtype. XLA may leave out a cast to the narrower dtype and back."""
+    if dtype is None:
         return x
-    info = jnp.finfo(to.dtype)
+    info = jnp.finfo(dtype)
     y = lax.reduce_precision(x, info.nexp, info.nmant)
     if info.minexp <= -126:
         return y
@@ -146,9 +139,8 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     compute = lambda values: bind_wider(eqn, values, reference_dtype())
     if data is None:
         return compute(xs)
-    reads = zip(xs, before, step.rounds, strict=True)
-    rounded_xs = [rounded(x, To(aval.dtype, step.wide)) if rounds else x for x, aval, rounds in reads]
-    to = [To(aval.dtype, step.wide) for aval in after]
+    reads, narrow = zip(xs, before, step.rounds, strict=True), list(map(step.narrow, after))
+    rounded_xs = [round_to(x, step.narrow(aval)) if rounds else x for x, aval, rounds in reads]
     # The sums of float32 products are float32, and round as much as the operands do.
     sums_in_float32 = any(step.rounds) and all(x.dtype == np.float32 for x in before)
     as_traced = lambda: list(map(widen, interpret.bind(eqn, [x.astype(np.float32) for x in xs], after)))
@@ -158,13 +150,13 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
             others = list(map(lax.stop_gradient, as_traced()))
         elif any(step.rounds):
             others = compute(list(map(lax.stop_gradient, rounded_xs)))
-        return [_tap(*given, x) for *given, x in zip(results, [data] * len(to), others, to, strict=True)]
+        return [_tap(y, data, z, dtype) for y, z, dtype in zip(results, others, narrow, strict=True)]
     if sums_in_float32:
         results = [jnp.where(data.operands, z, y) for y, z in zip(compute(xs), as_traced(), strict=True)]
     else:
         results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
     on = data.operands if ir.name(eqn) == CAST else data.result
-    return [jnp.where(on, rounded(y, x), y) for y, x in zip(results, to, strict=True)]
+    return [jnp.where(on, round_to(y, dtype), y) for y, dtype in zip(results, narrow, strict=True)]
 
 
 def _run_construct(step: Step, data: Data, xs: list[Any]) -> list[Any]:

@@ -52,16 +52,20 @@ class Step:
     @functools.cached_property
     def sites(self) -> frozenset[int]:
         """All sites in it."""
-        inner = (step.sites for body in self.bodies for step in body.steps)
-        return frozenset().union(*inner, () if self.site is None else (self.site,))
+        own = () if self.site is None else (self.site,)
+        return frozenset(own).union(*(step.sites for body in self.bodies for step in body.steps))
 
     @functools.cached_property
     def tapped(self) -> frozenset[int]:
-        """All sites in it, except those in a while loop, which has no derivative in reverse mode."""
-        if ir.name(self.eqn) == "while":
+        """All sites in it, except the sites in loops that have no derivative in reverse mode."""
+        if constructs.derivative(self.eqn) is Derivative.NONE:
             return frozenset()
-        inner = (step.tapped for body in self.bodies for step in body.steps)
-        return frozenset().union(*inner, () if self.site is None else (self.site,))
+        own = () if self.site is None else (self.site,)
+        return frozenset(own).union(*(step.tapped for body in self.bodies for step in body.steps))
+
+    def narrow(self, aval: Any) -> np.dtype[Any] | None:
+        """Return the dtype to which a value of the step is rounded. None if it is not narrower than the wide dtype."""
+        return aval.dtype if is_narrower(aval, self.wide) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
