@@ -9,7 +9,7 @@ import numpy as np
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import interpret, ir
 from jamp._jaxprs.ir import JaxprEqn
-from jamp.debug._nonfinite_search import number, to_host
+from jamp.debug._nonfinite_search import format_number, to_host
 from jamp.debug._wider import try_wider
 
 
@@ -55,7 +55,7 @@ def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
     if name == "integer_pow":
         y = ir.exponent(eqn)
     texts = (text for names, condition, text in _DOMAINS if name in names and condition(x, y))
-    return next((text.format(x=number(x), y=number(y), name=name) for text in texts), None)
+    return next((text.format(x=format_number(x), y=format_number(y), name=name) for text in texts), None)
 
 
 # Primitives, a condition on their operands x and y, and the message. The first condition that holds is reported.
@@ -115,8 +115,8 @@ def _overflow(
         on_the_way, again = " on the way", interpret.bind(eqn, inputs, ir.avals(eqn.outvars))[position]
         if np.isfinite(to_host(again)[index]):
             return _CONSTANT
-    ends = f"{dtype} ends at {number(end) if end > 1e6 else f'{end:g}'}"
-    return f"{exponential}overflow in {dtype}{on_the_way}: value would be {number(value, 1)}, {ends}"
+    ends = f"{dtype} ends at {format_number(end) if end > 1e6 else f'{end:g}'}"
+    return f"{exponential}overflow in {dtype}{on_the_way}: value would be {format_number(value, 1)}, {ends}"
 
 
 def _kind(name: str) -> str:

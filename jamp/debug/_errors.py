@@ -16,7 +16,7 @@ from jamp._autocast.api import autocast
 from jamp._autocast.rules import wide_dtype
 from jamp._cast import check_floating, is_floating
 from jamp._jaxprs import build
-from jamp.debug._program import ON, Program
+from jamp.debug._program import ON, RoundedProgram
 from jamp.debug._run_steps import Damage, Data, reference_dtype
 
 _LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # for float16: the first with which the gradients are finite
@@ -61,7 +61,7 @@ class Errors:
         self._leaves, self._n = call.leaves, len(values)
         self._scale = jnp.float32(_LOSS_SCALES[0] if dtype == jnp.float16 else 1)
         wide = min(self.wide, reference_dtype(), key=lambda x: x.itemsize)  # Without x64, there is no float64.
-        self.program = Program(closed, ["", *paths(fun, args, kwargs)], wide)
+        self.program = RoundedProgram(closed, ["", *paths(fun, args, kwargs)], wide)
         self._exact: tuple[list[Array], dict[Any, Any]] | None = None
 
     def exact(self) -> tuple[list[Array], dict[Any, Any]]:

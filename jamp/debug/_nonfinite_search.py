@@ -38,9 +38,11 @@ class Values:
 
     def __str__(self) -> str:
         shape = "[" + ", ".join(map(str, self.shape)) + "]"
-        some = "nothing finite" if np.isnan(self.low) else f"from {number(self.low)} to {number(self.high)}"
+        some = (
+            "nothing finite" if np.isnan(self.low) else f"from {format_number(self.low)} to {format_number(self.high)}"
+        )
         if self.low == self.high:
-            some = f"all {number(self.low)}" if self.shape else number(self.low)
+            some = f"all {format_number(self.low)}" if self.shape else format_number(self.low)
         bad = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
         where = f", first at {list(self.first)}" if self.first else ""
         return ", ".join([f"{self.dtype}{shape} {some}", *bad]) + where
@@ -52,7 +54,7 @@ def to_host(x: Any) -> np.ndarray[Any, Any]:
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
-def number(x: float, exact_to: float = 1e5) -> str:
+def format_number(x: float, exact_to: float = 1e5) -> str:
     """A number in few characters: 7.1e4, 65504, 0.031."""
     x += 0.0  # -0 is 0
     text = f"{x:g}" if abs(x) < exact_to and float(f"{x:g}") == x else f"{x:.2g}"

@@ -14,7 +14,7 @@ from jamp._jaxprs import build, constructs, interpret, ir
 from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import operation
-from jamp.debug._numbers import FILL, Numbers, roundoff
+from jamp.debug._compared_array import FILL, ComparedArray, roundoff
 from jamp.debug._wider import bind_as_traced, try_wider
 
 ARGUMENT, CONSTANT = "argument", "constant"
@@ -31,7 +31,7 @@ class Operation(NamedTuple):
       context, options: The constructs around it and its equation, and the parameters of the primitive.
       name: The path of an argument.
       equation: A key of the equation and the result, in all iterations.
-      numbers: The result.
+      result: The result.
       loops: The loops around it, and the iteration of each.
       reads: The operations that computed its operands.
     """
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     name: str = ""
     equation: Any = None
-    numbers: Any = None
+    result: Any = None
     loops: tuple[tuple[int, int], ...] = ()
     reads: tuple[int, ...] = ()
 
@@ -94,15 +94,17 @@ class Observer(interpret.Interpreter[ObservedArray]):
     ) -> ObservedArray:
         """Keep a result. Its unit roundoffs are the coarsest of its own and those of its operands."""
         array, wide, index = _narrow(array), _widen(wide), len(self.operations)
-        before = [self.operations[x.index].numbers for x in xs]
+        before = [self.operations[x.index].result for x in xs]
         unit = max([roundoff(array.dtype), *(x.unit for x in before)])
         least = min(roundoff(found.dtype), roundoff(_F32))
         constant = max([constant, least, *(x.constant for x in before)])
         value = _to_host(wide)
-        numbers = Numbers(value, _to_host(array), unit, constant, max([_largest(value), *(x.scale for x in before)]))
+        result = ComparedArray(
+            value, _to_host(array), unit, constant, max([_largest(value), *(x.scale for x in before)])
+        )
         loops = tuple((id(x.eqn), x.iteration) for x in self.entered if x.iteration is not None)
         found = found._replace(equation=found.equation or index, loops=loops, reads=tuple(x.index for x in xs))
-        self.operations.append(found._replace(numbers=numbers))
+        self.operations.append(found._replace(result=result))
         return ObservedArray(array, wide, index)
 
 

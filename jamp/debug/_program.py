@@ -20,16 +20,16 @@ from jamp._jaxprs import equality, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import user_line
-from jamp.debug._run_steps import Damage, Data, Switches, damage_of, run_steps, widen
-from jamp.debug._steps import Body, Builder, Step
+from jamp.debug._run_steps import Damage, Data, Switches, measure_damage, run_steps, widen
+from jamp.debug._steps import Builder, Step, SteppedJaxpr
 
 ON, OFF = (Switches(np.bool_(x), np.bool_(x)) for x in (True, False))
 OPERANDS = Switches(ON.operands, OFF.result)
-_damage_of = jax.jit(damage_of, static_argnums=3)
+_measure_damage = jax.jit(measure_damage, static_argnums=3)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Segment:
+class _CompiledSteps:
     """Steps that are compiled together: one that rounds, a loop, or all between two of them.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Segment:
         return [pull_back(dense(cts)) for cts in cotangents]
 
 
-class Program:
+class RoundedProgram:
     """A jaxpr whose roundings can be switched and tapped.
 
     Attributes:
@@ -107,9 +107,9 @@ class Program:
         self._body = builder.body(closed, parameters)
         self.sites, self.flops = builder.sites, builder.flops
         self.opaque: set[str] = set()
-        self._segments = _segments(self._body)
+        self._segments = _grouped(self._body)
         # Equal segments share the first one's compiled functions. A key is long, so it is hashed once, here.
-        first: dict[Any, _Segment] = {}
+        first: dict[Any, _CompiledSteps] = {}
         self._compiled = [first.setdefault(segment.key, segment) for segment in self._segments]
         self._last = {v: i for i, segment in enumerate(self._segments) for v in segment.reads}
         self._last |= dict.fromkeys(_variables(self._body.outputs), len(self._segments))
@@ -145,7 +145,7 @@ class Program:
                 narrow = [step.narrow(v.aval) for v in segment.writes]
                 for i in nonzero:
                     results = zip(ys, others, now[i], narrow, strict=True)
-                    found = [_damage_of(*x) for x in results if x[2] is not None]
+                    found = [_measure_damage(*x) for x in results if x[2] is not None]
                     damages_of[i].setdefault(site, []).extend(found)
             tapped = sorted(segment.steps[0].tapped) if segment.is_loop else []
             if segment.is_loop and tapped != segment.sites:
@@ -173,7 +173,7 @@ def _add(cotangents: dict[Any, Any], atoms: Sequence[Any], values: Sequence[Any]
             cotangents[v] = cotangents[v] + x if v in cotangents else x
 
 
-def _segments(body: Body) -> list[_Segment]:
+def _grouped(body: SteppedJaxpr) -> list[_CompiledSteps]:
     """The steps of a body in segments."""
     is_alone = lambda step: bool(step.bodies) or step.site is not None
     groups: list[list[Step]] = []
@@ -189,7 +189,9 @@ def _segments(body: Body) -> list[_Segment]:
         inner, written = count(steps), [v for step in steps for v in step.eqn.outvars]
         reads = [v for v in inner if v not in set(written)]
         writes = [v for v in written if readers[v] > inner[v]]
-        segments.append(_Segment(steps, reads, writes, [v for v in reads if v in affected and is_inexact(v.aval)]))
+        segments.append(
+            _CompiledSteps(steps, reads, writes, [v for v in reads if v in affected and is_inexact(v.aval)])
+        )
         if segments[-1].sites or segments[-1].active:
             affected.update(written)
     return segments

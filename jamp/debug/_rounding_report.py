@@ -18,7 +18,7 @@ from jamp._jaxprs.source import pattern
 from jamp._products.formats import Format
 from jamp.debug._errors import Errors
 from jamp.debug._program import ON
-from jamp.debug._rules import smallest_rules
+from jamp.debug._rules import find_rules
 from jamp.debug._run_steps import Damage
 from jamp.debug._steps import Site
 
@@ -132,7 +132,7 @@ class RoundingReport:
           >>> jamp.debug.rounding_report(fun, jnp.float16)(w, x).rules(error=1e-3)
           {'dot_general[head]': 'float32'}
         """
-        return smallest_rules(self._errors_of, error)
+        return find_rules(self._errors_of, error)
 
     def __str__(self) -> str:
         total = f"error of the value {self.value_error:.1e}"

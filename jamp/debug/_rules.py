@@ -28,7 +28,7 @@ class _Rule(NamedTuple):
     flops: float
 
 
-def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
+def find_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
     """The fewest rules, chosen by the damage that each prevents for its FLOPs. The result is checked with autocast."""
     errors = errors_of({})
     kind = int(errors.has_gradients)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from jamp._jaxprs import constructs, interpret, ir
-from jamp.debug._steps import CAST, Body, Step
+from jamp.debug._steps import CAST, Step, SteppedJaxpr
 from jamp.debug._wider import bind_as_traced, bind_wider, is_narrower
 
 # At the dtypes they were traced with: they work on bits, or on random keys.
@@ -50,7 +50,7 @@ class Damage(NamedTuple):
 Data = Mapping[int, Any]  # by the index of the site: `Switches` to round, or a `Damage` of zeros to tap
 
 
-def damage_of(y: Array, with_operands: Array, cotangent: Array, dtype: np.dtype[Any] | None) -> Damage:
+def measure_damage(y: Array, with_operands: Array, cotangent: Array, dtype: np.dtype[Any] | None) -> Damage:
     """Return the damage of rounding operands, with which `y` is `with_operands`, and of rounding the result."""
     errors = [with_operands - y, round_to(with_operands, dtype) - with_operands]
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
@@ -84,7 +84,7 @@ def _tap(y: Array, zeros: Damage, with_operands: Array, dtype: np.dtype[Any] | N
 
 _tap.defvjp(
     lambda y, zeros, with_operands, dtype: (y, (y, with_operands)),
-    lambda dtype, kept, cotangent: (cotangent, damage_of(kept[0], kept[1], cotangent, dtype), None),
+    lambda dtype, kept, cotangent: (cotangent, measure_damage(kept[0], kept[1], cotangent, dtype), None),
 )
 
 
@@ -114,7 +114,7 @@ def _read(env: Mapping[Any, Any], atom: Any) -> Any:
     return widen(ir.value(atom)) if ir.is_literal(atom) else env[atom]
 
 
-def _run_body(body: Body, data: Data, taps: Data, xs: Sequence[Any]) -> list[Any]:
+def _run_body(body: SteppedJaxpr, data: Data, taps: Data, xs: Sequence[Any]) -> list[Any]:
     env = {v: widen(x) for v, x in body.constants.items()} | dict(zip(body.inputs, xs, strict=True))
     run_steps(body.steps, {**data, **taps}, env)
     return [_read(env, v) for v in body.outputs]

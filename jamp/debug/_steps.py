@@ -47,7 +47,7 @@ class Step:
     wide: np.dtype[Any]
     site: int | None = None
     rounds: tuple[bool, ...] = ()  # for each operand, whether it is a narrow operand of a product
-    bodies: tuple["Body", ...] = ()
+    bodies: tuple["SteppedJaxpr", ...] = ()
 
     @functools.cached_property
     def sites(self) -> frozenset[int]:
@@ -69,7 +69,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Body:
+class SteppedJaxpr:
     """A jaxpr as steps. Calls in it are inlined."""
 
     inputs: Sequence[Any]
@@ -87,14 +87,14 @@ class Builder:
         self.flops = 0.0
         self._index: dict[Any, int] = {}
 
-    def body(self, closed: ClosedJaxpr, parameters: Sequence[str], around: Context = Context()) -> Body:
+    def body(self, closed: ClosedJaxpr, parameters: Sequence[str], around: Context = Context()) -> SteppedJaxpr:
         """Return the steps of a jaxpr, whose inputs have the paths `parameters`."""
         jaxpr = closed.jaxpr
         known = {v: path for v, path in zip(jaxpr.invars, parameters, strict=True) if path}
         constants, steps = dict(zip(jaxpr.constvars, closed.consts, strict=True)), list[Step]()
         run = functools.partial(self._run, steps, known, around)
         outputs = interpret.interpret(jaxpr, [*constants, *jaxpr.invars], run, lambda v: v)
-        return Body(jaxpr.invars, constants, _without_casts(steps, outputs), outputs)
+        return SteppedJaxpr(jaxpr.invars, constants, _without_casts(steps, outputs), outputs)
 
     def _run(
         self, steps: list[Step], known: dict[Any, str], around: Context, eqn: JaxprEqn, reads: list[Any]

@@ -16,7 +16,7 @@ NEAR = 1e-4  # The norms of arrays that agree differ by less, relative to the la
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Numbers:
+class ComparedArray:
     """An array.
 
     Attributes:
@@ -50,7 +50,7 @@ class Numbers:
         return self.value.size > 0 and bool((self.value == self.value.flat[0]).all())
 
     @functools.cached_property
-    def sorted(self) -> "Numbers":
+    def sorted(self) -> "ComparedArray":
         """The same elements in the order of their values."""
         order = np.argsort(self.value, axis=None, kind="stable")
         return dataclasses.replace(self, value=np.ravel(self.value)[order], traced=np.ravel(self.traced)[order])
@@ -61,7 +61,7 @@ def roundoff(dtype: Any) -> float:
     return max(float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0, DIGITS)
 
 
-def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
+def measure_difference(x: ComparedArray, y: ComparedArray) -> tuple[float, float]:
     """The relative difference of two arrays without rounding, and how much of it one rounding explains.
 
     Elements that are equal but for one rounding take no part, such as the fill of a mask, which would hide the others.
@@ -70,7 +70,7 @@ def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
     if a.size != b.size or x.is_inexact != y.is_inexact:
         return math.inf, 0.0
     if not x.is_inexact:
-        return relative(a, b), 0.0
+        return relative_difference(a, b), 0.0
     constant = max(x.constant, y.constant)
     if np.array_equal(a, b):  # as in most operations of equal programs
         return 0.0, constant
@@ -90,19 +90,19 @@ def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
         return _norm((a - b)[differ]) / size, max(float(noise / size), constant)
 
 
-def agree(x: Numbers, y: Numbers) -> bool:
+def agree(x: ComparedArray, y: ComparedArray) -> bool:
     """Whether rounding explains the difference of two arrays of any shapes, element by element."""
-    difference, explained = apart(x, y)
+    difference, explained = measure_difference(x, y)
     return difference <= JUMP * explained
 
 
-def same_elements(x: Numbers, y: Numbers) -> bool:
+def have_same_elements(x: ComparedArray, y: ComparedArray) -> bool:
     """The same, with floating elements in any order."""
     is_near = x.value.size == y.value.size and abs(x.norm - y.norm) <= NEAR * max(abs(x.norm), abs(y.norm))
     return is_near and (agree(x, y) or (x.is_inexact and agree(x.sorted, y.sorted)))
 
 
-def relative(x: Any, y: Any) -> float:
+def relative_difference(x: Any, y: Any) -> float:
     """The relative difference of two arrays, by the norm of what differs, or the share of unequal integers.
 
     It is inf if their shapes differ, or if inf and NaN are at other elements.
