@@ -49,7 +49,7 @@ AlignedProgram = dict[int, Entry]  # by the index of the operation; entries of s
 def align(
     ours: Sequence[Operation], theirs: Sequence[Operation], results: Sequence[Sequence[int]]
 ) -> list[AlignedProgram]:
-    """Two programs whose entries with the same elements have the same `kind`.
+    """Return two programs whose entries with the same elements have the same `kind`.
 
     Operations that no result is computed from are left out. In the other program, an iteration of a loop may be an
     operation of its own (layers), or a part of one (micro-batches, or tokens that are decoded one by one). A loop is
@@ -72,7 +72,7 @@ def align(
 
 
 def skip_layout(x: Entry) -> Entry:
-    """What an entry is, but for its layout."""
+    """Return the entry that an entry rearranges or copies, or the entry itself."""
     while x.is_layout and len(x.reads) == 1:
         (x,) = x.reads
     return x
@@ -90,7 +90,7 @@ def computed_from(results: Sequence[Entry], is_followed: Callable[[Entry], bool]
 
 
 def list_entries(program: AlignedProgram) -> list[Entry]:
-    """The entries of a program, in order."""
+    """Return the entries of a program, in order."""
     return list({id(x): x for x in program.values()}.values())
 
 
@@ -156,7 +156,7 @@ def _is_argument(x: Entry) -> bool:
 def _is_chance(x: Entry, y: Entry, shared: Set[str]) -> bool:
     """Whether one is an argument that both programs read, and the other one is computed from other arguments too.
 
-    In the first step of a policy gradient, the log-probabilities equal those of the sampler, and a ratio of 1 times the
+    In the first step of a policy gradient, the log-probabilities equal the sampler's, and a ratio of 1 times the
     advantages equals the advantages.
     """
     given, other = (x, y) if _is_argument(skip_layout(x)) else (y, x)
@@ -167,7 +167,7 @@ def _is_chance(x: Entry, y: Entry, shared: Set[str]) -> bool:
 
 
 def pair_up(ours: Sequence[Entry], theirs: Sequence[Entry]) -> list[tuple[int, int]]:
-    """The pairs of operations, in order, that seem to be the same."""
+    """Return the pairs of operations, in order, that seem to be the same."""
     weights = lambda x: frozenset(y.kind for y in map(skip_layout, x.reads) if y.is_leaf and not y.result.is_uniform)
     key = lambda x: (x.operation.primitive, x.result.value.size, weights(x))
     matcher = difflib.SequenceMatcher(None, list(map(key, ours)), list(map(key, theirs)), autojunk=False)

@@ -14,7 +14,7 @@ from jamp.debug._wider import try_wider
 
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """One line on the first inf or NaN in the outputs of an equation."""
+    """Return one line on the first inf or NaN in the outputs of an equation."""
     name = ir.name(eqn)
     output = next(x for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
     values = to_host(output)
@@ -39,17 +39,17 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
 
 
 def _operands_at(index: tuple[Any, ...], shape: tuple[int, ...], inputs: Sequence[Any]) -> list[float] | None:
-    """The real operands of an elementwise operation at an index."""
+    """Return the real operands of an elementwise operation at an index."""
     if not inputs or not all(is_floating(x) or jnp.issubdtype(x.dtype, jnp.integer) for x in inputs):
         return None
     try:
         return [float(np.broadcast_to(to_host(x), shape)[index]) for x in inputs]
-    except ValueError:  # The shapes are not those of an elementwise operation.
+    except ValueError:  # It is not an elementwise operation.
         return None
 
 
 def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
-    """The domain error of an elementwise operation at these operands, in any dtype, or None."""
+    """Return the domain error of an elementwise operation at these operands, in any dtype, or None."""
     name = ir.name(eqn)
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":

@@ -9,15 +9,7 @@ import numpy as np
 from jamp._arguments import Call, check_concrete, named, paths
 from jamp._cast import is_floating
 from jamp.debug._align import AlignedProgram, Entry, align, list_entries, pair_up
-from jamp.debug._compared_array import (
-    FLOAT32,
-    JUMP,
-    ComparedArray,
-    agree,
-    measure_difference,
-    relative_difference,
-    roundoff,
-)
+from jamp.debug._compared_array import FLOAT32, JUMP, ComparedArray, agree, differ_by, relative_difference, roundoff
 from jamp.debug._comparison import ComparedRow, Comparison
 from jamp.debug._observe import Operation, observe
 from jamp.debug._parting import find_differences, find_region, make_row
@@ -82,7 +74,7 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
         return Comparison(
             results_part=bool(differing) or np.inf in traced,
             results=tuple(traced),
-            without_rounding=tuple(measure_difference(x, y)[0] for x, y in results),
+            without_rounding=tuple(differ_by(x, y)[0] for x, y in results),
             dtype=_dtype(here, there),
             differences=tuple(find_differences(sides, aligned) or swapped),
             rows=tuple(_rows(programs, {id(sides[0][i]): sides[1][j] for i, j in aligned})),
@@ -121,9 +113,8 @@ def _dtype(here: _Run, there: _Run) -> str:
     used = sorted({x.dtype for run in (here, there) for x in run.operations if is_floating(x)}, key=roundoff)
     in_float32 = lambda x: relative_difference(x.value, x.traced) * (FLOAT32 / x.unit)
     pairs = zip(here.arrays, there.arrays, strict=True)
-    is_fine = all(
-        relative_difference(x.traced, y.traced) <= JUMP * max(FLOAT32, in_float32(x), in_float32(y)) for x, y in pairs
-    )
+    explained = lambda x, y: JUMP * max(FLOAT32, in_float32(x), in_float32(y))
+    is_fine = all(relative_difference(x.traced, y.traced) <= explained(x, y) for x, y in pairs)
     return str(used[0 if is_fine else -1]) if used else ""
 
 

@@ -86,7 +86,7 @@ class _Run:
         return any(0 in x if self.has_loss else x for x in self.reached)
 
     def of_results(self, other: str) -> list[Finding]:
-        """The causes that reach results, those of the loss first. `other` is what a result is that is not the loss."""
+        """Return the causes that reach results, the causes of the loss first. `other` names any other result."""
         is_of_loss = [self.has_loss and 0 in x for x in self.reached]
         marked = [
             dataclasses.replace(cause, reaches="the loss" if of_loss else other)
@@ -116,7 +116,7 @@ def _run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Seque
 
 
 def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """The gradients with respect to the leaves at some places, and the results."""
+    """Return the gradients with respect to the leaves at some places, and the results."""
 
     def of_differentiable(*xs: Any) -> tuple[list[Any], list[Any]]:
         results = [jnp.asarray(x) for x in flat(*build.replaced(leaves, places, xs))]
@@ -129,7 +129,7 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Se
 
 
 def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) -> NonfiniteSearch:
-    """The result of a search: of a run of the function, of one of its gradients, or of both."""
+    """Return the result of a run of the function, a run of its gradients, or both."""
     runs = [run for run in (forward, backward) if run is not None]
     findings = forward.of_results("a result") if forward else []
     hidden = [*forward.causes] if forward else []
@@ -152,11 +152,11 @@ def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) 
 
 
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings without those of the same operation."""
+    """Return the findings, one of each operation."""
     return list({(x.primitive, x.source, x.scope): x for x in reversed(findings)}.values())[::-1]
 
 
 def _nonfinite_inputs(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The inputs that are not finite, each with the name of its parameter and its path."""
+    """Return the inputs that are not finite, each with the name of its parameter and its path."""
     flat = [(path, x) for path, x in jax.tree.leaves_with_path(named(fun, args, kwargs)) if is_inexact(x)]
     return tuple(f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for path, x in flat if not all_finite(x))

@@ -92,16 +92,15 @@ class Observer(interpret.Interpreter[ObservedArray]):
     def _add(
         self, found: Operation, array: Any, wide: Any, xs: Sequence[ObservedArray] = (), constant: float = 0.0
     ) -> ObservedArray:
-        """Keep a result. Its unit roundoffs are the coarsest of its own and those of its operands."""
+        """Keep a result. Its unit roundoffs are the coarsest of itself and its operands."""
         array, wide, index = _narrow(array), _widen(wide), len(self.operations)
         before = [self.operations[x.index].result for x in xs]
         unit = max([roundoff(array.dtype), *(x.unit for x in before)])
         least = min(roundoff(found.dtype), roundoff(_F32))
         constant = max([constant, least, *(x.constant for x in before)])
         value = _to_host(wide)
-        result = ComparedArray(
-            value, _to_host(array), unit, constant, max([_largest(value), *(x.scale for x in before)])
-        )
+        scale = max([_largest(value), *(x.scale for x in before)])
+        result = ComparedArray(value, _to_host(array), unit, constant, scale)
         loops = tuple((id(x.eqn), x.iteration) for x in self.entered if x.iteration is not None)
         found = found._replace(equation=found.equation or index, loops=loops, reads=tuple(x.index for x in xs))
         self.operations.append(found._replace(result=result))
@@ -109,7 +108,7 @@ class Observer(interpret.Interpreter[ObservedArray]):
 
 
 def observe(closed: ClosedJaxpr, args: Sequence[Any], names: Sequence[str]) -> tuple[list[Operation], list[int]]:
-    """The operations of a jaxpr whose arguments have names, and the indices of those that computed its results."""
+    """Return the operations of a jaxpr whose arguments have names, and the indices of its results."""
     observer, arrays = Observer(), list(map(jnp.asarray, args))
     with jax.enable_x64(True):
         results = observer.run(closed, list(map(observer.argument, arrays, names)))
@@ -123,7 +122,7 @@ def _to_host(x: Any) -> np.ndarray[Any, Any]:
 
 
 def _largest(x: np.ndarray[Any, Any]) -> float:
-    """The largest finite magnitude of an array, without the fills of masks."""
+    """Return the largest finite magnitude of an array, without the fills of masks."""
     if not np.issubdtype(x.dtype, np.inexact):
         return 0.0
     return float(np.max(np.abs(x), where=np.isfinite(x) & (x.real >= FILL), initial=0.0))
@@ -139,7 +138,7 @@ def _narrow(x: Any) -> Any:
 
 
 def _as_traced(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
-    """The results as traced, but with float32 in place of float64, so that the errors of float64 can be estimated."""
+    """Evaluate as traced, but with float32 in place of float64, so that the errors of float64 can be estimated."""
     before, after = ir.avals(eqn.invars), ir.avals(eqn.outvars)
     if not any(x.dtype == _F64 for x in (*before, *after)) or constructs.has_body(eqn):
         return bind_as_traced(eqn, arrays)
@@ -148,7 +147,7 @@ def _as_traced(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
 
 
 def _in_float64(eqn: JaxprEqn, values: list[ObservedArray], results: list[Any]) -> list[Any]:
-    """The results in float64, or an empty list if the operation does not exist there."""
+    """Return the results in float64, or an empty list if the operation does not exist there."""
     name = ir.name(eqn)
     if name == "reduce_precision":
         return [values[0].wide]

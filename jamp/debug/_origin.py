@@ -48,7 +48,7 @@ class ArrayInStreams:
     is_constant: bool = False
 
     def stream(self, i: int) -> Any:
-        """The clean array, or the one in which only cause `i` is not replaced."""
+        """Return the clean array, or the one in which only cause `i` is not replaced."""
         return self.streams.get(i, self.streams.get(CLEAN, self.array))
 
 
@@ -139,7 +139,7 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
         return ArrayInStreams(stack(lambda x: x.array), {k: stack(lambda x, k=k: x.stream(k)) for k in keys})
 
     def stream_of(self, finding: Finding) -> int:
-        """The stream in which only this cause is not replaced."""
+        """Return the stream in which only this cause is not replaced."""
         return min(finding.order, _MOST - 1)
 
 
@@ -166,7 +166,7 @@ _KINDS = {
 
 
 def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """The results of an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
+    """Evaluate an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
     types = ir.avals(eqn.outvars)
     if eqn.effects or constructs.has_body(eqn) or not all(map(_is_on_cpu, args)):
         return interpret.bind(eqn, args, types)
@@ -246,7 +246,7 @@ class _Made(NamedTuple):
 
 
 def _made(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> _Made | None:
-    """The inf and NaN in the results that the operands do not explain, or None if there are none.
+    """Return the inf and NaN in the results that the operands do not explain, or None if there are none.
 
     A NaN is explained by a NaN, and an inf by an inf or NaN: in the same place if the operation is elementwise.
     """
@@ -279,7 +279,7 @@ def _is_bad(x: Any) -> Any:
 
 
 def _where(test: Callable[[Any], Any], x: Any) -> Any:
-    """A test of each element of an array, bool[...] on the host. It is false if the array is not floating."""
+    """Test each element of an array, bool[...] on the host. It is false if the array is not floating."""
     return test(np.asarray(x)) if is_inexact(x) else np.zeros(np.shape(x), bool)
 
 
@@ -288,7 +288,7 @@ def _filled(x: Any, mask: Any) -> Any:
 
 
 def _replaced(x: Any, mask: Any) -> Any:
-    """An array with finite numbers in some places: 1 for NaN, and for inf one that can still be squared."""
+    """Return an array with finite numbers in some places: 1 for NaN, and for inf one that can still be squared."""
     if not mask.any():
         return x
     if jnp.iscomplexobj(x):
@@ -298,7 +298,7 @@ def _replaced(x: Any, mask: Any) -> Any:
 
 
 def _different(x: Any, streams: Mapping[int, Any]) -> Mapping[int, Any]:
-    """The streams, or none if they all equal the natural one, such as behind a mask."""
+    """Return the streams, or none if they all equal the natural one, such as behind a mask."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return {}
     is_same = all_finite(x) and all(np.array_equal(np.asarray(x), np.asarray(y)) for y in streams.values())

@@ -16,7 +16,7 @@ _NO_OPTIONS = ("sharding", "precision", "dtype", "element_type", "name", "shape"
 
 
 def make_row(x: Entry | None, y: Entry | None, text: str = "", only: str = "") -> ComparedRow:
-    """The row of an entry of each program."""
+    """Return the row of an entry of each program."""
     sides = [_place(z) if z else ("", "", "") for z in (x, y)]
     if not (x and y and not text):
         return ComparedRow(text, *sides[0], *sides[1], only, np.inf, False)
@@ -31,7 +31,7 @@ def _place(x: Entry) -> tuple[str, str, str]:
 
 
 def find_region(program: AlignedProgram, results: Sequence[Entry]) -> list[Entry]:
-    """The operations that differing results are computed from and that the other program does not have, in order.
+    """Return what differing results are computed from and the other program does not have, in order.
 
     Where the other program has the same value, the difference cannot come from before it.
     """
@@ -41,7 +41,7 @@ def find_region(program: AlignedProgram, results: Sequence[Entry]) -> list[Entry
 
 
 def find_differences(sides: Sequence[Sequence[Entry]], aligned: Sequence[tuple[int, int]]) -> list[ComparedRow]:
-    """What differs in the operations of both programs, in one order. `aligned` are pairs of them."""
+    """Return the differences in the operations of both programs, in one order. `aligned` are pairs of them."""
     found = [*_other_leaves(sides), *_operations(sides, aligned)]
     if found and found[0].only:  # What the other program has instead is next to it.
         found.insert(1, next((x for x in found if x.only not in ("", found[0].only)), found[0]))
@@ -52,7 +52,7 @@ def find_differences(sides: Sequence[Sequence[Entry]], aligned: Sequence[tuple[i
 
 
 def _other_leaves(sides: Sequence[Sequence[Entry]]) -> Iterator[ComparedRow]:
-    """The arguments and constant arrays that one program reads after they part, where the other one reads others."""
+    """Yield the arguments and constant arrays of one program where, after they part, the other one reads others."""
     is_array = lambda y: y.is_leaf and y.result.is_inexact and not y.result.is_uniform
     reads = [
         {id(y): (y, x) for x in reversed(side) for z in x.reads if is_array(y := skip_layout(z))} for side in sides
@@ -76,7 +76,7 @@ def _operations(sides: Sequence[Sequence[Entry]], aligned: Sequence[tuple[int, i
 
 
 def _compared(x: Entry, y: Entry) -> list[ComparedRow]:
-    """The difference of two aligned operations, or none if it follows from that of their operands."""
+    """Return the difference of two aligned operations, or none if it follows from their operands."""
     left, right = x.reads, y.reads
     if _name(x) in _COMMUTE and not all(map(_equal, left, right)) and any(map(_equal, left, right[::-1])):
         right = right[::-1]
@@ -124,7 +124,7 @@ def _follows(x: Entry) -> bool:
 
 
 def _value(x: Entry) -> str:
-    """An operand as text."""
+    """Return an operand as text."""
     if not x.is_leaf:
         return f"{_name(x)} at {x.operation.context.line or 'an unknown line'}"
     if x.operation.primitive == ARGUMENT:
@@ -133,7 +133,7 @@ def _value(x: Entry) -> str:
 
 
 def _text(x: Entry) -> str:
-    """An operation with those operands that can be read: "mul(_, 0.97)"."""
+    """Return an operation as text, with the operands that can be read: "mul(_, 0.97)"."""
     texts = [_value(y) if y.is_leaf else "_" for y in map(skip_layout, x.reads)]
     return _name(x) + (f"({', '.join(texts)})" if {*texts} - {"_"} else "")
 
@@ -143,7 +143,7 @@ def _name(x: Entry) -> str:
 
 
 def _options(x: Entry, y: Entry) -> str:
-    """The parameters of a primitive that differ and can be read."""
+    """Return the parameters of a primitive that differ and can be read."""
     texts = []
     for name, a in x.operation.options.items():
         sides = [str(z).replace("np.int64", "") for z in (a, y.operation.options.get(name))]

@@ -72,13 +72,13 @@ class _CompiledSteps:
         return jax.jit(self.backward)
 
     def forward(self, data: list[Any], xs: list[Any]) -> list[Any]:
-        """Its outputs, given the data of its sites and its inputs."""
+        """Return its outputs, given the data of its sites and its inputs."""
         env = dict(zip(self.reads, xs, strict=True))
         run_steps(self.steps, dict(zip(self.sites, data, strict=True)), env)
         return [env[v] for v in self.writes]
 
     def backward(self, data: list[Any], xs: list[Any], cotangents: list[list[Any]]) -> list[Any]:
-        """The cotangents of the data and of the active reads, for several cotangents of what it writes."""
+        """Return the cotangents of the data and of the active reads, for several cotangents of its writes."""
         floating = [i for i, v in enumerate(self.writes) if is_inexact(v.aval)]
         given = dict(zip(self.reads, xs, strict=True))
 
@@ -115,7 +115,7 @@ class RoundedProgram:
         self._last |= dict.fromkeys(_variables(self._body.outputs), len(self._segments))
 
     def run(self, args: Sequence[Any], on: Data, keep: bool = False) -> tuple[list[Array], dict[Any, Any]]:
-        """The results with the switches `on`, by default off, and with `keep` all values by their variables."""
+        """Return the results with the switches `on`, else off, and with `keep` all values by their variables."""
         constants = {v: widen(x) for v, x in self._body.constants.items()}
         given = [widen(jnp.asarray(x)) for x in args]
         env: dict[Any, Any] = constants | dict(zip(self._body.inputs, given, strict=True))
@@ -128,7 +128,7 @@ class RoundedProgram:
         return [widen(ir.read(env, v)) for v in self._body.outputs], env
 
     def damages(self, env: Mapping[Any, Any], cotangents: Sequence[Sequence[Any]]) -> list[dict[int, list[Damage]]]:
-        """The damage of each site, for several cotangents of the results (None: 0), where all values are `env`."""
+        """Return each site's damage, for several cotangents of the results (None: 0). `env` holds all values."""
         damages_of: list[dict[int, list[Damage]]] = [{} for _ in cotangents]
         given: list[dict[Any, Any]] = [{} for _ in cotangents]
         for mine, values in zip(given, cotangents, strict=True):
@@ -174,7 +174,7 @@ def _add(cotangents: dict[Any, Any], atoms: Sequence[Any], values: Sequence[Any]
 
 
 def _grouped(body: SteppedJaxpr) -> list[_CompiledSteps]:
-    """The steps of a body in segments."""
+    """Return the steps of a jaxpr in segments."""
     is_alone = lambda step: bool(step.bodies) or step.site is not None
     groups: list[list[Step]] = []
     for step in body.steps:
@@ -189,9 +189,8 @@ def _grouped(body: SteppedJaxpr) -> list[_CompiledSteps]:
         inner, written = count(steps), [v for step in steps for v in step.eqn.outvars]
         reads = [v for v in inner if v not in set(written)]
         writes = [v for v in written if readers[v] > inner[v]]
-        segments.append(
-            _CompiledSteps(steps, reads, writes, [v for v in reads if v in affected and is_inexact(v.aval)])
-        )
+        active = [v for v in reads if v in affected and is_inexact(v.aval)]
+        segments.append(_CompiledSteps(steps, reads, writes, active))
         if segments[-1].sites or segments[-1].active:
             affected.update(written)
     return segments

@@ -115,7 +115,7 @@ class RoundingReport:
           error: The bound of the error of the gradients, or of the value if there are no gradients.
 
         Returns:
-          Rules to merge into those of `autocast`. They are empty if the error is below the bound without them.
+          Rules to merge into the rules of `autocast`. They are empty if the error is below the bound without them.
 
         Raises:
           ValueError: If no rules reach the bound, because the code itself computes in 16 bit: it names the lines. Or if
@@ -186,7 +186,7 @@ def _cells(row: RoundingRow) -> list[str]:
 
 
 def _short(parameter: str) -> str:
-    """The end of a long path, because tables cut the middle of their cells: "...['kernel']"."""
+    """Return the end of a long path, because tables cut the middle of their cells: "...['kernel']"."""
     keys = re.findall(r"\[[^]]*\]|\.\w+", parameter)
     return f"...{keys[-1]}" if len(parameter) > 20 and len(keys) > 1 else parameter
 
@@ -266,7 +266,7 @@ def rounding_report(
 def _row(
     sites: Sequence[Site], mine: Sequence[int], damages: Sequence[Mapping[int, Damage]], flops: float
 ) -> RoundingRow:
-    """The row of some sites, from the damage of each to the value, and to the gradients if there are any."""
+    """Return the row of some sites, from the damage of each to the value, and to the gradients if there are any."""
     first, known = sites[mine[0]], [[by_site[i] for i in mine if i in by_site] for by_site in damages]
     some = next((x for x in known if x), [])
     none = 0.0 if some else math.nan
@@ -299,7 +299,7 @@ def _row(
 
 
 def _predicted(damage: Damage) -> float:
-    """The error that a site causes. A sum far beyond its expected size shows that the errors are not independent."""
+    """Return the error of a site. A sum far beyond its expected size shows that the errors are not independent."""
     expected = math.sqrt(float(np.sum(damage.operands) + np.sum(damage.result)))
     total = abs(float(np.sum(damage.total)))
     return total if total > 4 * expected else expected

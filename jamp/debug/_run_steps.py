@@ -57,7 +57,7 @@ def measure_damage(y: Array, with_operands: Array, cotangent: Array, dtype: np.d
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
     # Errors are independent, with two exceptions: those from the rounding of one element of an operand, which are in
-    # a row or a column, and those of equal rows.
+    # a row or a column, and the errors of equal rows.
     operands = [(-1,), (-2,), tuple(range(y.ndim - 1))] if y.ndim > 1 else []
     number = lambda x: jnp.sum(x).astype(jnp.float32)
     return Damage(
@@ -71,7 +71,7 @@ def measure_damage(y: Array, with_operands: Array, cotangent: Array, dtype: np.d
 
 
 def _expected_square(x: Array, dependent: Sequence[tuple[int, ...]]) -> Array:
-    """The expected square of the sum of errors of mean 0, some of which may depend on each other along some axes."""
+    """Return the expected square of a sum of errors of mean 0, some of which depend on each other along some axes."""
     squares = [jnp.sum(jnp.sum(x, axis) ** 2) for axis in ((), *dict.fromkeys(dependent))]
     return functools.reduce(jnp.maximum, squares).astype(jnp.float32)
 
@@ -89,12 +89,12 @@ _tap.defvjp(
 
 
 def reference_dtype() -> np.dtype[Any]:
-    """The dtype of the reference: float64 if x64 is on, else float32."""
+    """Return the dtype of the reference: float64 if x64 is on, else float32."""
     return np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
 
 
 def widen(x: Any) -> Any:
-    """A narrower floating value in the dtype of the reference."""
+    """Return a narrower floating value in the dtype of the reference."""
     return jnp.asarray(x, reference_dtype()) if is_narrower(x, reference_dtype()) else x
 
 

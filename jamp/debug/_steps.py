@@ -101,7 +101,7 @@ class Builder:
     ) -> Sequence[Any]:
         """Add the steps of an equation. Return the variables of its results."""
         bodies, name, inside = _bodies_to_enter(eqn), ir.name(eqn), around.inside(eqn)
-        if name in IDENTITIES:  # The derivative is that of the product.
+        if name in IDENTITIES:  # Its derivative is the derivative of the product.
             return reads[:1]
         if bodies and constructs.is_call(eqn):
             return interpret.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, inside))
@@ -153,7 +153,7 @@ def _bodies_to_enter(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
 
 
 def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
-    """The steps, without the rounding of casts that only products read. Products round their operands themselves."""
+    """Leave out the rounding of casts that only products read. Products round their operands themselves."""
     kept = {v for v in outputs if not ir.is_literal(v)}  # what any step but a product or data movement reads
     backwards = []
     for step in reversed(steps):
