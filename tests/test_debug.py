@@ -73,6 +73,15 @@ def custom_vjp(x):
     return own(x).sum()  # planted: JAX gives the operations of the rule the line of the call
 
 
+def forward_rule(x):
+    def forward(x):
+        return own(x), jnp.log(x)  # planted
+
+    own = jax.custom_vjp(lambda x: 2 * x)
+    own.defvjp(forward, lambda kept, g: (g * kept,), optimize_remat=True)
+    return own(x)
+
+
 def gradient_of_scan(x):
     step = lambda c, w: (c * w, None)  # planted
     return lax.scan(step, x / 1000, F16([300, 400]))[0].astype(F32)[0], {"aux": x}
@@ -93,6 +102,7 @@ inside = "jit(loop) > while, iteration 1 > cond, branch 1"
 plant("mul", "overflow in float32: value would be 1e40", loop, F32(1e10), inside=inside)
 plant("log", "log of a negative number", custom_jvp, F32(-1), inside="custom_jvp(own)")
 plant("div", "division by zero: 1/0", custom_vjp, F32([0, 1]), grad=True)
+plant("log", "log of a negative number", forward_rule, F32(-1), grad=True, inside="custom_vjp(forward)")
 plant("mul", f"{half} 1.2e5", gradient_of_scan, F16([200, 200]), grad=True, inside="scan, iteration 0 of 2")
 plant("dot_general", f"{half} 8e4", read_after_a_cast, jnp.full((2, 2), 200.0), wrap=in_float16)
 plant(cast, f"{half} 1e5", read_after_a_cast, jnp.full((2, 2), 1e5), wrap=in_float16)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from faults import FAULTS, planted
 from jax import lax
+from jax.custom_derivatives import linear_call
 from pairs import of_pair
 
 import jamp
@@ -64,6 +65,11 @@ def with_custom_rule(weights, x, y):
     return jnp.mean((custom(jax.nn.relu(custom(x, weights[0])), weights[1]) - y) ** 2)
 
 
+def with_linear_call(weights, x, y):
+    product = lambda w, h: linear_call(lambda w, h: h @ w, lambda w, g: g @ w.T, lax.stop_gradient(w), h)
+    return jnp.mean((product(weights[1], jnp.tanh(x @ weights[0])) - y) ** 2)
+
+
 @pytest.mark.promotes("the loss scale is float32")
 @pytest.mark.parametrize(
     ("fun", "dtype"),
@@ -74,6 +80,7 @@ def with_custom_rule(weights, x, y):
             (scanned, jnp.float32),
             (branched, jnp.bfloat16),
             (with_custom_rule, jnp.bfloat16),
+            (with_linear_call, jnp.bfloat16),
         )
         for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)
         if fun in (healthy, scanned) or dtype is usual  # Branches and rules are run as they are in every dtype.
@@ -269,6 +276,15 @@ def test_a_while_loop_is_measured_but_not_predicted():
     assert "has no derivative" in str(report)
 
 
+def test_a_shard_map_is_one_operation_of_which_several_results_round():
+    shard = jax.sharding.PartitionSpec("data")
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(lambda x: (jnp.sin(x), jnp.cos(x)), mesh=mesh, in_specs=shard, out_specs=(shard, shard))
+    product = lambda w, x: jnp.mean(sum(mapped((x @ w).astype(jnp.bfloat16))).astype(jnp.float32))
+    report = jamp.debug.rounding_report(product, jnp.bfloat16)(WEIGHTS[0], X[0])
+    assert {"shard_map", "dot_general"} <= {row.operation for row in report.rows}
+
+
 @pytest.mark.slow
 @pytest.mark.promotes("x64 makes Python numbers float64")
 def test_the_reference_is_float64_if_x64_is_on():
@@ -375,7 +391,7 @@ def test_rows_are_sorted_by_the_error_that_rules_bound():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_numbers_are_rounded_as_a_cast_does(dtype):
-    from jamp.debug._run_steps import To, rounded
+    from jamp.debug._run_steps import round_to
 
     rng, wide = np.random.default_rng(0), np.float64 if dtype == jnp.float32 else np.float32
     x = wide(rng.normal(size=20_000) * 2.0 ** rng.integers(-30, 20, 20_000))  # subnormal and too large ones, too
@@ -385,7 +401,7 @@ def test_numbers_are_rounded_as_a_cast_does(dtype):
     with np.errstate(over="ignore"):
         expected = x.astype(dtype).astype(wide)
     with jax.enable_x64(wide is np.float64):
-        found = np.asarray(rounded(jnp.asarray(x), To(np.dtype(dtype), np.dtype(wide))))
+        found = np.asarray(round_to(jnp.asarray(x), np.dtype(dtype)))
     np.testing.assert_array_equal(found, expected)
 
 

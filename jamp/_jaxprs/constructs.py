@@ -75,6 +75,20 @@ def derivative(eqn: JaxprEqn) -> Derivative | None:
     return construct.derivative if construct else None
 
 
+def is_call(eqn: JaxprEqn) -> bool:
+    """Whether an equation evaluates one body, once, on all its operands."""
+    construct = CONSTRUCTS.get(ir.name(eqn))
+    return construct is not None and construct.is_call
+
+
+def is_forward_rule(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the forward rule of a custom_vjp with `optimize_remat`, in a gradient.
+
+    Only the body of the rule is differentiated once more.
+    """
+    return ir.name(eqn) == "remat_opt"
+
+
 def is_known(eqn: JaxprEqn) -> bool:
     """Whether an equation is a construct with the parameters that jamp reads."""
     construct = CONSTRUCTS.get(ir.name(eqn))

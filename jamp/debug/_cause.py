@@ -3,19 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jamp._cast import is_floating, is_inexact
-from jamp._jaxprs import constructs, interpret, ir
+from jamp._jaxprs import interpret, ir
 from jamp._jaxprs.ir import JaxprEqn
-from jamp.debug._nonfinite_search import number, to_host
-from jamp.debug._wider import bind_wider
+from jamp.debug._nonfinite_search import format_number, to_host
+from jamp.debug._wider import try_wider
 
 
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """One line on the first inf or NaN in the outputs of an equation."""
+    """Return one line on the first inf or NaN in the outputs of an equation."""
     name = ir.name(eqn)
     output = next(x for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
     values = to_host(output)
@@ -40,23 +39,23 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str
 
 
 def _operands_at(index: tuple[Any, ...], shape: tuple[int, ...], inputs: Sequence[Any]) -> list[float] | None:
-    """The real operands of an elementwise operation at an index."""
+    """Return the real operands of an elementwise operation at an index."""
     if not inputs or not all(is_floating(x) or jnp.issubdtype(x.dtype, jnp.integer) for x in inputs):
         return None
     try:
         return [float(np.broadcast_to(to_host(x), shape)[index]) for x in inputs]
-    except ValueError:  # The shapes are not those of an elementwise operation.
+    except ValueError:  # It is not an elementwise operation.
         return None
 
 
 def _domain(eqn: JaxprEqn, operands: list[float]) -> str | None:
-    """The domain error of an elementwise operation at these operands, in any dtype, or None."""
+    """Return the domain error of an elementwise operation at these operands, in any dtype, or None."""
     name = ir.name(eqn)
     x, y = (*operands, 0.0)[:2]
     if name == "integer_pow":
         y = ir.exponent(eqn)
     texts = (text for names, condition, text in _DOMAINS if name in names and condition(x, y))
-    return next((text.format(x=number(x), y=number(y), name=name) for text in texts), None)
+    return next((text.format(x=format_number(x), y=format_number(y), name=name) for text in texts), None)
 
 
 # Primitives, a condition on their operands x and y, and the message. The first condition that holds is reported.
@@ -102,13 +101,10 @@ def _overflow(
     end = float(jnp.finfo(dtype).max)
     # bfloat16 has the range of float32, so it takes float64.
     wide_dtype = np.dtype(np.float32 if end < 1e30 else np.float64)
-    if jnp.finfo(dtype).bits == 64 or constructs.has_body(eqn):  # A body runs only at its own dtypes.
+    wide = None if jnp.finfo(dtype).bits == 64 else try_wider(eqn, inputs, wide_dtype)
+    if wide is None:
         return None
-    try:
-        with jax.enable_x64(True):
-            value = float(to_host(bind_wider(eqn, inputs, wide_dtype)[position])[index])
-    except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
-        return None  # The operation does not exist in the wider dtype.
+    value = float(to_host(wide[position])[index])
     exponential = _kind(ir.name(eqn))
     if np.isinf(value):
         return f"{exponential}overflow in {dtype}, and in {wide_dtype}"
@@ -119,8 +115,8 @@ def _overflow(
         on_the_way, again = " on the way", interpret.bind(eqn, inputs, ir.avals(eqn.outvars))[position]
         if np.isfinite(to_host(again)[index]):
             return _CONSTANT
-    ends = f"{dtype} ends at {number(end) if end > 1e6 else f'{end:g}'}"
-    return f"{exponential}overflow in {dtype}{on_the_way}: value would be {number(value, 1)}, {ends}"
+    ends = f"{dtype} ends at {format_number(end) if end > 1e6 else f'{end:g}'}"
+    return f"{exponential}overflow in {dtype}{on_the_way}: value would be {format_number(value, 1)}, {ends}"
 
 
 def _kind(name: str) -> str:

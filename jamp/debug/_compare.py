@@ -8,11 +8,11 @@ import numpy as np
 
 from jamp._arguments import Call, check_concrete, named, paths
 from jamp._cast import is_floating
-from jamp.debug._align import Entry, Program, align, entries, pairs
+from jamp.debug._align import AlignedProgram, Entry, align, list_entries, pair_up
+from jamp.debug._compared_array import FLOAT32, JUMP, ComparedArray, agree, differ_by, relative_difference, roundoff
 from jamp.debug._comparison import ComparedRow, Comparison
-from jamp.debug._numbers import FLOAT32, JUMP, Numbers, agree, apart, relative, roundoff
 from jamp.debug._observe import Operation, observe
-from jamp.debug._parting import differences, region, row
+from jamp.debug._parting import find_differences, find_region, make_row
 
 
 def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Comparison]:
@@ -60,23 +60,23 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
                 f"compare needs results of one structure, got {here.tree} and {there.tree}. Return the same part of "
                 "both, as in compare(lambda x: fun(x)[0], other)."
             )
-        results = list(zip(here.numbers, there.numbers, strict=True))
-        traced = [relative(x.traced, y.traced) for x, y in results]
+        results = list(zip(here.arrays, there.arrays, strict=True))
+        traced = [relative_difference(x.traced, y.traced) for x, y in results]
         differing = [i for i, (x, y) in enumerate(results) if x.value.shape != y.value.shape or not agree(x, y)]
         programs = align(here.operations, there.operations, [here.results, there.results])
         ends = [(programs[0][here.results[i]], programs[1][there.results[i]]) for i in differing]
         for x, y in ends:
             if x.kind == y.kind:  # The same elements, in another order.
                 x.kind = y.kind = None
-        sides = [region(program, [end[k] for end in ends]) for k, program in enumerate(programs)]
-        aligned = pairs(*sides)
-        swapped = [row(x, y, "the results are other values") for x, y in ends[:1]]
+        sides = [find_region(program, [end[k] for end in ends]) for k, program in enumerate(programs)]
+        aligned = pair_up(*sides)
+        swapped = [make_row(x, y, "the results are other values") for x, y in ends[:1]]
         return Comparison(
             results_part=bool(differing) or np.inf in traced,
             results=tuple(traced),
-            without_rounding=tuple(apart(x, y)[0] for x, y in results),
+            without_rounding=tuple(differ_by(x, y)[0] for x, y in results),
             dtype=_dtype(here, there),
-            differences=tuple(differences(sides, aligned) or swapped),
+            differences=tuple(find_differences(sides, aligned) or swapped),
             rows=tuple(_rows(programs, {id(sides[0][i]): sides[1][j] for i, j in aligned})),
         )
 
@@ -91,9 +91,9 @@ class _Run(NamedTuple):
     tree: Any
 
     @property
-    def numbers(self) -> list[Numbers]:
+    def arrays(self) -> list[ComparedArray]:
         """The results."""
-        return [self.operations[i].numbers for i in self.results]
+        return [self.operations[i].result for i in self.results]
 
 
 def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
@@ -111,20 +111,21 @@ def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 def _dtype(here: _Run, there: _Run) -> str:
     """The coarsest dtype of two functions if its rounding is seen in their results, else the finest."""
     used = sorted({x.dtype for run in (here, there) for x in run.operations if is_floating(x)}, key=roundoff)
-    in_float32 = lambda x: relative(x.value, x.traced) * (FLOAT32 / x.unit)
-    pairs = zip(here.numbers, there.numbers, strict=True)
-    is_fine = all(relative(x.traced, y.traced) <= JUMP * max(FLOAT32, in_float32(x), in_float32(y)) for x, y in pairs)
+    in_float32 = lambda x: relative_difference(x.value, x.traced) * (FLOAT32 / x.unit)
+    pairs = zip(here.arrays, there.arrays, strict=True)
+    explained = lambda x, y: JUMP * max(FLOAT32, in_float32(x), in_float32(y))
+    is_fine = all(relative_difference(x.traced, y.traced) <= explained(x, y) for x, y in pairs)
     return str(used[0 if is_fine else -1]) if used else ""
 
 
-def _rows(programs: Sequence[Program], aligned: dict[int, Entry]) -> Iterator[ComparedRow]:
+def _rows(programs: Sequence[AlignedProgram], aligned: dict[int, Entry]) -> Iterator[ComparedRow]:
     """The rows of entries with the same elements, and of others that are aligned."""
     is_row = lambda x: is_floating(x.operation) and not x.is_leaf and not x.is_layout
     key = lambda x: (x.kind, x.operation.primitive)
     partners: dict[Any, list[Entry]] = {}
-    for y in filter(is_row, entries(programs[1])):
+    for y in filter(is_row, list_entries(programs[1])):
         partners.setdefault(key(y), []).append(y)
-    for x in filter(is_row, entries(programs[0])):
+    for x in filter(is_row, list_entries(programs[0])):
         same = partners.get(key(x), []) if x.kind is not None else [aligned[id(x)]] if id(x) in aligned else []
         if same:
-            yield row(x, same.pop(0))
+            yield make_row(x, same.pop(0))

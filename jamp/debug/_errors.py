@@ -16,7 +16,7 @@ from jamp._autocast.api import autocast
 from jamp._autocast.rules import wide_dtype
 from jamp._cast import check_floating, is_floating
 from jamp._jaxprs import build
-from jamp.debug._program import ON, Program
+from jamp.debug._program import ON, RoundedProgram
 from jamp.debug._run_steps import Damage, Data, reference_dtype
 
 _LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # for float16: the first with which the gradients are finite
@@ -61,16 +61,16 @@ class Errors:
         self._leaves, self._n = call.leaves, len(values)
         self._scale = jnp.float32(_LOSS_SCALES[0] if dtype == jnp.float16 else 1)
         wide = min(self.wide, reference_dtype(), key=lambda x: x.itemsize)  # Without x64, there is no float64.
-        self.program = Program(closed, ["", *paths(fun, args, kwargs)], wide)
+        self.program = RoundedProgram(closed, ["", *paths(fun, args, kwargs)], wide)
         self._exact: tuple[list[Array], dict[Any, Any]] | None = None
 
     def exact(self) -> tuple[list[Array], dict[Any, Any]]:
-        """The results without any rounding, and all values by their variables."""
+        """Return the results without any rounding, and all values by their variables."""
         self._exact = self._exact or self.program.run([self._scale, *self._leaves], {}, keep=True)
         return self._exact
 
     def values(self, on: Data) -> list[Array]:
-        """The results of the function and its gradients with some roundings."""
+        """Return the results of the function and its gradients with some roundings."""
         return self.program.run([self._scale, *self._leaves], on)[0]
 
     @functools.cached_property
@@ -86,7 +86,7 @@ class Errors:
         return errors
 
     def of(self, on: Data) -> tuple[float, float]:
-        """The measured errors of value and gradients with some roundings."""
+        """Return the measured errors of value and gradients with some roundings."""
         pairs = list(zip(self.values(on), self.exact()[0], strict=True))
         return _distance(pairs[: self._n]), _distance(pairs[self._n :])
 
@@ -112,7 +112,7 @@ class Errors:
 
 
 def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
-    """The norm of the differences of pairs of arrays, relative to the norm of the second ones."""
+    """Return the norm of the differences of pairs of arrays, relative to the norm of the second ones."""
     wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs if is_floating(y)]
     size = sum(float(np.sum(y**2)) for _, y in wide)
     error = math.sqrt(sum(float(np.sum((x - y) ** 2)) for x, y in wide))
@@ -122,7 +122,7 @@ def _distance(pairs: Sequence[tuple[Any, Any]]) -> float:
 
 
 def _probe(values: Sequence[Any], seed: int) -> list[Any]:
-    """Random signs, divided by the norm of all values. The inner product with an error has its relative size."""
+    """Return random signs, divided by the norm of all values. The inner product with an error has its relative size."""
     size = math.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in values if is_floating(x))) or math.inf
     keys = jax.random.split(jax.random.key(seed), max(1, len(values)))
     sign = lambda key, x: jax.random.rademacher(key, x.shape, x.dtype) / size

@@ -13,7 +13,7 @@ from jamp._arguments import Call, check_concrete, differentiable, named, paths
 from jamp._cast import is_inexact
 from jamp._jaxprs import build
 from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
-from jamp.debug._origin import CLEAN, OriginWalker, Value, all_finite, has_new
+from jamp.debug._origin import CLEAN, ArrayInStreams, OriginInterpreter, all_finite, has_new
 
 
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
@@ -86,7 +86,7 @@ class _Run:
         return any(0 in x if self.has_loss else x for x in self.reached)
 
     def of_results(self, other: str) -> list[Finding]:
-        """The causes that reach results, those of the loss first. `other` is what a result is that is not the loss."""
+        """Return the causes that reach results, the causes of the loss first. `other` names any other result."""
         is_of_loss = [self.has_loss and 0 in x for x in self.reached]
         marked = [
             dataclasses.replace(cause, reaches="the loss" if of_loss else other)
@@ -99,24 +99,24 @@ class _Run:
 def _run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str], gradients: int = 0) -> _Run:
     """Evaluate a function. If its first results are gradients, causes are searched for these only."""
     closed = jax.make_jaxpr(fun)(*leaves)
-    walker = OriginWalker()
-    given = [Value(jnp.asarray(x), parameter=path) for x, path in zip(leaves, parameters, strict=True)]
-    all_results = walker.run(closed, given)
+    interpreter = OriginInterpreter()
+    given = [ArrayInStreams(jnp.asarray(x), parameter=path) for x, path in zip(leaves, parameters, strict=True)]
+    all_results = interpreter.run(closed, given)
     results = all_results[:gradients] if gradients else all_results
     reached = [
-        {i for i, x in enumerate(results) if has_new(x.stream(walker.stream_of(cause)), x.stream(CLEAN))}
-        for cause in walker.causes
+        {i for i, x in enumerate(results) if has_new(x.stream(interpreter.stream_of(cause)), x.stream(CLEAN))}
+        for cause in interpreter.causes
     ]
     for i, x in enumerate(results):  # If no cause alone makes it, it takes all of them.
         if has_new(x.array, x.stream(CLEAN)) and not any(i in some for some in reached):
             reached = [some | {i} for some in reached]
     is_given = not all(all_finite(x.stream(CLEAN)) for x in all_results)
     has_loss = not gradients and bool(results) and is_inexact(results[0].array) and not results[0].array.shape
-    return _Run(walker.causes, reached, is_given, has_loss, walker.count)
+    return _Run(interpreter.causes, reached, is_given, has_loss, interpreter.count)
 
 
 def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """The gradients with respect to the leaves at some places, and the results."""
+    """Return the gradients with respect to the leaves at some places, and the results."""
 
     def of_differentiable(*xs: Any) -> tuple[list[Any], list[Any]]:
         results = [jnp.asarray(x) for x in flat(*build.replaced(leaves, places, xs))]
@@ -129,7 +129,7 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Se
 
 
 def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) -> NonfiniteSearch:
-    """The result of a search: of a run of the function, of one of its gradients, or of both."""
+    """Return the result of a run of the function, a run of its gradients, or both."""
     runs = [run for run in (forward, backward) if run is not None]
     findings = forward.of_results("a result") if forward else []
     hidden = [*forward.causes] if forward else []
@@ -152,11 +152,11 @@ def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) 
 
 
 def _distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings without those of the same operation."""
+    """Return the findings, one of each operation."""
     return list({(x.primitive, x.source, x.scope): x for x in reversed(findings)}.values())[::-1]
 
 
 def _nonfinite_inputs(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The inputs that are not finite, each with the name of its parameter and its path."""
+    """Return the inputs that are not finite, each with the name of its parameter and its path."""
     flat = [(path, x) for path, x in jax.tree.leaves_with_path(named(fun, args, kwargs)) if is_inexact(x)]
     return tuple(f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for path, x in flat if not all_finite(x))

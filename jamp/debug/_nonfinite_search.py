@@ -38,22 +38,23 @@ class Values:
 
     def __str__(self) -> str:
         shape = "[" + ", ".join(map(str, self.shape)) + "]"
-        some = "nothing finite" if np.isnan(self.low) else f"from {number(self.low)} to {number(self.high)}"
+        low, high = map(format_number, (self.low, self.high))
+        some = "nothing finite" if np.isnan(self.low) else f"from {low} to {high}"
         if self.low == self.high:
-            some = f"all {number(self.low)}" if self.shape else number(self.low)
+            some = f"all {low}" if self.shape else low
         bad = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
         where = f", first at {list(self.first)}" if self.first else ""
         return ", ".join([f"{self.dtype}{shape} {some}", *bad]) + where
 
 
 def to_host(x: Any) -> np.ndarray[Any, Any]:
-    """An array as float64 or complex128 in NumPy."""
+    """Return an array as float64 or complex128 in NumPy."""
     array = np.asarray(jax.device_get(x))
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
-def number(x: float, exact_to: float = 1e5) -> str:
-    """A number in few characters: 7.1e4, 65504, 0.031."""
+def format_number(x: float, exact_to: float = 1e5) -> str:
+    """Return a number in few characters: 7.1e4, 65504, 0.031."""
     x += 0.0  # -0 is 0
     text = f"{x:g}" if abs(x) < exact_to and float(f"{x:g}") == x else f"{x:.2g}"
     return re.sub(r"e([+-])0*(\d)", lambda m: "e" + m[1].strip("+") + m[2], text)

@@ -26,10 +26,10 @@ from jamp._cast import is_inexact
 from jamp._jaxprs import build, constructs, equality, interpret, ir
 from jamp._jaxprs.ir import JaxprEqn
 from jamp._jaxprs.primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES, operation
-from jamp._jaxprs.source import Location, pattern
+from jamp._jaxprs.source import in_scope, pattern
+from jamp._recompute.segments import SEGMENT
 from jamp.debug._cause import explain
 from jamp.debug._nonfinite_search import Finding, Values
-from jamp.debug._walk import Walker
 
 CLEAN = -1
 _MOST = 8  # Causes with a stream of their own. More than that share the last one.
@@ -39,7 +39,7 @@ _CASTS = ("convert_element_type", "reduce_precision")
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class ArrayInStreams:
     """An array, its other streams where they differ, the path if it is an argument, and whether it is a constant."""
 
     array: Any
@@ -48,11 +48,11 @@ class Value:
     is_constant: bool = False
 
     def stream(self, i: int) -> Any:
-        """The clean array, or the one in which only cause `i` is not replaced."""
+        """Return the clean array, or the one in which only cause `i` is not replaced."""
         return self.streams.get(i, self.streams.get(CLEAN, self.array))
 
 
-class OriginWalker(Walker[Value]):
+class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
     """An evaluation that follows inf and NaN.
 
     Attributes:
@@ -66,7 +66,7 @@ class OriginWalker(Walker[Value]):
         self.count = 0
         self._index: dict[Any, int] = {}
 
-    def operation(self, eqn: JaxprEqn, values: list[Value], here: Location) -> list[Value]:
+    def operation(self, eqn: JaxprEqn, values: list[ArrayInStreams]) -> list[ArrayInStreams]:
         self.count += 1
         arrays = [x.array for x in values]
         bind = functools.partial(_bind, eqn)
@@ -75,7 +75,7 @@ class OriginWalker(Walker[Value]):
         is_constant = bool(values) and all(x.is_constant for x in values)
         keys = {CLEAN}.union(*(x.streams for x in values)) if any(x.streams for x in values) else set()
         if eqn.effects or (not keys and all(map(all_finite, results))):  # An effect happens once.
-            return [Value(x, parameter=parameter, is_constant=is_constant) for x in results]
+            return [ArrayInStreams(x, parameter=parameter, is_constant=is_constant) for x in results]
         operands = {i: [x.stream(i) for x in values] for i in keys}
         streams = {i: bind(xs) for i, xs in operands.items()}
         clean = streams.get(CLEAN, results)
@@ -90,7 +90,7 @@ class OriginWalker(Walker[Value]):
             natural = find(arrays, results) if keys else made
             cause = None
             if natural is not None and any(np.any(x & y) for x, y in zip(made.masks, natural.masks, strict=True)):
-                cause = self._cause(eqn, values, results, natural, here)
+                cause = self._cause(eqn, values, results, natural)
                 streams.setdefault(cause, clean)
                 operands.setdefault(cause, operands.get(CLEAN, arrays))
             for i, mine in streams.items():
@@ -100,15 +100,14 @@ class OriginWalker(Walker[Value]):
                     streams[i] = list(map(_replaced, mine, both))
             streams[CLEAN] = streams.get(CLEAN) or list(map(_replaced, clean, made.masks))
         return [
-            Value(x, _different(x, {i: mine[n] for i, mine in streams.items()}), parameter, is_constant)
+            ArrayInStreams(x, _different(x, {i: mine[n] for i, mine in streams.items()}), parameter, is_constant)
             for n, x in enumerate(results)
         ]
 
-    def _cause(
-        self, eqn: JaxprEqn, values: Sequence[Value], results: Sequence[Any], made: "_Made", here: Location
-    ) -> int:
-        """The stream of a cause. An operation that runs again, such as in a loop, is the same cause."""
-        key = ir.name(eqn), here
+    def _cause(self, eqn: JaxprEqn, values: Sequence[ArrayInStreams], results: Sequence[Any], made: "_Made") -> int:
+        """Return the stream of a cause. An operation that runs again, such as in a loop, is the same cause."""
+        here = self.context(eqn)
+        key = ir.name(eqn), here.line, here.scope, here.is_backward
         if key not in self._index:
             self._index[key] = min(len(self.causes), _MOST - 1)
             arrays = [x.array for x in values]
@@ -117,8 +116,8 @@ class OriginWalker(Walker[Value]):
                 operation(eqn),
                 explain(eqn, made.operands, shown),
                 here.line,
-                tuple(filter(None, self.path)),
-                here.backward,
+                tuple(filter(None, map(_step, self.entered))),
+                here.is_backward,
                 tuple(map(Values.of, filter(is_inexact, arrays))),
                 tuple(map(Values.of, filter(is_inexact, results))),
                 order=len(self.causes),
@@ -128,24 +127,46 @@ class OriginWalker(Walker[Value]):
             self.causes.append(finding)
         return self._index[key]
 
-    def constant(self, array: Any) -> Value:
-        return Value(array, is_constant=True)
+    def constant(self, array: Any) -> ArrayInStreams:
+        return ArrayInStreams(array, is_constant=True)
 
-    def item(self, value: Value, i: int) -> Value:
-        return Value(value.array[i], {k: x[i] for k, x in value.streams.items()}, value.parameter)
+    def item(self, value: ArrayInStreams, i: int) -> ArrayInStreams:
+        return ArrayInStreams(value.array[i], {k: x[i] for k, x in value.streams.items()}, value.parameter)
 
-    def stack(self, values: list[Value]) -> Value:
+    def stack(self, values: list[ArrayInStreams]) -> ArrayInStreams:
         keys = set[int]().union(*(x.streams for x in values))
         stack = lambda get: jnp.stack([get(x) for x in values])
-        return Value(stack(lambda x: x.array), {k: stack(lambda x, k=k: x.stream(k)) for k in keys})
+        return ArrayInStreams(stack(lambda x: x.array), {k: stack(lambda x, k=k: x.stream(k)) for k in keys})
 
     def stream_of(self, finding: Finding) -> int:
-        """The stream in which only this cause is not replaced."""
+        """Return the stream in which only this cause is not replaced."""
         return min(finding.order, _MOST - 1)
 
 
+def _step(entered: interpret.Entered) -> str:
+    """Return an entry of a path, such as "scan, iteration 3 of 12". It is empty for a call that jamp made."""
+    eqn, iteration, name = entered.eqn, entered.iteration, ir.name(entered.eqn)
+    if name == "cond":
+        return f"cond, branch {entered.body}"
+    if name == "while":
+        return f"while, {('condition', 'iteration')[entered.body]} {iteration}"
+    if name == "scan":
+        return f"scan, iteration {iteration} of {constructs.iterations(eqn)}"
+    (body,) = constructs.bodies(eqn) or ()
+    function = constructs.function_name(eqn) or body.jaxpr.debug_info.func_name
+    return "" if in_scope(eqn, SEGMENT) else f"{_KINDS.get(name, operation(eqn))}({function})"
+
+
+_KINDS = {
+    "remat2": "remat",
+    "remat_opt": "custom_vjp",
+    "custom_jvp_call": "custom_jvp",
+    "custom_vjp_call": "custom_vjp",
+}
+
+
 def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """The results of an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
+    """Evaluate an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
     types = ir.avals(eqn.outvars)
     if eqn.effects or constructs.has_body(eqn) or not all(map(_is_on_cpu, args)):
         return interpret.bind(eqn, args, types)
@@ -225,7 +246,7 @@ class _Made(NamedTuple):
 
 
 def _made(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> _Made | None:
-    """The inf and NaN in the results that the operands do not explain, or None if there are none.
+    """Return the inf and NaN in the results that the operands do not explain, or None if there are none.
 
     A NaN is explained by a NaN, and an inf by an inf or NaN: in the same place if the operation is elementwise.
     """
@@ -258,7 +279,7 @@ def _is_bad(x: Any) -> Any:
 
 
 def _where(test: Callable[[Any], Any], x: Any) -> Any:
-    """A test of each element of an array, bool[...] on the host. It is false if the array is not floating."""
+    """Test each element of an array, bool[...] on the host. It is false if the array is not floating."""
     return test(np.asarray(x)) if is_inexact(x) else np.zeros(np.shape(x), bool)
 
 
@@ -267,7 +288,7 @@ def _filled(x: Any, mask: Any) -> Any:
 
 
 def _replaced(x: Any, mask: Any) -> Any:
-    """An array with finite numbers in some places: 1 for NaN, and for inf one that can still be squared."""
+    """Return an array with finite numbers in some places: 1 for NaN, and for inf one that can still be squared."""
     if not mask.any():
         return x
     if jnp.iscomplexobj(x):
@@ -277,7 +298,7 @@ def _replaced(x: Any, mask: Any) -> Any:
 
 
 def _different(x: Any, streams: Mapping[int, Any]) -> Mapping[int, Any]:
-    """The streams, or none if they all equal the natural one, such as behind a mask."""
+    """Return the streams, or none if they all equal the natural one, such as behind a mask."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return {}
     is_same = all_finite(x) and all(np.array_equal(np.asarray(x), np.asarray(y)) for y in streams.values())

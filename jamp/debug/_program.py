@@ -19,17 +19,17 @@ from jamp._cast import is_inexact
 from jamp._jaxprs import equality, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.primitives import operation
-from jamp._jaxprs.source import Location, user_line
-from jamp.debug._run_steps import Damage, Data, Switches, To, damage, run_steps, widen
-from jamp.debug._steps import Body, Builder, Site, Step
+from jamp._jaxprs.source import user_line
+from jamp.debug._run_steps import Damage, Data, Switches, measure_damage, run_steps, widen
+from jamp.debug._steps import Builder, Step, SteppedJaxpr
 
 ON, OFF = (Switches(np.bool_(x), np.bool_(x)) for x in (True, False))
 OPERANDS = Switches(ON.operands, OFF.result)
-_damage = jax.jit(damage, static_argnums=3)
+_measure_damage = jax.jit(measure_damage, static_argnums=3)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Segment:
+class _CompiledSteps:
     """Steps that are compiled together: one that rounds, a loop, or all between two of them.
 
     Attributes:
@@ -72,13 +72,13 @@ class _Segment:
         return jax.jit(self.backward)
 
     def forward(self, data: list[Any], xs: list[Any]) -> list[Any]:
-        """Its outputs, given the data of its sites and its inputs."""
+        """Return its outputs, given the data of its sites and its inputs."""
         env = dict(zip(self.reads, xs, strict=True))
         run_steps(self.steps, dict(zip(self.sites, data, strict=True)), env)
         return [env[v] for v in self.writes]
 
     def backward(self, data: list[Any], xs: list[Any], cotangents: list[list[Any]]) -> list[Any]:
-        """The cotangents of the data and of the active reads, for several cotangents of what it writes."""
+        """Return the cotangents of the data and of the active reads, for several cotangents of its writes."""
         floating = [i for i, v in enumerate(self.writes) if is_inexact(v.aval)]
         given = dict(zip(self.reads, xs, strict=True))
 
@@ -93,7 +93,7 @@ class _Segment:
         return [pull_back(dense(cts)) for cts in cotangents]
 
 
-class Program:
+class RoundedProgram:
     """A jaxpr whose roundings can be switched and tapped.
 
     Attributes:
@@ -104,18 +104,18 @@ class Program:
 
     def __init__(self, closed: ClosedJaxpr, parameters: Sequence[str], wide: np.dtype[Any]):
         builder = Builder(wide)
-        self._body = builder.body(closed, parameters, Site(Location(), ()))
+        self._body = builder.body(closed, parameters)
         self.sites, self.flops = builder.sites, builder.flops
         self.opaque: set[str] = set()
-        self._segments = _segments(self._body)
+        self._segments = _grouped(self._body)
         # Equal segments share the first one's compiled functions. A key is long, so it is hashed once, here.
-        first: dict[Any, _Segment] = {}
+        first: dict[Any, _CompiledSteps] = {}
         self._compiled = [first.setdefault(segment.key, segment) for segment in self._segments]
         self._last = {v: i for i, segment in enumerate(self._segments) for v in segment.reads}
         self._last |= dict.fromkeys(_variables(self._body.outputs), len(self._segments))
 
     def run(self, args: Sequence[Any], on: Data, keep: bool = False) -> tuple[list[Array], dict[Any, Any]]:
-        """The results with the switches `on`, by default off, and with `keep` all values by their variables."""
+        """Return the results with the switches `on`, else off, and with `keep` all values by their variables."""
         constants = {v: widen(x) for v, x in self._body.constants.items()}
         given = [widen(jnp.asarray(x)) for x in args]
         env: dict[Any, Any] = constants | dict(zip(self._body.inputs, given, strict=True))
@@ -128,7 +128,7 @@ class Program:
         return [widen(ir.read(env, v)) for v in self._body.outputs], env
 
     def damages(self, env: Mapping[Any, Any], cotangents: Sequence[Sequence[Any]]) -> list[dict[int, list[Damage]]]:
-        """The damage of each site, for several cotangents of the results (None: 0), where all values are `env`."""
+        """Return each site's damage, for several cotangents of the results (None: 0). `env` holds all values."""
         damages_of: list[dict[int, list[Damage]]] = [{} for _ in cotangents]
         given: list[dict[Any, Any]] = [{} for _ in cotangents]
         for mine, values in zip(given, cotangents, strict=True):
@@ -140,11 +140,13 @@ class Program:
                 continue
             xs = [env[v] for v in segment.reads]
             if segment.sites and not segment.is_loop:
-                step, (y,), (site,) = segment.steps[0], [env[v] for v in segment.writes], segment.sites
-                others = compiled.run_forward([OPERANDS], xs)[0] if any(step.rounds) else y
+                step, ys, (site,) = segment.steps[0], [env[v] for v in segment.writes], segment.sites
+                others = compiled.run_forward([OPERANDS], xs) if any(step.rounds) else ys
+                narrow = [step.narrow(v.aval) for v in segment.writes]
                 for i in nonzero:
-                    to = To(segment.writes[0].aval.dtype, step.wide)
-                    damages_of[i].setdefault(site, []).append(_damage(y, others, now[i][0], to))
+                    results = zip(ys, others, now[i], narrow, strict=True)
+                    found = [_measure_damage(*x) for x in results if x[2] is not None]
+                    damages_of[i].setdefault(site, []).extend(found)
             tapped = sorted(segment.steps[0].tapped) if segment.is_loop else []
             if segment.is_loop and tapped != segment.sites:
                 self.opaque.add(user_line(segment.steps[0].eqn) or "while")
@@ -171,8 +173,8 @@ def _add(cotangents: dict[Any, Any], atoms: Sequence[Any], values: Sequence[Any]
             cotangents[v] = cotangents[v] + x if v in cotangents else x
 
 
-def _segments(body: Body) -> list[_Segment]:
-    """The steps of a body in segments."""
+def _grouped(body: SteppedJaxpr) -> list[_CompiledSteps]:
+    """Return the steps of a jaxpr in segments."""
     is_alone = lambda step: bool(step.bodies) or step.site is not None
     groups: list[list[Step]] = []
     for step in body.steps:
@@ -187,7 +189,8 @@ def _segments(body: Body) -> list[_Segment]:
         inner, written = count(steps), [v for step in steps for v in step.eqn.outvars]
         reads = [v for v in inner if v not in set(written)]
         writes = [v for v in written if readers[v] > inner[v]]
-        segments.append(_Segment(steps, reads, writes, [v for v in reads if v in affected and is_inexact(v.aval)]))
+        active = [v for v in reads if v in affected and is_inexact(v.aval)]
+        segments.append(_CompiledSteps(steps, reads, writes, active))
         if segments[-1].sites or segments[-1].active:
             affected.update(written)
     return segments

@@ -18,7 +18,7 @@ from jamp._jaxprs.source import pattern
 from jamp._products.formats import Format
 from jamp.debug._errors import Errors
 from jamp.debug._program import ON
-from jamp.debug._rules import smallest_rules
+from jamp.debug._rules import find_rules
 from jamp.debug._run_steps import Damage
 from jamp.debug._steps import Site
 
@@ -115,7 +115,7 @@ class RoundingReport:
           error: The bound of the error of the gradients, or of the value if there are no gradients.
 
         Returns:
-          Rules to merge into those of `autocast`. They are empty if the error is below the bound without them.
+          Rules to merge into the rules of `autocast`. They are empty if the error is below the bound without them.
 
         Raises:
           ValueError: If no rules reach the bound, because the code itself computes in 16 bit: it names the lines. Or if
@@ -132,7 +132,7 @@ class RoundingReport:
           >>> jamp.debug.rounding_report(fun, jnp.float16)(w, x).rules(error=1e-3)
           {'dot_general[head]': 'float32'}
         """
-        return smallest_rules(self._errors_of, error)
+        return find_rules(self._errors_of, error)
 
     def __str__(self) -> str:
         total = f"error of the value {self.value_error:.1e}"
@@ -186,7 +186,7 @@ def _cells(row: RoundingRow) -> list[str]:
 
 
 def _short(parameter: str) -> str:
-    """The end of a long path, because tables cut the middle of their cells: "...['kernel']"."""
+    """Return the end of a long path, because tables cut the middle of their cells: "...['kernel']"."""
     keys = re.findall(r"\[[^]]*\]|\.\w+", parameter)
     return f"...{keys[-1]}" if len(parameter) > 20 and len(keys) > 1 else parameter
 
@@ -249,8 +249,8 @@ def rounding_report(
         program, total, damages = errors.program, errors.total, errors.damages()
         layers: dict[Any, list[int]] = {}  # the sites of each row
         for i, x in enumerate(program.sites):
-            layer = x.location._replace(scope=_NUMBER.sub("*", x.location.scope))
-            layers.setdefault((layer, x.steps, x.operation), []).append(i)
+            layer = x.operation, x.line, _NUMBER.sub("*", x.scope), x.is_backward, x.steps
+            layers.setdefault(layer, []).append(i)
         pairs = [(_row(program.sites, mine, damages, program.flops), mine) for mine in layers.values()]
         pairs = [(row, mine) for row, mine in pairs if row.damage or row.flops]  # A result depends on these.
         pairs.sort(key=lambda pair: -pair[0].damage)
@@ -266,7 +266,7 @@ def rounding_report(
 def _row(
     sites: Sequence[Site], mine: Sequence[int], damages: Sequence[Mapping[int, Damage]], flops: float
 ) -> RoundingRow:
-    """The row of some sites, from the damage of each to the value, and to the gradients if there are any."""
+    """Return the row of some sites, from the damage of each to the value, and to the gradients if there are any."""
     first, known = sites[mine[0]], [[by_site[i] for i in mine if i in by_site] for by_site in damages]
     some = next((x for x in known if x), [])
     none = 0.0 if some else math.nan
@@ -282,10 +282,10 @@ def _row(
         step = tuple(int(i) for i in np.unravel_index(np.argmax(squares), first.steps))
     return RoundingRow(
         first.operation,
-        first.location.line,
-        pattern(sites[i].location.scope for i in mine),
+        first.line,
+        pattern(sites[i].scope for i in mine),
         pattern(path for i in mine for path in sites[i].parameters),
-        first.location.backward,
+        first.is_backward,
         ", ".join(sorted({dtype for i in mine for dtype in sites[i].dtypes})),
         sum(sites[i].flops for i in mine) / flops if flops else 0.0,
         math.sqrt(error / size) if size else none,
@@ -294,12 +294,12 @@ def _row(
         any(bool(np.any(x.overflows)) for x in some),
         step,
         first.steps,
-        worst=sites[worst].location.scope if is_one else "",
+        worst=sites[worst].scope if is_one else "",
     )
 
 
 def _predicted(damage: Damage) -> float:
-    """The error that a site causes. A sum far beyond its expected size shows that the errors are not independent."""
+    """Return the error of a site. A sum far beyond its expected size shows that the errors are not independent."""
     expected = math.sqrt(float(np.sum(damage.operands) + np.sum(damage.result)))
     total = abs(float(np.sum(damage.total)))
     return total if total > 4 * expected else expected

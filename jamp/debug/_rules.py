@@ -28,8 +28,8 @@ class _Rule(NamedTuple):
     flops: float
 
 
-def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
-    """The fewest rules, chosen by the damage that each prevents for its FLOPs. The result is checked with autocast."""
+def find_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
+    """Return the fewest rules, chosen by the damage that each prevents for its FLOPs, and checked with autocast."""
     errors = errors_of({})
     kind = int(errors.has_gradients)
     if not bound > 0 or math.isnan(errors.total[kind]):
@@ -68,18 +68,18 @@ def smallest_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: floa
 
 
 def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage], dtype: str) -> tuple[list[_Rule], list[_Rule]]:
-    """The rules that keep the results of products as they are accumulated, and those that keep products in a dtype."""
+    """Return the rules that keep results of products as they are accumulated, and rules for products in a dtype."""
     accumulate, wide = [], []
-    keys = dict.fromkeys((x.operation, x.location.scope) for x in sites if x.operation in PRODUCTS)
+    keys = dict.fromkeys((x.operation, x.scope) for x in sites if x.operation in PRODUCTS)
     for name, scope in keys:
-        inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.location.scope}/"
+        inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.scope}/"
         covered = [i for i, x in enumerate(sites) if x.operation == name and inside(x)]
-        forward = [i for i in covered if not sites[i].location.backward]
+        forward = [i for i in covered if not sites[i].is_backward]
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
         flops = sum(sites[i].flops for i in covered)
         # A rule for a scope covers all sites in it. A site with a scope of its own has its own rule, too.
-        own = [i for i in covered if sites[i].location.scope == scope]
+        own = [i for i in covered if sites[i].scope == scope]
         prevents = squares("result", [i for i in own if i in forward])
         accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, OPERANDS), prevents, 0.0))
         prevents = squares("operands", own) + squares("result", own)
@@ -96,7 +96,7 @@ def _switches(sites: int, rules: Sequence[_Rule]) -> Data:
 
 
 def _fewest(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]) -> Sequence[_Rule]:
-    """The first rules that are enough, given that all of them are."""
+    """Return the first rules that are enough, given that all of them are."""
     low, high = -1, len(rules)
     while high - low > 1:
         middle = (low + high) // 2
@@ -105,7 +105,7 @@ def _fewest(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]
 
 
 def _without_needless(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]) -> list[_Rule]:
-    """The rules without those that the others make needless, tried from the most FLOPs on."""
+    """Leave out rules that the others make needless, tried from the most FLOPs on."""
     kept = list(rules)
     for rule in sorted(rules, key=lambda x: -x.flops)[:_TRIED]:
         others = [x for x in kept if x is not rule]
@@ -115,9 +115,8 @@ def _without_needless(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rul
 
 
 def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
-    """Advice for products that only a rule for all products covers."""
-    locations = {sites[i].location for x in rules if "[" not in x.key for i in x.on}
-    lines = sorted({x.line for x in locations if not x.scope})
+    """Return advice for products that only a rule for all products covers."""
+    lines = sorted({sites[i].line for x in rules if "[" not in x.key for i in x.on if not sites[i].scope})
     if not lines:
         return ""
     return (
@@ -127,9 +126,9 @@ def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
 
 
 def _unreachable(errors: Errors, error: float, bound: float) -> str:
-    """The message if products at full width are not enough. The sites of `errors` round nevertheless."""
+    """Return the message if products at full width are not enough. The sites of `errors` round nevertheless."""
     sites, narrow = errors.program.sites, "16 bit" if errors.wide == np.float32 else errors.dtype
-    lines = sorted({f"{x.operation} at {x.location.line or x.location.scope or 'an unknown line'}" for x in sites})
+    lines = sorted({f"{x.operation} at {x.line or x.scope or 'an unknown line'}" for x in sites})
     more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
     because = f", because other operations round to {narrow} in the code itself: {', '.join(lines[:5])}{more}"
     return (

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jamp._cast import is_floating
 from jamp._jaxprs import constructs, interpret, ir
-from jamp.debug._steps import CAST, Body, Step
-from jamp.debug._wider import bind_wider, is_narrower
+from jamp.debug._steps import CAST, Step, SteppedJaxpr
+from jamp.debug._wider import bind_as_traced, bind_wider, is_narrower
 
 # At the dtypes they were traced with: they work on bits, or on random keys.
-_AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_bits", "shard_map")
+_AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_bits")
 
 
 class Switches(NamedTuple):
@@ -51,21 +50,14 @@ class Damage(NamedTuple):
 Data = Mapping[int, Any]  # by the index of the site: `Switches` to round, or a `Damage` of zeros to tap
 
 
-class To(NamedTuple):
-    """What a result is rounded to: its dtype as traced, if that is narrower than the wide one."""
-
-    dtype: np.dtype[Any]
-    wide: np.dtype[Any]
-
-
-def damage(y: Array, with_operands: Array, cotangent: Array, to: To) -> Damage:
-    """The damage of rounding operands, which gives `with_operands` instead of `y`, and of rounding the result."""
-    errors = [with_operands - y, rounded(with_operands, to) - with_operands]
+def measure_damage(y: Array, with_operands: Array, cotangent: Array, dtype: np.dtype[Any] | None) -> Damage:
+    """Return the damage of rounding operands, with which `y` is `with_operands`, and of rounding the result."""
+    errors = [with_operands - y, round_to(with_operands, dtype) - with_operands]
     is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
     errors = [jnp.where(is_finite, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
     # Errors are independent, with two exceptions: those from the rounding of one element of an operand, which are in
-    # a row or a column, and those of equal rows.
+    # a row or a column, and the errors of equal rows.
     operands = [(-1,), (-2,), tuple(range(y.ndim - 1))] if y.ndim > 1 else []
     number = lambda x: jnp.sum(x).astype(jnp.float32)
     return Damage(
@@ -79,38 +71,38 @@ def damage(y: Array, with_operands: Array, cotangent: Array, to: To) -> Damage:
 
 
 def _expected_square(x: Array, dependent: Sequence[tuple[int, ...]]) -> Array:
-    """The expected square of the sum of errors of mean 0, some of which may depend on each other along some axes."""
+    """Return the expected square of a sum of errors of mean 0, some of which depend on each other along some axes."""
     squares = [jnp.sum(jnp.sum(x, axis) ** 2) for axis in ((), *dict.fromkeys(dependent))]
     return functools.reduce(jnp.maximum, squares).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _tap(y: Array, zeros: Damage, with_operands: Array, to: To) -> Array:
-    """The value `y`. The cotangent of `zeros` is its `damage`."""
+def _tap(y: Array, zeros: Damage, with_operands: Array, dtype: np.dtype[Any] | None) -> Array:
+    """Return `y`. The cotangent of `zeros` is its damage."""
     return y
 
 
 _tap.defvjp(
-    lambda y, zeros, with_operands, to: (y, (y, with_operands)),
-    lambda to, kept, cotangent: (cotangent, damage(kept[0], kept[1], cotangent, to), None),
+    lambda y, zeros, with_operands, dtype: (y, (y, with_operands)),
+    lambda dtype, kept, cotangent: (cotangent, measure_damage(kept[0], kept[1], cotangent, dtype), None),
 )
 
 
 def reference_dtype() -> np.dtype[Any]:
-    """The dtype of the reference: float64 if x64 is on, else float32."""
+    """Return the dtype of the reference: float64 if x64 is on, else float32."""
     return np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
 
 
 def widen(x: Any) -> Any:
-    """A narrower floating value in the dtype of the reference."""
+    """Return a narrower floating value in the dtype of the reference."""
     return jnp.asarray(x, reference_dtype()) if is_narrower(x, reference_dtype()) else x
 
 
-def rounded(x: Array, to: To) -> Array:
-    """Values of the reference, rounded. XLA may leave out a cast to the narrower dtype and back."""
-    if to.dtype.itemsize >= to.wide.itemsize:
+def round_to(x: Array, dtype: np.dtype[Any] | None) -> Array:
+    """Round values of the reference to a dtype. XLA may leave out a cast to the narrower dtype and back."""
+    if dtype is None:
         return x
-    info = jnp.finfo(to.dtype)
+    info = jnp.finfo(dtype)
     y = lax.reduce_precision(x, info.nexp, info.nmant)
     if info.minexp <= -126:
         return y
@@ -122,9 +114,9 @@ def _read(env: Mapping[Any, Any], atom: Any) -> Any:
     return widen(ir.value(atom)) if ir.is_literal(atom) else env[atom]
 
 
-def _run_body(body: Body, data: Data, xs: Sequence[Any]) -> list[Any]:
+def _run_body(body: SteppedJaxpr, data: Data, taps: Data, xs: Sequence[Any]) -> list[Any]:
     env = {v: widen(x) for v, x in body.constants.items()} | dict(zip(body.inputs, xs, strict=True))
-    run_steps(body.steps, data, env)
+    run_steps(body.steps, {**data, **taps}, env)
     return [_read(env, v) for v in body.outputs]
 
 
@@ -134,7 +126,7 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
         xs = [_read(env, v) for v in step.eqn.invars]
         if step.bodies:
             mine = {i: data[i] for i in step.sites if i in data}
-            results = _LOOPS[ir.name(step.eqn)](step, mine, xs)
+            results = _run_construct(step, mine, xs)
         else:
             results = _operate(step, None if step.site is None else data.get(step.site), xs)
         env.update(zip(step.eqn.outvars, results, strict=True))
@@ -143,14 +135,12 @@ def run_steps(steps: Sequence[Step], data: Data, env: dict[Any, Any]) -> None:
 def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     eqn, before, after = step.eqn, ir.avals(step.eqn.invars), ir.avals(step.eqn.outvars)
     if ir.name(eqn) in _AS_TRACED or constructs.has_body(eqn):
-        given = [x.astype(aval.dtype) if is_floating(aval) else x for x, aval in zip(xs, before, strict=True)]
-        return list(map(widen, interpret.bind(eqn, given, after)))
+        return list(map(widen, bind_as_traced(eqn, xs)))
     compute = lambda values: bind_wider(eqn, values, reference_dtype())
     if data is None:
         return compute(xs)
-    reads = zip(xs, before, step.rounds, strict=True)
-    rounded_xs = [rounded(x, To(aval.dtype, step.wide)) if rounds else x for x, aval, rounds in reads]
-    to = [To(aval.dtype, step.wide) for aval in after]
+    reads, narrow = zip(xs, before, step.rounds, strict=True), list(map(step.narrow, after))
+    rounded_xs = [round_to(x, step.narrow(aval)) if rounds else x for x, aval, rounds in reads]
     # The sums of float32 products are float32, and round as much as the operands do.
     sums_in_float32 = any(step.rounds) and all(x.dtype == np.float32 for x in before)
     as_traced = lambda: list(map(widen, interpret.bind(eqn, [x.astype(np.float32) for x in xs], after)))
@@ -160,42 +150,18 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
             others = list(map(lax.stop_gradient, as_traced()))
         elif any(step.rounds):
             others = compute(list(map(lax.stop_gradient, rounded_xs)))
-        return [_tap(*given, x) for *given, x in zip(results, [data] * len(to), others, to, strict=True)]
+        return [_tap(y, data, z, dtype) for y, z, dtype in zip(results, others, narrow, strict=True)]
     if sums_in_float32:
         results = [jnp.where(data.operands, z, y) for y, z in zip(compute(xs), as_traced(), strict=True)]
     else:
         results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
     on = data.operands if ir.name(eqn) == CAST else data.result
-    return [jnp.where(on, rounded(y, x), y) for y, x in zip(results, to, strict=True)]
+    return [jnp.where(on, round_to(y, dtype), y) for y, dtype in zip(results, narrow, strict=True)]
 
 
-def _cond(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    branches = [lambda mine, *ys, body=body: _run_body(body, mine, ys) for body in step.bodies]
-    return list(lax.switch(xs[0], branches, data, *xs[1:]))
-
-
-def _while(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    if not all(isinstance(x, Switches) for x in data.values()):
+def _run_construct(step: Step, data: Data, xs: list[Any]) -> list[Any]:
+    if ir.name(step.eqn) == "while" and not all(isinstance(x, Switches) for x in data.values()):
         data, xs = {}, list(map(lax.stop_gradient, xs))  # It has no derivative in reverse mode.
-    n, carry = constructs.condition_constants(step.eqn), constructs.carry(step.eqn)
-    again, body = step.bodies
-    condition = lambda state: _run_body(again, data, [*xs[:n], *state])[0]
-    step_once = lambda state: _run_body(body, data, [*xs[n : carry.start], *state])
-    return list(lax.while_loop(condition, step_once, xs[carry.start :]))
-
-
-def _scan(step: Step, data: Data, xs: list[Any]) -> list[Any]:
-    carry = constructs.carry(step.eqn)
-    consts, state, n = xs[: carry.start], xs[carry.start : carry.stop], len(carry)
-    taps = {i: x for i, x in data.items() if isinstance(x, Damage)}
-
-    def iteration(state: Any, inputs: Any) -> Any:
-        slices, mine = inputs
-        results = _run_body(step.bodies[0], data | mine, [*consts, *state, *slices])
-        return results[:n], results[n:]
-
-    state, stacked = lax.scan(iteration, state, (xs[carry.stop :], taps), **constructs.scan_options(step.eqn))
-    return [*state, *stacked]
-
-
-_LOOPS = {"cond": _cond, "while": _while, "scan": _scan}
+    taps = {i: x for i, x in data.items() if isinstance(x, Damage)}  # in a scan with an axis for its steps
+    bodies = [functools.partial(_run_body, body, data) for body in step.bodies]
+    return interpret.control_flow(step.eqn, bodies, xs, taps)

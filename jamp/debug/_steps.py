@@ -6,7 +6,6 @@ float32 in float64 code.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,33 +14,29 @@ import numpy as np
 from jax.extend import core
 
 from jamp._jaxprs import constructs, interpret, ir
+from jamp._jaxprs.constructs import Derivative
+from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, operation
-from jamp._jaxprs.source import Location
 from jamp._jaxprs.walk import holds_product
 from jamp._products.flops import flops
 from jamp.debug._wider import is_narrower
 
 CAST = "convert_element_type"
-LOOPS = ("scan", "while", "cond")
-_INLINED = ("jit", "pjit", "closed_call", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call", "scaled_call")
 
 
 @dataclasses.dataclass
 class Site:
     """The operations of one primitive, line and layer that round, forward or backward, in the same loops."""
 
-    location: Location
+    operation: str  # the primitive
+    line: str
+    scope: str
+    is_backward: bool
     steps: tuple[int, ...]  # the lengths of the scans around it
-    operation: str = ""  # the primitive
     flops: float = 0.0
     dtypes: set[str] = dataclasses.field(default_factory=set)
     parameters: dict[str, None] = dataclasses.field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[Location, tuple[int, ...], str]:
-        """What no other site of a program has in common with it."""
-        return self.location, self.steps, self.operation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,25 +47,29 @@ class Step:
     wide: np.dtype[Any]
     site: int | None = None
     rounds: tuple[bool, ...] = ()  # for each operand, whether it is a narrow operand of a product
-    bodies: tuple["Body", ...] = ()
+    bodies: tuple["SteppedJaxpr", ...] = ()
 
     @functools.cached_property
     def sites(self) -> frozenset[int]:
         """All sites in it."""
-        inner = (step.sites for body in self.bodies for step in body.steps)
-        return frozenset().union(*inner, () if self.site is None else (self.site,))
+        own = () if self.site is None else (self.site,)
+        return frozenset(own).union(*(step.sites for body in self.bodies for step in body.steps))
 
     @functools.cached_property
     def tapped(self) -> frozenset[int]:
-        """All sites in it, except those in a while loop, which has no derivative in reverse mode."""
-        if ir.name(self.eqn) == "while":
+        """All sites in it, except the sites in loops that have no derivative in reverse mode."""
+        if constructs.derivative(self.eqn) is Derivative.NONE:
             return frozenset()
-        inner = (step.tapped for body in self.bodies for step in body.steps)
-        return frozenset().union(*inner, () if self.site is None else (self.site,))
+        own = () if self.site is None else (self.site,)
+        return frozenset(own).union(*(step.tapped for body in self.bodies for step in body.steps))
+
+    def narrow(self, aval: Any) -> np.dtype[Any] | None:
+        """Return the dtype to which a value of the step is rounded. None if it is not narrower than the wide dtype."""
+        return aval.dtype if is_narrower(aval, self.wide) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Body:
+class SteppedJaxpr:
     """A jaxpr as steps. Calls in it are inlined."""
 
     inputs: Sequence[Any]
@@ -88,39 +87,36 @@ class Builder:
         self.flops = 0.0
         self._index: dict[Any, int] = {}
 
-    def body(self, closed: ClosedJaxpr, parameters: Sequence[str], around: Site) -> Body:
-        """A jaxpr, whose inputs have the paths `parameters`, inside a construct at the site `around`."""
+    def body(self, closed: ClosedJaxpr, parameters: Sequence[str], around: Context = Context()) -> SteppedJaxpr:
+        """Return the steps of a jaxpr, whose inputs have the paths `parameters`."""
         jaxpr = closed.jaxpr
         known = {v: path for v, path in zip(jaxpr.invars, parameters, strict=True) if path}
         constants, steps = dict(zip(jaxpr.constvars, closed.consts, strict=True)), list[Step]()
         run = functools.partial(self._run, steps, known, around)
         outputs = interpret.interpret(jaxpr, [*constants, *jaxpr.invars], run, lambda v: v)
-        return Body(jaxpr.invars, constants, _without_casts(steps, outputs), outputs)
+        return SteppedJaxpr(jaxpr.invars, constants, _without_casts(steps, outputs), outputs)
 
     def _run(
-        self, steps: list[Step], known: dict[Any, str], around: Site, eqn: JaxprEqn, reads: list[Any]
+        self, steps: list[Step], known: dict[Any, str], around: Context, eqn: JaxprEqn, reads: list[Any]
     ) -> Sequence[Any]:
-        """Add the steps of an equation that is called at the site `around`. Return the variables of its results."""
-        here = Site(around.location.inside(eqn), around.steps)
-        bodies, name = _entered(eqn), ir.name(eqn)
-        if name in IDENTITIES:  # The derivative is that of the product.
+        """Add the steps of an equation. Return the variables of its results."""
+        bodies, name, inside = _bodies_to_enter(eqn), ir.name(eqn), around.inside(eqn)
+        if name in IDENTITIES:  # Its derivative is the derivative of the product.
             return reads[:1]
-        if bodies and name in _INLINED:
-            return interpret.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, here))
+        if bodies and constructs.is_call(eqn):
+            return interpret.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, inside))
         paths = ["" if ir.is_literal(v) else known.get(v, "") for v in reads]
         outs = [core.Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
         eqn = eqn.replace(invars=reads, outvars=outs)
         if bodies:
-            here.steps += (constructs.iterations(eqn),) * (name == "scan")
             operands = zip(bodies, constructs.operands_of_bodies(eqn), strict=True)
-            inner = [self.body(body, [paths[i] for i in mine], here) for body, mine in operands]
+            inner = [self.body(body, [paths[i] for i in mine], inside) for body, mine in operands]
             steps.append(Step(eqn, self._wide, bodies=tuple(inner)))
             return outs
-        times = math.prod(here.steps)
-        self.flops += times * flops(eqn)
+        self.flops += around.times * flops(eqn)
         if name in REARRANGES and paths[0]:
             known[outs[0]] = paths[0]
-        site = self._site(eqn, here, times, paths) if self._rounds(eqn) else None
+        site = self._site(eqn, around, paths) if self._rounds(eqn) else None
         rounds = tuple(name in PRODUCTS and is_narrower(v.aval, self._wide) for v in reads)
         steps.append(Step(eqn, self._wide, site, rounds))
         return outs
@@ -134,13 +130,15 @@ class Builder:
             return is_narrow(after[0]) and size > after[0].dtype.itemsize
         return (any(map(is_narrow, after)) and name not in MOVING) or (name in PRODUCTS and any(map(is_narrow, before)))
 
-    def _site(self, eqn: JaxprEqn, here: Site, times: float, paths: Sequence[str]) -> int:
-        own = Site(here.location, here.steps, operation(eqn))
-        i = self._index.setdefault(own.key, len(self.sites))
+    def _site(self, eqn: JaxprEqn, around: Context, paths: Sequence[str]) -> int:
+        """Return the index of the site of an operation, and add the operation to it."""
+        here, steps = around.inside(eqn), tuple(constructs.iterations(x) for x in around.around if ir.name(x) == "scan")
+        key = operation(eqn), here.line, here.scope, here.is_backward, steps
+        i = self._index.setdefault(key, len(self.sites))
         if i == len(self.sites):
-            self.sites.append(own)
+            self.sites.append(Site(*key))
         site = self.sites[i]
-        site.flops += times * flops(eqn)
+        site.flops += around.times * flops(eqn)
         site.dtypes.update(
             str(aval.dtype) for aval in ir.avals([*eqn.invars, *eqn.outvars]) if is_narrower(aval, self._wide)
         )
@@ -148,16 +146,14 @@ class Builder:
         return i
 
 
-def _entered(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
-    """The bodies of a call or loop. A custom rule without products is one operation, so that the rule is used."""
-    name = ir.name(eqn)
-    if name.startswith("custom_") and not holds_product(eqn):
-        return None
-    return constructs.bodies(eqn) if name in (*_INLINED, *LOOPS) else None
+def _bodies_to_enter(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...] | None:
+    """Return the bodies that are steps. A custom rule without products is one operation, so that the rule is used."""
+    has_rule = constructs.derivative(eqn) is Derivative.BY_RULE and not constructs.is_forward_rule(eqn)
+    return None if has_rule and not holds_product(eqn) else interpret.bodies_to_enter(eqn)
 
 
 def _without_casts(steps: list[Step], outputs: Sequence[Any]) -> list[Step]:
-    """The steps, without the rounding of casts that only products read. Products round their operands themselves."""
+    """Leave out the rounding of casts that only products read. Products round their operands themselves."""
     kept = {v for v in outputs if not ir.is_literal(v)}  # what any step but a product or data movement reads
     backwards = []
     for step in reversed(steps):

@@ -16,7 +16,7 @@ NEAR = 1e-4  # The norms of arrays that agree differ by less, relative to the la
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Numbers:
+class ComparedArray:
     """An array.
 
     Attributes:
@@ -39,7 +39,7 @@ class Numbers:
 
     @functools.cached_property
     def norm(self) -> float:
-        """The 3-norm of its finite elements, or -1. Those of norms have one 2-norm, those of a softmax one 1-norm."""
+        """The 3-norm of its finite elements, or -1. Results of a norm share a 2-norm, of a softmax a 1-norm."""
         finite = np.abs(self.value[np.isfinite(self.value)]) if self.is_inexact else np.zeros(0)
         top = float(finite.max(initial=0.0))
         return top * float(np.cbrt(np.sum((finite / (top or 1.0)) ** 3))) if self.is_inexact else -1.0
@@ -50,19 +50,19 @@ class Numbers:
         return self.value.size > 0 and bool((self.value == self.value.flat[0]).all())
 
     @functools.cached_property
-    def sorted(self) -> "Numbers":
+    def sorted(self) -> "ComparedArray":
         """The same elements in the order of their values."""
         order = np.argsort(self.value, axis=None, kind="stable")
         return dataclasses.replace(self, value=np.ravel(self.value)[order], traced=np.ravel(self.traced)[order])
 
 
 def roundoff(dtype: Any) -> float:
-    """The unit roundoff of a dtype, for float64 `DIGITS`."""
+    """Return the unit roundoff of a dtype, for float64 `DIGITS`."""
     return max(float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0, DIGITS)
 
 
-def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
-    """The relative difference of two arrays without rounding, and how much of it one rounding explains.
+def differ_by(x: ComparedArray, y: ComparedArray) -> tuple[float, float]:
+    """Return the relative difference of two arrays without rounding, and how much of it one rounding explains.
 
     Elements that are equal but for one rounding take no part, such as the fill of a mask, which would hide the others.
     """
@@ -70,7 +70,7 @@ def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
     if a.size != b.size or x.is_inexact != y.is_inexact:
         return math.inf, 0.0
     if not x.is_inexact:
-        return relative(a, b), 0.0
+        return relative_difference(a, b), 0.0
     constant = max(x.constant, y.constant)
     if np.array_equal(a, b):  # as in most operations of equal programs
         return 0.0, constant
@@ -90,20 +90,20 @@ def apart(x: Numbers, y: Numbers) -> tuple[float, float]:
         return _norm((a - b)[differ]) / size, max(float(noise / size), constant)
 
 
-def agree(x: Numbers, y: Numbers) -> bool:
+def agree(x: ComparedArray, y: ComparedArray) -> bool:
     """Whether rounding explains the difference of two arrays of any shapes, element by element."""
-    difference, explained = apart(x, y)
+    difference, explained = differ_by(x, y)
     return difference <= JUMP * explained
 
 
-def same_elements(x: Numbers, y: Numbers) -> bool:
-    """The same, with floating elements in any order."""
+def have_same_elements(x: ComparedArray, y: ComparedArray) -> bool:
+    """Whether rounding explains the difference of two arrays, with floating elements in any order."""
     is_near = x.value.size == y.value.size and abs(x.norm - y.norm) <= NEAR * max(abs(x.norm), abs(y.norm))
     return is_near and (agree(x, y) or (x.is_inexact and agree(x.sorted, y.sorted)))
 
 
-def relative(x: Any, y: Any) -> float:
-    """The relative difference of two arrays, by the norm of what differs, or the share of unequal integers.
+def relative_difference(x: Any, y: Any) -> float:
+    """Return the relative difference of two arrays, by the norm of what differs, or the share of unequal integers.
 
     It is inf if their shapes differ, or if inf and NaN are at other elements.
     """
@@ -117,5 +117,5 @@ def relative(x: Any, y: Any) -> float:
 
 
 def _norm(x: np.ndarray[Any, Any]) -> float:
-    """The norm. That of NumPy waits for the threads of the BLAS."""
+    """Return the norm. NumPy's function waits for the threads of the BLAS."""
     return float(np.sqrt(np.sum(np.square(np.abs(x)))))
