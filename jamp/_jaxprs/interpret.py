@@ -217,9 +217,5 @@ class Interpreter(abc.ABC, Generic[V]):
         return [*state, *(self.constant(jnp.zeros(x.shape, x.dtype)) for x in ir.avals(eqn.outvars[n:]))]
 
 
-_ControlFlow = Callable[[Interpreter[Any], JaxprEqn, Sequence[ClosedJaxpr], list[Any]], list[Any]]
-_CONTROL_FLOW: dict[str, _ControlFlow] = {
-    "cond": Interpreter._cond,
-    "while": Interpreter._while,
-    "scan": Interpreter._scan,
-}
+_Enter = Callable[[Interpreter[Any], JaxprEqn, Sequence[ClosedJaxpr], list[Any]], list[Any]]
+_CONTROL_FLOW: dict[str, _Enter] = {"cond": Interpreter._cond, "while": Interpreter._while, "scan": Interpreter._scan}
