@@ -377,3 +377,44 @@ def test_without_metadata_the_products_that_jamp_transposes_are_the_same(dtype):
         results.append(grad(w, x))
     assert dtypes[0] == dtypes[1]
     np.testing.assert_array_equal(*results)
+
+
+def test_a_scope_may_have_the_name_of_a_special_case():
+    for name in ("range", "gradient", "vector", "outer", "precision"):
+        fun = jax.named_scope(name)(jnp.matmul)
+        (row,) = jamp.autocast_report(fun, jnp.bfloat16, rules={f"*[{name}]": "compute"})(X, W).rows
+        assert (row.category, row.after) == ("compute", "bfloat16, bfloat16 -> bfloat16")
+        with jax.enable_x64(True):
+            low = jamp.autocast(fun, jnp.float32, rules={f"*[{name}]": "compute"})
+            assert low(np.float64(X), np.float64(W)).dtype == np.float64
+
+
+def test_weights_that_change_places_in_a_loop_have_float32_gradients():
+    """Each step's gradient of a weight is added in float32, also if the weight comes from the carry."""
+
+    def ring(w, x):
+        swap = lambda c, _: ((c[1], c[0], jnp.tanh(c[2] @ c[0])), None)
+        return jnp.sum(lax.scan(swap, (w[0], w[1], x), None, length=4)[0][2] ** 2)
+
+    w, x = normal(2, 16, 16, scale=0.3), normal(64, 16)
+    found = [
+        e
+        for e in equations(jax.make_jaxpr(jax.grad(jamp.autocast(ring, jnp.bfloat16)))(w, x))
+        if e.primitive.name == "dot_general"
+    ]
+    shapes = [(e.outvars[0].aval.shape, str(e.outvars[0].aval.dtype)) for e in found]
+    assert ((16, 16), "float32") in shapes
+    assert ((16, 16), "bfloat16") not in shapes
+
+
+def test_the_gradient_of_a_computed_16_bit_value_is_16_bit():
+    """An up-cast makes no argument of it."""
+
+    def fun(x, w, v):
+        h = x.astype(jnp.bfloat16) @ w
+        return jnp.sum((h.astype(jnp.float32) @ v) ** 2)
+
+    args = normal(8, 16), normal(16, 16).astype(jnp.bfloat16), normal(16, 16)
+    jaxpr = jax.make_jaxpr(jax.grad(jamp.autocast(fun, jnp.bfloat16), 1))(*args)
+    of_h = [e for e in equations(jaxpr) if e.primitive.name == "dot_general" and e.outvars[0].aval.shape == (8, 16)]
+    assert {str(e.outvars[0].aval.dtype) for e in of_h} == {"bfloat16"}

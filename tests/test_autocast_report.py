@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -345,3 +346,25 @@ def test_a_rule_for_a_scope_names_a_product_as_the_user_does():
     patches = jnp.ones((2, 4, 8, 8)), jnp.ones((4, 4, 1, 1))
     found = rows(cut, *patches, compute_dtype=jamp.Float8(min_size=1), rules={"conv_general_dilated": "compute"})
     assert set(found) == {"conv_general_dilated"}
+
+
+def test_products_in_derivative_rules_keep_their_scope_and_line():
+    product = jax.custom_jvp(lambda w, x: x @ w)
+    product.defjvp(lambda p, t: (product(*p), p[1] @ t[0] + t[1] @ p[0]))
+    fun = jax.named_scope("head")(lambda w, x: jnp.sum(jnp.tanh(product(w, x))))
+    for rules in ({}, {"dot_general[other]": "float32"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The rule matches nothing.
+            rows = jamp.autocast_report(fun, jnp.bfloat16, rules=rules)(SQUARE, SQUARE).rows
+            traced = jax.make_jaxpr(jamp.autocast(fun, jnp.bfloat16, rules=rules))(SQUARE, SQUARE)
+        (row,) = [row for row in rows if row.operation == "dot_general"]
+        assert (row.scope, "test_autocast_report.py" in row.source) == ("head", True)
+        calls = [e for e in traced.jaxpr.eqns if e.primitive.name == "custom_jvp_call"]
+        assert all("head" in str(e.source_info.name_stack) for e in calls)
+
+
+def test_a_budget_around_autocast_warns_as_autocast_does():
+    low = jamp.autocast(lambda x: x @ x, jnp.bfloat16, rules={"dot_general[nowhere]": "float32"})
+    for call in (jamp.recompute(low, 1.0), jamp.memory_report(low)):
+        with pytest.warns(UserWarning, match="The rule for 'dot_general.nowhere.' matches no operation"):
+            call(SQUARE)

@@ -50,8 +50,8 @@ def autocast(
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
         traced.
-      compute_dtype: float16 or bfloat16, or its name; or a `Float8` or `Int8`, for products in 8 bit; or float32, for
-        the products of code in float64.
+      compute_dtype: float16 or bfloat16, or its name; or a `Float8`, `Int8` or `MXFP8`, for products in 8 bit; or
+        float32, for the products of code in float64.
       rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
         as `{"scan": "float32"}`, keeps autocast out of it. `{"dot_general[head]": "float32"}` is for the products
         that have "head" in their name stack (`jax.named_scope`, names of Linen modules), and `{"*[head]": "compute"}`

@@ -57,7 +57,7 @@ def cast(
 
 
 class _Place(NamedTuple):
-    """Where a jaxpr is. A derivative rule says itself that it is a backward pass."""
+    """Where a jaxpr is. No transposed equation is around the backward rule of a custom_vjp."""
 
     context: Context
     in_backward_rule: bool = False
@@ -68,13 +68,13 @@ class _Place(NamedTuple):
 
 
 class _Pass:
-    """Casts jaxprs, each of them once for the same facts about its inputs and outputs."""
+    """Casts jaxprs, each of them once for the same facts about its inputs and outputs, and the same kind of place."""
 
     def __init__(self, target: Target, format: Format | None, rest: Rest):
         self.target, self.format, self.rest = target, format, rest
         self.decisions = Decisions()
         self.consumed = dataflow.Backward(facts.consumes)
-        self.computed = dataflow.spreads(functools.partial(facts.computes, target.is_wide))
+        self.computed = dataflow.spreads(facts.computes)
         as_constant = functools.partial(facts.as_constant, target.is_out_of_range)
         fills = functools.partial(facts.fills, target.is_wide)
         self.constants = dataflow.Forward(fills, facts.join_constants, as_constant)
@@ -85,7 +85,8 @@ class _Pass:
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output], place: _Place) -> Rewritten:
         context = place.context
         path = context.path if self.target.parts else ""
-        key = tuple(inputs), tuple(outputs), path, context.shard_map, context.is_manual, place.is_backward
+        here = path, context.shard_map, context.is_manual, place.is_backward, place.in_backward_rule
+        key = tuple(inputs), tuple(outputs), here
         return self._cache(closed, key, lambda: _Body(self, closed, inputs, outputs, place, path).rewritten())
 
 
@@ -116,7 +117,8 @@ class _Body:
         self._narrow: dict[Var, Var] = {}  # the values that are stored in 16 bit
         self._wide: set[Var] = set()  # those of them that were cast to float32 already
         self._eqns: list[JaxprEqn] = []
-        self._changed = any(x.is_narrow for x in inputs) or bool(every.target.parts)
+        self._changed = any(x.is_narrow for x in inputs)
+        self._decided: list[tuple[JaxprEqn, Decision]] = []  # the traced equations
         self._inputs = [self._define(v, x.is_narrow) for v, x in zip(jaxpr.invars, inputs, strict=True)]
 
     def rewritten(self) -> Rewritten:
@@ -133,6 +135,8 @@ class _Body:
             self._narrow[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, narrow, strict=True)
         ]
         if not self._changed:
+            for eqn, decision in self._decided:
+                self._pass.decisions.add(eqn, decision)
             return Rewritten(self._traced, narrow, self._traced.out_avals, False)
         constants = dict(zip(jaxpr.constvars, self._traced.consts, strict=True))
         closed = build.closed_jaxpr(constants, self._inputs, results, self._eqns)
@@ -192,7 +196,9 @@ class _Body:
         is_same = reads == eqn.invars and writes == eqn.outvars and not self._target.parts
         run = run if is_same else run.replace(invars=reads, outvars=writes)
         self._eqns.append(run)
-        self._pass.decisions.add(run, Decision(eqn, key, category, narrow))
+        decision = Decision(eqn, key, category, narrow)
+        self._pass.decisions.add(run, decision)
+        self._decided.append((eqn, decision))
         if narrow and not any(is_narrow):
             self._eqns.extend(
                 build.convert(w, self._define(v, True), eqn) for w, v in zip(writes, eqn.outvars, strict=True)
@@ -227,7 +233,7 @@ class _Body:
         """Return the format of a product, and why it is not the one that was asked for."""
         usual, wanted = self._target.compute_dtype if is_narrow else None, self._pass.format
         if wanted is None or not is_candidate(eqn, category, is_narrow):
-            return usual, self._beyond_range(eqn) if key.endswith("[range]") else ""
+            return usual, self._beyond_range(eqn) if key == f"{ir.name(eqn)}[range]" else ""
         why = why_not(
             eqn,
             wanted,
@@ -247,12 +253,7 @@ class _Body:
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
         name, carry = ir.name(eqn), constructs.carry(eqn)
         wide = range(carry.stop) if name != "shard_map" else [i for i, x in enumerate(splits(eqn)) if not x]
-        known = [
-            Input(i not in wide and self._is_narrow(v), self._constant(v), not self._is_argument(v))
-            if i not in carry
-            else Input()
-            for i, v in enumerate(eqn.invars)
-        ]
+        narrow_operands = [i not in wide and self._is_narrow(v) for i, v in enumerate(eqn.invars)]
         place = self._place._replace(context=self._place.context.inside(eqn))
 
         def rewrite(
@@ -261,22 +262,29 @@ class _Body:
             here = place._replace(in_backward_rule=in_backward_rule or place.in_backward_rule)
             return self._pass.run(closed, inputs, outputs, here)
 
-        inputs, outputs = self._facts_of_bodies(eqn, known)
+        inputs, outputs = self._facts_of_bodies(eqn, narrow_operands)
         bodies = list(map(rewrite, constructs.bodies(eqn) or (), inputs, outputs))
         if not any(body.changed for body in bodies):
             self._eqns.append(eqn.replace(invars=[self._read(v, False, eqn) for v in eqn.invars]))
             return
         first = len(eqn.outvars) if constructs.derivative(eqn) is Derivative.BY_RULE else len(carry)
         narrow = [i >= first and all(body.narrow[i] for body in bodies) for i in range(len(eqn.outvars))]
-        reads = [self._read(v, x.is_narrow, eqn) for v, x in zip(eqn.invars, known, strict=True)]
+        reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, narrow_operands, strict=True)]
         writes = [self._define(v, x) for v, x in zip(eqn.outvars, narrow, strict=True)]
         call = Call(eqn, bodies, inputs, outputs, narrow, rewrite, self._pass.rest)
         self._eqns.extend(enter(call, reads, writes, place.context.shard_map))
         self._changed = True
 
-    def _facts_of_bodies(self, eqn: JaxprEqn, known: Sequence[Input]) -> tuple[list[list[Input]], list[list[Output]]]:
-        """What is known of the inputs and the outputs of each body of a construct."""
-        inputs = [[known[i] for i in places] for places in constructs.operands_of_bodies(eqn)]
+    def _facts_of_bodies(self, eqn: JaxprEqn, narrow: Sequence[bool]) -> tuple[list[list[Input]], list[list[Output]]]:
+        """Return what is known of the inputs and the outputs of each body of a construct with these narrow operands."""
+        constant, computed = (
+            self._pass.constants.into(eqn, self._constants),
+            self._pass.computed.into(eqn, self._computed),
+        )
+        inputs = [
+            list(map(Input, (narrow[i] for i in places), *facts))
+            for places, *facts in zip(constructs.operands_of_bodies(eqn), constant, computed, strict=True)
+        ]
         outputs = [list(map(Output, flags)) for flags in self._pass.consumed.into(eqn, self._consumed)]
         if self._pass.format:
             after = self._pass.after_product.into(eqn, self._after_product)

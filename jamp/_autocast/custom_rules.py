@@ -1,4 +1,4 @@
-"""The recursion into control flow, calls and custom derivatives: the same construct around rewritten bodies.
+"""Rebuild constructs around their cast bodies, and their derivative rules.
 
 When JAX asks for a custom rule, it is traced through the original call, cast, and run through the rest of the passes.
 """
@@ -103,8 +103,8 @@ class Call(NamedTuple):
         given = [x._replace(is_narrow=jax.typeof(y).dtype != aval.dtype, constant=None) for y, aval, x in known]
         n = len(closed.out_avals)
         stored = [i >= (n if residuals_from is None else residuals_from) for i in range(n)]
-        feeding = [x.feeds_product for x in outputs] + [False] * (n - len(outputs))
-        wanted = [Output(keeps_narrow=x, feeds_product=y) for x, y in zip(stored, feeding, strict=True)]
+        known_outputs = [*outputs, *[Output()] * (n - len(outputs))]
+        wanted = [x._replace(keeps_narrow=y) for x, y in zip(known_outputs, stored, strict=True)]
         rewritten = self.rewrite(closed, given, wanted, in_backward_rule)
         narrow = [x and y for x, y in zip(rewritten.narrow, stored, strict=True)]
         return interpret.call(self.rest(rewritten.at(narrow)), args)
@@ -123,8 +123,13 @@ def enter(call: Call, reads: Sequence[Any], writes: Sequence[Var], inside: Jaxpr
     eqn, bodies, narrow = call.eqn, call.bodies, call.narrow
     name = ir.name(eqn)
     if name in _RETRACED:
-        closed = trace(inside, lambda *args: _RETRACED[name](call, args), ir.avals(reads))
-        return inline.inline(closed, reads, writes)
+
+        def again(*args: Any) -> Sequence[Any]:
+            with ir.context(eqn):
+                return _RETRACED[name](call, args)
+
+        items = inline.inline(trace(inside, again, ir.avals(reads)), reads, writes)
+        return [build.located(item, eqn) for item in items]
     wanted = [[False], narrow] if name == "while" else [narrow[: len(body.narrow)] for body in bodies]
     closed_bodies = [body.at(x) for body, x in zip(bodies, wanted, strict=True)]
     entered = build.with_bodies(eqn, closed_bodies, reads, writes)

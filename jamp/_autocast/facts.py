@@ -69,12 +69,12 @@ class Output(NamedTuple):
     feeds_product: bool = False
 
 
-def computes(is_wide: IsWide, eqn: JaxprEqn, operands: Flags) -> bool:
+def computes(eqn: JaxprEqn, operands: Flags) -> bool:
     """Whether the results of an equation are computed, and not an argument of the function or a constant that is moved.
 
     Forward. A product casts the arguments that it reads, so that their gradients are float32.
     """
-    floats = [is_wide(aval) and x for aval, x in zip(ir.avals(eqn.invars), operands, strict=True)]
+    floats = [is_inexact(aval) and x for aval, x in zip(ir.avals(eqn.invars), operands, strict=True)]
     return any(floats) or ir.name(eqn) not in MOVING
 
 

@@ -50,10 +50,10 @@ class _Quantize:
             key = _source(body.shared["sources"], v), axes[i], move
             if key not in body.shared:
                 pack = lambda x, move=move, i=i: packed(move(x) if move else x, config, axes[i])
-                body.shared[key] = self._run(eqns, (key[1:], config, "pack"), pack, [v], inside)
+                body.shared[key] = self._run(eqns, (key[1:], config, "pack"), pack, [v], eqn, inside)
             packs.extend(body.shared[key])
             if move:
-                (operands[i],) = self._run(eqns, (move, "move"), move, [v], inside)
+                (operands[i],) = self._run(eqns, (move, "move"), move, [v], eqn, inside)
         new = dataclasses.replace(
             product,
             primitive=matrix.eqn.primitive,
@@ -74,20 +74,27 @@ class _Quantize:
         return [*located[0], _product.equation(new, inputs, result, eqn), *located[1]]
 
     def _run(
-        self, eqns: list[JaxprEqn], key: Any, fun: Callable[..., Any], operands: Sequence[Any], inside: JaxprEqn | None
+        self,
+        eqns: list[JaxprEqn],
+        key: Any,
+        fun: Callable[..., Any],
+        operands: Sequence[Any],
+        like: JaxprEqn,
+        inside: JaxprEqn | None,
     ) -> list[Var]:
-        """Add the equations of a function. It is traced once for the same key and types."""
+        """Add the equations of a function, in the context of another. It is traced once for the same key and types."""
         avals = ir.avals(operands)
-        key = key, *avals, inside
+        key = key, *avals, like.ctx, inside
         if key not in self._traced:
-            self._traced[key] = trace(inside, _named(fun), avals)
+            with ir.context(like):
+                self._traced[key] = trace(inside, _named(fun), avals)
         new, results = inline.inlined(self._traced[key], operands)
         eqns.extend(new)
         return results
 
 
 def _named(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose operations are not of the user's function and not in reports."""
+    """Return the function in the scope QUANTIZE, so that reports leave its operations out."""
     return jax.named_scope(QUANTIZE)(fun)
 
 

@@ -1,8 +1,8 @@
 """The constructs of JAX: control flow, calls and functions with a derivative rule. One table says what each of them is.
 
 A construct is an equation with jaxprs in its parameters, its *bodies*, which it evaluates on its operands. A new
-construct of JAX is a line in `CONSTRUCTS`, if its bodies take all operands, and also a case in `operands_of_bodies`,
-`carry` and `interpret.py`, if they do not.
+construct of JAX is a row in `CONSTRUCTS`. If its bodies do not take all operands, it is also a case in
+`operands_of_bodies` and `carry`, in `build.with_bodies` if they lie in a new parameter, and in `interpret.py`.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class Construct(NamedTuple):
     """A construct.
 
     Attributes:
-      parameters: The names of the parameters that jamp reads. Releases of JAX name them differently, so one of the sets
-        must be there. All other parameters are copied unchanged.
+      parameters: The names of parameters by which jamp recognizes it. Releases of JAX name them differently, so one of
+        the sets must be there. All parameters but the bodies are copied unchanged.
       derivative: How JAX differentiates it.
       is_call: Whether it evaluates one body, once, on all its operands.
     """

@@ -10,7 +10,7 @@ from jamp._jaxprs.source import is_transposed, scope, scope_path, user_line
 
 
 class Context(NamedTuple):
-    """The constructs around a jaxpr, outermost first. All that a pass asks about a place follows from them.
+    """The constructs around a jaxpr, outermost first. Most of what a pass asks about a place follows from them.
 
     Equal bodies at different places have different contexts. A pass whose result depends on a part of the context gives
     that part to the cache, so that it rewrites a body once for all places where this part is equal.
@@ -36,11 +36,6 @@ class Context(NamedTuple):
     def is_manual(self) -> bool:
         """Whether a shard_map is around, in the jaxpr of the function or not."""
         return self.in_shard_map or self.shard_map is not None
-
-    @property
-    def in_loop(self) -> bool:
-        """Whether a scan is around."""
-        return any(ir.name(eqn) == "scan" for eqn in self.around)
 
     @property
     def times(self) -> int:

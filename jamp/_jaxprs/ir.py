@@ -1,7 +1,7 @@
 """Read equations and jaxprs.
 
-This package uses only public modules of JAX. The parameters of primitives are not a stable API, though, so only its
-modules know them, and how releases of JAX differ.
+This package uses only public modules of JAX. The parameters of primitives are not a stable API, though, so this module
+and `constructs.py` know how releases of JAX differ in them.
 """
 
 import math

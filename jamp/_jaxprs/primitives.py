@@ -50,7 +50,7 @@ COLLECTIVES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all collective_permute pmax pmin ppermute psum "
     "psum_invariant ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter"
 )
-# Random bits, tokens, Refs and calls. They run as they were traced, and are not computed again.
+# Random bits, tokens, Refs and calls. They run as they were traced.
 OTHERS = _names(
     "after_all axis_index call create_token custom_lin empty2 eval_jaxpr get ragged_all_to_all "
     "random_bits random_fold_in random_gamma random_seed random_split rng_bit_generator rng_uniform swap threefry2x32"

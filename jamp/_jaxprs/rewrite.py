@@ -1,21 +1,21 @@
 """Rewrite a jaxpr, and the jaxprs in it, by a rule for one equation.
 
-A pass is a rule. It gets an equation, and what is known of the jaxpr in which it stands (`Body`), and returns the
-equations that take its place. The recursion, the dataflow analyses along the way, and the cache are here. For example,
-a pass that computes sines in float32:
+A pass is a rule. It gets an equation and the jaxpr in which it stands (`Body`), and returns the equations that take its
+place. The recursion and the cache are here. For example, a pass that computes sines in float32:
 
     def rule(eqn, body):
         return in_float32(eqn) if ir.name(eqn) == "sin" else None
 
     Rewriter(rule)(closed)
 
-`cast` has a recursion of its own, because it changes the types of what goes into a body and comes out.
+`cast` and `recompute` have recursions of their own. The first changes the types of what goes into a body and comes out,
+and the second makes bodies of segments.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jamp._jaxprs import build, constructs, dataflow
+from jamp._jaxprs import build, constructs
 from jamp._jaxprs.cache import Cache
 from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, is_literal
@@ -28,13 +28,11 @@ class Body(NamedTuple):
 
     Attributes:
       closed: The jaxpr.
-      facts: What each analysis found: for each variable its fact, or the set of the variables that have a property.
       context: The constructs around it.
       shared: Equations that a rule added and that it may use again for later ones, by a key of its own.
     """
 
     closed: ClosedJaxpr
-    facts: tuple[Any, ...]
     context: Context
     shared: dict[Any, Any]
 
@@ -48,15 +46,13 @@ class Replaced(NamedTuple):
 
 # None leaves an equation as it is, but for its bodies.
 Rule = Callable[[JaxprEqn, Body], Sequence[JaxprEqn] | Replaced | None]
-Given = tuple[tuple[Any, ...], ...]  # for each analysis, the facts about the inputs (forward) or the outputs (backward)
 
 
 class Rewriter:
-    """Rewrites jaxprs, each once for the same facts about it.
+    """Rewrites jaxprs, each once for the same part of its context.
 
     Args:
       rule: The rule for one equation.
-      analyses: The dataflow analyses whose facts it reads.
       reads: The part of the context that it reads.
       enters: Whether the bodies of a construct are rewritten.
     """
@@ -64,21 +60,18 @@ class Rewriter:
     def __init__(
         self,
         rule: Rule,
-        analyses: Sequence[dataflow.Analysis] = (),
         reads: Callable[[Context], Any] = lambda context: None,
         enters: Callable[[JaxprEqn], bool] = lambda eqn: True,
     ):
-        self._rule, self._analyses, self._reads, self._enters = rule, analyses, reads, enters
+        self._rule, self._reads, self._enters = rule, reads, enters
         self._cache: Cache[ClosedJaxpr] = Cache()
 
-    def __call__(self, closed: ClosedJaxpr, context: Context = Context(), given: Given = ()) -> ClosedJaxpr:
+    def __call__(self, closed: ClosedJaxpr, context: Context = Context()) -> ClosedJaxpr:
         """Return the rewritten jaxpr, or the same object if nothing changes."""
-        return self._cache(closed, (given, self._reads(context)), lambda: self._rewritten(closed, context, given))
+        return self._cache(closed, self._reads(context), lambda: self._rewritten(closed, context))
 
-    def _rewritten(self, closed: ClosedJaxpr, context: Context, given: Given) -> ClosedJaxpr:
-        jaxpr = closed.jaxpr
-        facts = tuple(analysis(closed, x) for analysis, x in zip(self._analyses, given, strict=True))
-        body = Body(closed, facts, context, {})
+    def _rewritten(self, closed: ClosedJaxpr, context: Context) -> ClosedJaxpr:
+        jaxpr, body = closed.jaxpr, Body(closed, context, {})
         eqns: list[JaxprEqn] = []
         names: dict[Any, Any] = {}  # what takes the place of a variable
         for original in jaxpr.eqns:
@@ -100,9 +93,7 @@ class Rewriter:
         old = constructs.bodies(eqn) if self._enters(eqn) else None
         if not old:
             return eqn
-        into = [x.into(eqn, facts) for x, facts in zip(self._analyses, body.facts, strict=True)]
-        inside, given = body.context.inside(eqn), [tuple(map(tuple, column)) for column in zip(*into, strict=True)]
-        new = [self(x, inside, y) for x, y in zip(old, given or [()] * len(old), strict=True)]
+        new = [self(x, body.context.inside(eqn)) for x in old]
         if all(map(lambda x, y: x is y, new, old)):
             return eqn
         return build.with_bodies(eqn, new, eqn.invars, eqn.outvars)

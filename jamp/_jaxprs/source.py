@@ -15,18 +15,6 @@ import jax
 from jamp._jaxprs.ir import JaxprEqn
 
 
-class Location(NamedTuple):
-    """Where an equation is: the user's line, the name scopes, and whether it is part of a backward pass."""
-
-    line: str = ""
-    scope: str = ""
-    backward: bool = False
-
-    def inside(self, eqn: JaxprEqn) -> "Location":
-        """The location of an equation in the body of a call or loop at this one, whose line it may share."""
-        return Location(user_line(eqn) or self.line, scope(eqn, self.scope), self.backward or is_transposed(eqn))
-
-
 def user_line(eqn: JaxprEqn) -> str | None:
     """The innermost line of an equation's traceback that is not in an installed package or in jamp.
 

@@ -22,7 +22,8 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     """Return the loss scale that a compute dtype needs.
 
     Args:
-      dtype: A floating dtype or its name. For a `Float8` or `Int8`, the carrier decides: its products have scales.
+      dtype: A floating dtype or its name. Of an 8-bit format, such as `Float8`, the carrier decides: its products
+        have scales.
 
     Returns:
       For float16, `DynamicLossScale()`. For bfloat16, which has the range of float32, `StaticLossScale(1.0)`. It still

@@ -32,7 +32,7 @@ class Product:
       primitive, params: The traced primitive (`dot_general`, for example), and its parameters.
       before: The dtypes of its operands and of its result as traced.
       key, category: The key of its rule, and the category.
-      format: What it is computed in: a 16-bit dtype, a `Float8` or `Int8`, or None for the traced dtypes.
+      format: What it is computed in: the compute dtype, a `Format` of 8 bits, or None for the traced dtypes.
       arguments: Which operands are read in float32 and cast by the product, so that their gradients are float32.
       dtype: The dtype of the result.
       reason: Why it is not in the format that was asked for.
@@ -57,14 +57,14 @@ class Product:
 
     @property
     def operation(self) -> str:
-        """The name of the primitive in the user's function. `quantize` may compute it by another one."""
+        """The name of the primitive in the user's function, if a rule is for that. `quantize` may use another one."""
         name = self.key.partition("[")[0]
         return self.primitive.name if name == ANY else name
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is the gradient of a weight, by the rule that keeps those in float32."""
-        return self.key.endswith(f"[{GRADIENT}]")
+        """Whether it is the gradient of a weight. The key "*[gradient]" is for a scope of this name."""
+        return self.key.endswith(f"[{GRADIENT}]") and not self.key.startswith(ANY)
 
     def __repr__(self) -> str:
         name = "its traced dtypes" if self.format is None else self.format.name

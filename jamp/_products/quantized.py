@@ -1,4 +1,4 @@
-"""The arithmetic of products with operands of 8 bits or fewer, in any `Format`."""
+"""The arithmetic of products with operands of 8 bits, in any `Format`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -14,6 +14,7 @@ from jamp import _table
 from jamp._arguments import Call, of_types
 from jamp._autocast.facts import AUTOCAST
 from jamp._autocast.passes import passes_of
+from jamp._autocast.warn import warnings_of
 from jamp._jaxprs import interpret
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.primitives import operation
@@ -110,7 +111,7 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
 def _traced(
     args: tuple[Any, ...], kwargs: dict[str, Any], fun: Callable[..., Any], budget: MemoryBudget, caller: str
 ) -> tuple[Call, ClosedJaxpr]:
-    """A call and its jaxpr, of an autocast function before its products are lowered: its own budget decides there."""
+    """Return a call and its jaxpr. Of an autocast function, the products are not lowered, and its budget is ignored."""
     if trace := passes_of(fun):
         traced = trace(args, kwargs)
         is_unchanged = not traced.is_cast and budget == 1.0  # Then autocast opens nothing either.
@@ -118,8 +119,8 @@ def _traced(
     else:
         call = Call(args, kwargs)
         closed = opened(call.trace(fun, caller))
-    messages = warnings_of_budget(closed, budget, "recompute(loss, memory_budget)")
-    for message in [*messages, *warnings_of_policies(closed)]:
+    others = warnings_of(traced, 1.0) if trace else warnings_of_policies(closed)
+    for message in [*warnings_of_budget(closed, budget, "recompute(loss, memory_budget)"), *others]:
         warnings.warn(message, stacklevel=users_stacklevel())
     return call, closed
 

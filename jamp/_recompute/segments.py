@@ -1,7 +1,7 @@
 """Segments: straight-line code between constructs such as loops.
 
 `Split` cuts a jaxpr, and the bodies of its constructs, into segments of about a layer each. `kept.py` says which values
-of a segment the backward pass keeps, `budget.py` which of these it drops, and `recompute.py` makes it so.
+of a segment the backward pass keeps, `budget.py` which of these it drops, and `checkpoint.py` makes it so.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jamp._jaxprs.walk import holds_product, is_product
 from jamp._products.product import equation, name_of, of
 from jamp._products.quantized import has_narrow_sums
 from jamp._recompute.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
-from jamp._rounded import ROUNDED, may_be_wider, rounded
+from jamp._rounded import may_be_wider, rounded
 
 SEGMENT = "jamp.segment"  # the name scope of a call that `checkpoint.py` made
 KEPT = "jamp.kept"  # the name of the values that a segment keeps
@@ -219,7 +219,7 @@ class Split:
     ) -> Body:
         """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
         key = ir.identity(closed), tuple(inputs), tuple(outputs), around
-        if key in self._bodies:  # With the function, so that no other one gets its ids.
+        if key in self._bodies:
             return self._bodies[key]
         traced, closed = closed, _without_large_calls(closed)
         jaxpr = closed.jaxpr
@@ -467,7 +467,7 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
     def rule(eqn: JaxprEqn, _: Rewritten) -> Replaced | None:
         name = ir.name(eqn)
         is_dropped = name == "name" and (not keep_names or ir.params(eqn)["name"] == KEPT)
-        if is_dropped or name in ("cotangents_behind_barrier", ROUNDED):
+        if is_dropped or name == "cotangents_behind_barrier":
             return Replaced([], eqn.invars)
         if name == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
             return Replaced(*inline.inlined(rewriter(body), eqn.invars))

@@ -224,7 +224,7 @@ def rounding_report(
       A function of the arguments of `fun` that returns a `RoundingReport`.
 
     Raises:
-      ValueError: If the compute dtype is a `Float8` or `Int8`, or the function or its gradients are not finite in
+      ValueError: If the compute dtype is an 8-bit format, or the function or its gradients are not finite in
         the reference. For others see `autocast`.
 
     Examples:

@@ -27,9 +27,9 @@ class MXFP8(Format):
 
     The scale of a block is a power of two that brings its largest absolute value just below the largest E4M3. The
     blocks lie along the axis that a product sums. The two backward products sum other axes, so their operands are
-    encoded again, from 16-bit values. Scales are computed just in time, so there is no state. Everything but these
-    products runs in bfloat16, and so do products whose three sizes are not all multiples of 32, ragged products, and
-    products with an output sharding on explicit mesh axes.
+    encoded again, from 16-bit values. Scales are computed just in time, so there is no state. Other products run in
+    bfloat16, also those whose three sizes are not all multiples of 32, ragged products, and products with an output
+    sharding on explicit mesh axes.
 
     Args:
       min_size: The smallest size of a product, in each of its three dimensions, that runs in MXFP8.

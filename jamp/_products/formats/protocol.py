@@ -14,7 +14,7 @@ Axes: TypeAlias = tuple[int, ...] | None
 
 
 class Encoded(NamedTuple):
-    """An operand of a product: codes in a dtype of 8 bits or fewer, and the scales that bring them back."""
+    """An operand of a product: codes of 8 bits, and the scales that bring them back."""
 
     codes: Array
     scales: Array
@@ -56,7 +56,8 @@ class Format(abc.ABC):
     @property
     @abc.abstractmethod
     def is_by_tensor(self) -> bool:
-        """Whether each operand has one scale. Then the backward products read the same codes."""
+        """Whether each operand has one scale, which multiplies the sums of its codes, and the backward products read
+        the same codes."""
 
     def why_not(self, eqn: JaxprEqn, sizes: Sequence[Any]) -> str:
         """Return why a matrix product of the sizes M, N and K cannot be in this format, or ""."""
@@ -87,7 +88,7 @@ class Format(abc.ABC):
         """Return the product of two encoded operands in a dtype.
 
         Args:
-          bind: Evaluates a product of JAX (`wide_dot.multiply` or `multiply_back`).
+          bind: Evaluates a product of JAX (`wide_dot.multiply` or `multiply_back`), for formats that use one.
           primitive: The primitive of the product as it was traced.
           params: Its parameters.
           operands: The operands, each encoded along its `axes`.

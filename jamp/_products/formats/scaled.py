@@ -69,7 +69,7 @@ class _Scaled(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8(_Scaled):
-    """Matrix products in float8, for `autocast(fun, jamp.Float8())`. Everything else runs in `carrier`.
+    """Matrix products in float8, for `autocast(fun, jamp.Float8())`. Other products run in `carrier`.
 
     On a GPU, compile with `jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False})`, an option of the
     outermost `jit`, or set `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`. Without it XLA compiles for minutes, because
@@ -137,7 +137,7 @@ class Float8(_Scaled):
 
 @dataclasses.dataclass(frozen=True)
 class Int8(_Scaled):
-    """Matrix products in int8, for `autocast(fun, jamp.Int8())`. Everything else runs in bfloat16.
+    """Matrix products in int8, for `autocast(fun, jamp.Int8())`. Other products run in bfloat16.
 
     For TPUs v5e and v6e, which have no float8, and int8 at twice the rate of bfloat16. Each row or column of an operand
     is divided by a scale, its largest absolute value over 127, and rounded to nearest. The sums are int32. The backward
