@@ -1,11 +1,13 @@
 """MXFP8: products with a scale for each block of 32 along the summed axis."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from jaxprs import equations, normal
 
 import jamp
@@ -71,6 +73,29 @@ def test_values_and_both_gradients_are_close_in_any_layout(equation):
         assert got.dtype == jnp.float32
         assert error(got, want) < 0.05
     assert len(scaled_dots(lambda x, w: jax.vjp(low, x, w)[1](g), x, w)) == 3
+
+
+def test_explicit_axes_and_empty_operands_stay_in_the_carrier():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Explicit,))
+    forced = jamp.autocast(lambda x, w: x @ w, MX, rules={"dot_general": "compute"})
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = jax.device_put(X, P("i"))
+        grads = jax.jit(jax.grad(lambda w, x: jnp.sum(forced(x, w) ** 2)))(W[0], x)
+    assert error(grads, jax.grad(lambda w: jnp.sum((X @ w) ** 2))(W[0])) < 0.02
+    with pytest.warns(UserWarning, match="not all multiples of the block of 32"):
+        assert forced(jnp.zeros((0, 64)), W[0]).shape == (0, 64)
+    batched = jamp.autocast(lambda x, w: jnp.einsum("bij,bjk->bik", x, w), MX, rules={"dot_general": "compute"})
+    assert batched(jnp.zeros((0, 64, 64)), jnp.zeros((0, 64, 32))).shape == (0, 64, 32)
+
+
+@pytest.mark.parametrize(
+    "format", [MX, jamp.Int8(min_size=32), jamp.Float8(min_size=32)], ids=["MXFP8", "Int8", "Float8"]
+)
+def test_the_report_of_a_function_that_is_under_autocast_already_shows_its_products(format):
+    report = jamp.autocast_report(jamp.autocast(mlp, format), format)(W, X)
+    assert report.share_8_bit > 0.6
+    assert not [row for row in report.rows if "kernel" in row.reason]
 
 
 @pytest.mark.filterwarnings("ignore:MXFP8 changes no product")

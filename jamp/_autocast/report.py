@@ -134,7 +134,7 @@ class AutocastReport:
 
     def _is_low(self, row: AutocastRow) -> bool:
         operands = row.after.partition(" -> ")[0]
-        names = ("float16", "float8", "int8", *["float32"] * (self._wide == "float64"))
+        names = ("float16", "float8", "float4", "int8", *["float32"] * (self._wide == "float64"))
         return any(name in row.after for name in names) and self._wide not in operands
 
     def _was_low(self, row: AutocastRow) -> bool:
@@ -183,8 +183,8 @@ class AutocastReport:
 
 
 def _is_8_bit(row: AutocastRow) -> bool:
-    """Whether the operands of a product have 8 bits."""
-    return row.after.startswith(("float8", "int8"))
+    """Whether the operands of a product have 8 bits or fewer."""
+    return row.after.startswith(("float8", "float4", "int8", "int4"))
 
 
 def autocast_report(
@@ -234,7 +234,8 @@ def autocast_report(
 def _row(x: Entry, target: Target, as_run: bool) -> AutocastRow | None:
     """The row of an equation, without the sums, or None if it reads no floating value or only casts one."""
     name, category, (before, after) = ir.name(x.eqn), x.category, (x.before, x.after)
-    if "float" not in before[0] or name == "convert_element_type":
+    is_integer = "float" not in before[0] and not (as_run and name in PRODUCTS)  # Int8's products are shown
+    if is_integer or name == "convert_element_type":
         return None
     if as_run and name in PRODUCTS and str(target.compute_dtype) in after[0]:
         category = ACCUMULATE if str(target.wide) in after[1] else COMPUTE

@@ -12,7 +12,7 @@ from jamp._autocast.target import Target
 from jamp._cast import is_floating
 from jamp._jaxprs import constructs, ir, walk
 from jamp._jaxprs.ir import JaxprEqn
-from jamp._jaxprs.primitives import PRODUCTS, operation
+from jamp._jaxprs.primitives import ENCODED_PRODUCTS, PRODUCTS, operation
 from jamp._jaxprs.source import in_scope
 from jamp._products.flops import flops
 from jamp._products.product import Product, products
@@ -27,6 +27,8 @@ def cause(eqn: JaxprEqn) -> str:
     name = ir.name(eqn)
     if name == "custom_linear_solve":
         return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec, dtype)"
+    if name in ENCODED_PRODUCTS:
+        return "its operands are encoded already"
     if name not in constructs.CONSTRUCTS:
         if name != operation(eqn):
             return "it is part of a derivative of a function that jamp transformed, and runs as that made it"

@@ -34,7 +34,9 @@ def packed(x: Array, format: Format, axes: Axes) -> list[Array]:
 
 
 def _as_bytes(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+    if x.dtype.itemsize > 1:
+        return x
+    return lax.bitcast_convert_type(x, jnp.uint4 if x.dtype.name.startswith("float4") else jnp.uint8)
 
 
 class Quantized(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from jamp._jaxprs import ir
@@ -28,8 +29,8 @@ class MXFP8(Format):
     The scale of a block is a power of two that brings its largest absolute value just below the largest E4M3. The
     blocks lie along the axis that a product sums. The two backward products sum other axes, so their operands are
     encoded again, from 16-bit values. Scales are computed just in time, so there is no state. Other products run in
-    bfloat16, also those whose three sizes are not all multiples of 32, ragged products, and products with an output
-    sharding on explicit mesh axes.
+    bfloat16, also those whose three sizes are not all multiples of 32, ragged products, and products on explicit mesh
+    axes.
 
     Args:
       min_size: The smallest size of a product, in each of its three dimensions, that runs in MXFP8.
@@ -66,9 +67,10 @@ class MXFP8(Format):
         params = ir.params(eqn)
         if ir.name(eqn) != "dot_general":
             return f"{self.name} has no ragged products"
-        if params["out_sharding"] is not None:
-            return f"{self.name} has no products with an output sharding on explicit mesh axes"
-        if any(not isinstance(n, int) or n % self.block for n in sizes):
+        meshes = [aval.sharding.mesh for aval in ir.avals(eqn.invars)]
+        if params["out_sharding"] is not None or any(AxisType.Explicit in mesh.axis_types for mesh in meshes):
+            return f"{self.name} has no products on explicit mesh axes"
+        if any(not isinstance(n, int) or n == 0 or n % self.block for n in sizes):
             return f"its sizes {list(sizes)} are not all multiples of the block of {self.block}"
         return ""
 
@@ -83,10 +85,12 @@ class MXFP8(Format):
         assert axes is not None
         rest = [i for i in range(x.ndim) if i not in axes]
         values = lax.stop_gradient(x).transpose(*rest, *axes).astype(jnp.float32)
-        blocks = values.reshape(*(x.shape[i] for i in rest), -1, self.block)
+        terms = math.prod(x.shape[i] for i in axes)
+        blocks = values.reshape(*(x.shape[i] for i in rest), terms // self.block, self.block)
         amax = jnp.max(jnp.abs(blocks), -1)
         scales = jnp.maximum(power_of_two(amax, dtype), np.float32(2.0**-100))  # not 0: its inverse is inf
-        scales = jnp.where(jnp.isfinite(amax), scales, jnp.nan)  # E8M0 has a code for NaN, and none for inf
+        # E8M0 has a code for NaN, and none for inf. If XLA:CPU's maximum drops a NaN, the code of the element is NaN.
+        scales = jnp.where(jnp.isfinite(amax), scales, jnp.nan)
         codes = (blocks * (1 / scales)[..., None]).astype(dtype)
         shape = (*codes.shape[:-2], codes.shape[-2] * self.block)
         return Encoded(codes.reshape(shape), derived(scales, x).astype(self.scale_dtype))
@@ -113,7 +117,7 @@ class MXFP8(Format):
             batches = [operand.codes.shape[i] for i in first]
             free += [operand.codes.shape[i] for i in rest]
             rows = math.prod(operand.codes.shape[i] for i in rest)
-            flat += [z.transpose(*first, *rest, n).reshape(math.prod(batches), rows, -1) for z in operand]
+            flat += [z.transpose(*first, *rest, n).reshape(math.prod(batches), rows, z.shape[-1]) for z in operand]
         x, x_scale, y, y_scale = varying_together(flat)
         sums = lax.scaled_dot(
             x,

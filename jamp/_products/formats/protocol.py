@@ -14,7 +14,7 @@ Axes: TypeAlias = tuple[int, ...] | None
 
 
 class Encoded(NamedTuple):
-    """An operand of a product: codes of 8 bits, and the scales that bring them back."""
+    """An operand of a product: codes of 8 bits or fewer, and the scales that bring them back."""
 
     codes: Array
     scales: Array
@@ -69,11 +69,23 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, x: Array, dtype: DTypeLike, axes: Axes) -> Encoded:
-        """Return the codes of an operand. One that holds inf or NaN must make the product NaN: the step is skipped."""
+        """Return the codes and the scales of an operand, in the layout that `multiply` reads.
+
+        An operand that holds inf or NaN must make the product NaN, so that the step is skipped. `scales.derived` goes
+        around the scales, so that a second derivative is an error.
+
+        Args:
+          x: The operand, of any floating dtype.
+          dtype: The dtype of the codes: `forward` or `backward`.
+          axes: One of `axes`. Where it is not None, the backward products sum other axes and encode operands again.
+        """
 
     @abc.abstractmethod
     def sums(self, codes: Array, params: dict[str, Any], dtype: DTypeLike) -> np.dtype[Any]:
-        """Return the dtype of the sums that the primitive of a product writes, whose result has the given `dtype`."""
+        """Return the dtype of the sums that a product computes for a result of the given `dtype`.
+
+        If it is wider, the result goes through a `dot_general` with 1, so that checkpoint policies keep the result.
+        """
 
     @abc.abstractmethod
     def multiply(
