@@ -115,7 +115,7 @@ class _Body:
         reads: list[Any] = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
         self._readers = Counter(v for v in reads if not ir.is_literal(v))
         self._narrow: dict[Var, Var] = {}  # the values that are stored in 16 bit
-        self._wide: set[Var] = set()  # those of them that were cast to float32 already
+        self._wide: set[Var] = set()  # the narrow values that were cast to float32 already
         self._eqns: list[JaxprEqn] = []
         self._changed = any(x.is_narrow for x in inputs)
         self._decided: list[tuple[JaxprEqn, Decision]] = []  # the traced equations
@@ -157,7 +157,7 @@ class _Body:
             is_out_of_range = bool(is_asked) and any(map(self._is_out_of_range, eqn.invars))
             key = self._target.rule_key(eqn, self._path, is_gradient, is_out_of_range)
             category = rules[key].category if key in rules else facts.NO_RULE
-            # A jaxpr in the parameters, such as that of a scatter, runs only at the dtypes it was traced with.
+            # A jaxpr in the parameters, such as the update of a scatter, runs only at the dtypes it was traced with.
             is_narrow = self._runs_narrow(eqn, category) and not constructs.has_body(eqn)
             if is_product:
                 self._multiply(eqn, key, category, is_narrow)

@@ -40,7 +40,7 @@ class AutocastRow:
       source: The user's line, "model.py:12 (dense)", and after a `>` the innermost line of a package that it calls.
       reason: Why it is in its category.
       count: How often they run in one call. The body of a while and each branch of a cond count once.
-      flops: The FLOPs of all runs, or 0 if unknown. A construct that is not entered has those of its bodies.
+      flops: The FLOPs of all runs, or 0 if unknown. A construct that is not entered has the FLOPs of its bodies.
       scope: The name scopes around them, such as the names of Linen modules: "h_*/attn/{query,key}" for many layers.
       parameter: The paths, in the arguments, of the parameters that they read: `params['h_*']['attn']['kernel']`.
     """

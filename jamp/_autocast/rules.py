@@ -39,7 +39,7 @@ LINALG, VECTOR = "linalg", "vector"  # products in linear algebra, and of two ve
 
 
 def _table(wide: str, low: str, products: str) -> dict[str, Rule]:
-    """The rules for a pair of dtypes, with the reason for that of products."""
+    """Return the rules for a pair of dtypes. `products` is the reason for the rule of products."""
     product = Rule(COMPUTE, products)
     gradient = Rule(
         ACCUMULATE, "the gradient of a weight is a sum over all examples, and is kept as it was accumulated"

@@ -142,7 +142,7 @@ class Backward:
         return [x or (i in carry and end[i - carry.start]) for i, x in enumerate(self._read(eqn, end))]
 
     def _read(self, eqn: JaxprEqn, results: Flags) -> Flags:
-        """The flags of the operands that some body reads, given those of the results."""
+        """Return the flags of the operands that some body reads, given the flags of the results."""
         read = [False] * len(eqn.invars)
         for body, places, outputs in zip(
             _bodies(eqn), constructs.operands_of_bodies(eqn), _outputs_of_bodies(eqn, results), strict=True

@@ -47,7 +47,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any
 def interpret(jaxpr: Jaxpr, values: Sequence[Any], run: Run, literal: Callable[[Any], Any] = ir.value) -> list[Any]:
     """The results of a jaxpr whose equations are evaluated one by one, on values of any kind.
 
-    `values` are those of its constants and inputs. `run` returns the results of an equation, given its operands.
+    `values` are the values of its constants and inputs. `run` returns the results of an equation, given its operands.
     `literal` returns the value of a literal.
     """
     env: Env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))

@@ -113,7 +113,7 @@ def context(eqn: JaxprEqn) -> Any:
 
 
 def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The precision of a product, or that of each operand. None if the code states none, also by the preset DEFAULT."""
+    """Return the precision of a product or of each operand: None if the code states none, or the preset DEFAULT."""
     precision = eqn.params["precision"]
     if precision is jax.lax.DotAlgorithmPreset.DEFAULT:
         return (None,)

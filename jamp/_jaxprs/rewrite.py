@@ -38,7 +38,7 @@ class Body(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """Equations that take the place of one, and the variables or literals that take those of its results."""
+    """Equations that take the place of one, and the variables or literals that take the place of its results."""
 
     eqns: Sequence[JaxprEqn]
     results: Sequence[Any]

@@ -76,7 +76,7 @@ def _shown(file_name: str) -> str:
 
 
 def scope(eqn: JaxprEqn, caller: str = "") -> str:
-    """The name scopes around an equation, such as those of Linen modules: "Net/h_3/attn". `caller` is the call's scope.
+    """Return the name scopes around an equation, such as Linen's modules: "Net/h_3/attn". `caller` is the call's scope.
 
     Transformations, jit and the scopes that JAX and jamp make are left out.
     """

@@ -1,6 +1,6 @@
 """How products are computed: their values, their tangents and their cotangents.
 
-The products of 16-bit operands are in this module, those of 8-bit operands in `quantized.py`.
+Products of 16-bit operands are in this module, products of 8-bit operands in `quantized.py`.
 """
 
 import functools
@@ -24,30 +24,30 @@ class Arithmetic(Protocol):
     """The arithmetic of a format. `perturbed` are the operands that have a tangent."""
 
     def read(self, product: Product, operands: Sequence[Array]) -> list[Array]:
-        """The operands to multiply, from those of the product."""
+        """Return the operands to multiply, from the operands of the product."""
 
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
         """The product of operands from `read`."""
 
     def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
-        """What the tangent needs of the operands from `read`: some of them, as `lower` asks for their vmap axes too."""
+        """Select what the tangent needs of the operands from `read`. `lower` also calls it on their vmap axes."""
 
     def tangent(
         self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
     ) -> Array:
-        """The tangent of the product, from those of the perturbed operands."""
+        """Return the tangent of the product, from the tangents of the perturbed operands."""
 
     def cotangents(
         self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
     ) -> list[Array]:
-        """The cotangents of the perturbed operands, which have these types, from that of the result."""
+        """Return the cotangents of the perturbed operands, which have these types, from the cotangent of the result."""
 
 
 class Rounded(NamedTuple):
     """A product of operands that are rounded to a dtype. Its sums are float32.
 
     Products of float32 operands have the highest precision, unless the code asked for another: the default of GPUs is
-    TF32, and that of TPUs is bfloat16.
+    TF32, and the default of TPUs is bfloat16.
     """
 
     dtype: Dtype

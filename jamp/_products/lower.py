@@ -8,7 +8,7 @@ JAX in plain sight, and the user's checkpoint policies recognize it, inside the 
 look at a program before or after it is differentiated. A policy would not look into a `jax.custom_jvp`. A 16-bit
 product without weights is JAX's own, with JAX's derivative. A 16-bit result is `rounded` for all its readers.
 
-The tangent of a product is a primitive that is linear in the tangents of its operands. It asks the format.
+The tangent of a product is a primitive that is linear in the tangents of its operands. Its rules are in `Arithmetic`.
 """
 
 import dataclasses
@@ -118,9 +118,10 @@ ad.primitive_transposes[_detached] = lambda g, _: [g]
 batching.primitive_batchers[_detached] = lambda xs, dims: (_detached.bind(*xs), dims[0])
 mlir.register_lowering(_detached, lambda ctx, x: [x])
 
-# The value of a product, what it read, and its operands, to the value with the derivative of the product. Around it may
-# be vmaps, outermost first: `vmaps` are the axes of their batches in all but the value, where they are the first ones.
-# A vmap over x alone is ((0, None, 0, None),), the axes in what was read of x and w, and in x and w.
+# `attach(value, *read, *operands)` returns `value` and has the derivative of the product. Under `vmap` it is not
+# unrolled: `vmaps` has a tuple for each vmap, outermost first, with the batch axis of each input after the value. The
+# batch axes of the value are its first ones. For `attach(out, x16, w16, x, w)` under a vmap over x alone it is
+# ((0, None, 0, None),).
 _attach = core.Primitive("attach")
 
 
@@ -194,7 +195,7 @@ batching.primitive_batchers[_attach] = _attach_batch
 mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
 
 # The tangent of a product: from the residuals, and the tangents of the perturbed operands, in which it is linear.
-# `types` are those of the perturbed operands. `vmaps` around it are as those of `_attach`, and only around 8-bit
+# `types` are the types of the perturbed operands. `vmaps` are as in `_attach`, and only around 8-bit
 # products: the product of a 16-bit batch is another product.
 _tangent = core.Primitive("product_tangent")
 

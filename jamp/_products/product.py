@@ -2,7 +2,7 @@
 
 The pass `cast` replaces every product by an equation of the primitive `product`. `quantize` encodes the operands of
 some, the report reads them, and `lower` turns them into JAX's own primitives with a derivative. Between these passes,
-the derivative of the primitive is that of the lowered product.
+the primitive has the derivative of the lowered product.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ def of(eqn: JaxprEqn) -> Product | None:
 
 
 def name_of(eqn: JaxprEqn) -> str:
-    """The name of an equation's primitive, of a product that of the traced one."""
+    """Return the name of an equation's primitive. For a product it is the traced primitive."""
     product = of(eqn)
     return product.primitive.name if product else ir.name(eqn)
 
@@ -111,7 +111,7 @@ def products(closed: ClosedJaxpr) -> Iterator[Product]:
 
 
 def result_type(product: Product, operands: Sequence[Any]) -> Any:
-    """The type of a product's result, given those of its operands."""
+    """Return the type of a product's result, given the types of its operands."""
     traced = [aval.update(dtype=dtype) for aval, dtype in zip(operands, product.before[:-1], strict=False)]
     result, _ = product.primitive.abstract_eval(*traced, **dict(product.params))
     return result.update(dtype=product.dtype, weak_type=False)

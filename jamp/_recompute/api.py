@@ -62,7 +62,7 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
       memory_budget: A share from 0 to 1 of the bytes that are kept at 1.0, where every product is kept. Or bytes:
         "12GiB", "800MB". It bounds what the backward pass keeps of the forward pass: not parameters, optimizer state or
         temporaries, nor the last product and what follows, such as logits, which the backward pass reads at once. The
-        bytes are those of one device inside shard_map and on explicit mesh axes. With automatic sharding a trace sees
+        bytes are of one device inside shard_map and on explicit mesh axes. With automatic sharding a trace sees
         whole arrays.
 
     Returns:
@@ -92,7 +92,7 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
 
     References:
       Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016. Korthikanti et al., Reducing Activation
-      Recomputation in Large Transformer Models, 2022. The budget is that of `torch._functorch.config`.
+      Recomputation in Large Transformer Models, 2022. The budget is as in `torch._functorch.config`.
     """
     check_budget(memory_budget)
     memory_budget = as_number(memory_budget)
@@ -131,7 +131,7 @@ class MemoryRow:
 
     Attributes:
       operation: The primitive that computes them.
-      type: Their dtype and shape: "bfloat16[8,12,1024,1024]". In a loop, those of one step.
+      type: Their dtype and shape: "bfloat16[8,12,1024,1024]". In a loop, of one step.
       kept: Whether they are kept for the backward pass. If not, the budget drops them.
       nbytes: Their bytes in all layers and steps.
       flops: The FLOPs of computing one of them again where the others are kept, for all of them. inf if it cannot be.
@@ -279,7 +279,7 @@ def _values(memory: Memory) -> list[tuple[Value, bool, float]]:
     for x in memory.occurrences.values():
         for i, eqn in enumerate(e for e in code(x.segment).eqns for _ in e.outvars):
             if i in x.values:
-                x.values[i].eqn = eqn  # of its own lines: the kind is that of an equal layer
+                x.values[i].eqn = eqn  # of its own lines: an equal layer may have given the kind
         for i, flops in _dropped(x).items():
             found[x.values[i]] = False, flops
     for x in memory.occurrences.values():

@@ -113,7 +113,7 @@ class Occurrence:
       kind: What its backward pass reads.
       values: Its inputs, and the values that may be kept, by their numbers.
       times: How often it runs.
-      outputs: The numbers of those of its values that are read after it.
+      outputs: The numbers of the segment's values that later code reads. They exist whatever the segment keeps.
       point: The choice for it.
     """
 
@@ -140,7 +140,7 @@ class Memory:
       occurrences: Its segments, by their places.
       others: What is in no segment: constructs and equations, and how often each runs.
       gathers: The keys of the all_gathers of arguments among them.
-      total: The bytes, but for those of the end.
+      total: The bytes, without the end.
       end: The bytes of the last product and what follows, which the backward pass reads at once. To compute them again
         would free nothing at the peak.
     """
@@ -160,7 +160,7 @@ class Memory:
     def _add_body(
         self, body: Body, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
     ) -> None:
-        """Add a jaxpr. `values` are those of its inputs, and those of its outputs that have one already.
+        """Add a jaxpr. `values` are the values of its inputs, and of the outputs that have one already.
 
         JAX keeps what is the same in each step of a scan once, outside. `fixed` are such inputs, and what is around
         the place where they are computed.
@@ -440,7 +440,7 @@ def _repeatable(memory: Memory) -> list[frozenset[Any]]:
     """The keys of what may be computed again as a whole, in sets that `choose` tries one after the other.
 
     First all gathers, then the constructs with the fewest FLOPs, then calls with custom rules: one, one, two, four and
-    so on. A construct that is entered is one of many: to compute the only one again would free nothing at the peak.
+    so on. A construct is tried only if it runs more than once: to compute the only one again frees nothing at the peak.
     """
     runs: Counter[Any] = Counter()
     costs: dict[Any, float] = {}

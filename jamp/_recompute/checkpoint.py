@@ -62,7 +62,7 @@ def recompute(closed: ClosedJaxpr, budget: MemoryBudget) -> ClosedJaxpr:
 
 
 class _Pass:
-    """Rewrites a body. A segment keeps the values that are `chosen` for it, else those of `kept.py`."""
+    """Rewrites a body. A segment keeps the values that are `chosen` for it, else the choice of `kept.py`."""
 
     def __init__(self, chosen: Chosen):
         self._chosen = chosen
@@ -153,7 +153,7 @@ def _reaching(found: Code, alive: Sequence[bool]) -> set[Any]:
     reaching = {v for v in results if is_inexact(v.aval)}
     for eqn in reversed(found.eqns):
         if not reaching.isdisjoint(eqn.outvars) and ir.name(eqn) != "stop_gradient":
-            product = of(eqn)  # Its tangent is that of its operands, and not of the scales of their 8-bit values.
+            product = of(eqn)  # It has tangents of its operands, and none of the scales of their 8-bit values.
             operands: list[Any] = eqn.invars[: product.arity] if product else eqn.invars
             reaching.update(v for v in operands if not ir.is_literal(v) and is_inexact(v.aval))
     return reaching

@@ -2,8 +2,8 @@
 
 The results of products and other expensive operations are kept. For cheap operations, bytes decide:
 
-- A value is computed again if that reads at most four times its size. Sums over many terms are therefore kept, and so
-  is now and then a value in a long chain of residual additions.
+- A value is computed again if that reads at most four times its size. So sums over more than four times their size are
+  kept. In a long chain of residual additions, every fourth value or so is kept too.
 - A value that depends on no product is kept if it has at most two thirds of the bytes that it is computed from, as a
   dropout mask has. The broadcast of a mask, and a weight that is transposed or scaled, are computed again.
 - An argument of the function that is cast or moved is computed again, because the argument is there anyway.
@@ -40,7 +40,7 @@ class Origin(NamedTuple):
 
 
 def origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
-    """The origin of the results of an equation, from those of its operands. `join` is that of values that meet."""
+    """Return the origin of the results of an equation, from the origins of its operands."""
     # A bool that depends on floats has no derivative.
     inexact = [is_inexact(v.aval) for v in eqn.invars]
     if any(map(ir.is_ref, eqn.invars)):  # Anything may have been written to it.
@@ -61,7 +61,7 @@ CONSTANT = Origin(argument=True)
 
 
 def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], origins: Sequence[Origin]) -> set[Var]:
-    """The values that the backward pass does not compute again. `origins` are those of the inputs."""
+    """The values that the backward pass does not compute again. `origins` are the origins of the inputs."""
     known: dict[Any, Origin] = dict(zip(inputs, origins, strict=True))
     # For each value, the bytes that are read of each kept value to compute it.
     sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in inputs}

@@ -189,7 +189,7 @@ class Kind:
 
 
 def _pareto(points: list[Point]) -> list[Point]:
-    """The points than which no other one keeps less and computes less."""
+    """Return the Pareto front: the points that no other point beats in both bytes and FLOPs."""
     found: list[Point] = []
     for point in sorted(points, key=lambda x: (x.flops, x.size)):
         if not found or point.size < found[-1].size:
@@ -251,7 +251,7 @@ _WITHOUT_DERIVATIVE = re.compile(
 
 
 def _has_no_derivative(error: Exception) -> bool:
-    """Whether JAX raised an error because something has no derivative. Others are those of the user's rules."""
+    """Whether JAX raised an error because something has no derivative. Other errors are of the user's rules."""
     return isinstance(error, NotImplementedError) or bool(_WITHOUT_DERIVATIVE.search(str(error)))
 
 

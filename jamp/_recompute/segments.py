@@ -33,7 +33,7 @@ from jamp._rounded import may_be_wider, rounded
 SEGMENT = "jamp.segment"  # the name scope of a call that `checkpoint.py` made
 KEPT = "jamp.kept"  # the name of the values that a segment keeps
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
-PRODUCTS_OF_A_SEGMENT = 6  # more or less: those of a layer
+PRODUCTS_OF_A_SEGMENT = 6  # more or less: a layer
 _MOST = 1.5  # a segment has at most so many times that number, and at least half as many
 _SMALL = 0.1  # of the bytes that cross a cut: what may be kept in the end of a function, and never dropped
 _LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
@@ -142,7 +142,7 @@ def named(code: Code, names: Mapping[Var, str], stored: Set[Var] = frozenset()) 
 
 
 def computed_twice(code: Code) -> set[Var]:
-    """The values of a segment that must be rounded alike in both passes: its results, and those of products and casts.
+    """Return the values of a segment that must be rounded alike in both passes: its results, and of products and casts.
 
     What was kept, such as the maximum of a softmax, belongs to what is computed again from them.
     """
@@ -225,7 +225,7 @@ class Split:
         jaxpr = closed.jaxpr
         alive = self._alive(closed, outputs)
         if ir.is_next_checkpoint():
-            # It gives the scales of 8-bit values cotangents of zeros. The tangent of a product is that of its operands.
+            # It gives the scales of 8-bit values cotangents of zeros. A product has tangents of its operands alone.
             alive = alive - {v for eqn in jaxpr.eqns if (product := of(eqn)) for v in eqn.invars[product.arity :]}
         origins = self._origins(closed, inputs)
         parts: list[Part] = []
@@ -298,7 +298,7 @@ def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
 
 
 def _passes_tangents(eqn: JaxprEqn, results: Sequence[bool]) -> bool:
-    """Whether the tangents of the operands reach a result of the function, if those of some results do. Backward.
+    """Whether tangents of the operands reach a result of the function, if the tangents of some results do. Backward.
 
     Those that are written to a Ref reach what reads it.
     """
@@ -367,7 +367,7 @@ def _crossing(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int])
 def _cut(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, int], products: int) -> list[range]:
     """Cut straight-line code into segments of some products each, where the fewest bytes cross the cut.
 
-    A whole construct counts as the products that it runs, from one, for a kernel, to those of a layer.
+    A whole construct counts as the products that it runs, from one, for a kernel, to as many as a layer has.
     """
     layers = lambda eqn: min(max(1, _runs(eqn)), PRODUCTS_OF_A_SEGMENT) if _is_whole(eqn) else holds_product(eqn)
     counts = itertools.accumulate((layers(eqns[i]) for i in whole), initial=0)

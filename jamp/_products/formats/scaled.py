@@ -77,7 +77,7 @@ class Float8(_Scaled):
 
     The operands of a product are divided by a scale, a power of two that brings the largest absolute value of the
     tensor just below the largest float8, and rounded. Scales are computed just in time, so there is no state. Products
-    of float32 and of 16-bit operands are quantized, so also those of a model that was written in bfloat16 by hand.
+    of float32 and of 16-bit operands are quantized, also in a model that was written in bfloat16 by hand.
     [Some products](../8-bit.md#which-products) stay in the carrier. The smallest scale is 2**-100, so in a product,
     elements below 1e-32 lose digits, and those below 7e-34 become 0.
 
@@ -185,7 +185,7 @@ def quantize(x: Array, dtype: DTypeLike, axes: Axes = None) -> Encoded:
     largest = functools.partial(jnp.max, axis=rows, keepdims=axes is not None, initial=0)
     if dtype == jnp.int8:
         # An int has no inf or NaN, and 0 * inf is NaN. The bits of numbers that are not negative have their order, and
-        # those of NaN are the largest: the maximum of floats loses NaN in some shapes on XLA:CPU.
+        # the bits of NaN are the largest: the maximum of floats loses NaN in some shapes on XLA:CPU.
         bits = lax.bitcast_convert_type(jnp.abs(values.astype(jnp.float32)), jnp.int32)
         amax = lax.bitcast_convert_type(largest(bits), jnp.float32)
         scales = jnp.where(jnp.isfinite(amax), amax * np.float32(1 / 127), jnp.inf)
