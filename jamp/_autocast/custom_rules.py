@@ -123,13 +123,8 @@ def enter(call: Call, reads: Sequence[Any], writes: Sequence[Var], inside: Jaxpr
     eqn, bodies, narrow = call.eqn, call.bodies, call.narrow
     name = ir.name(eqn)
     if name in _RETRACED:
-
-        def again(*args: Any) -> Sequence[Any]:
-            with ir.context(eqn):
-                return _RETRACED[name](call, args)
-
-        items = inline.inline(trace(inside, again, ir.avals(reads)), reads, writes)
-        return [build.located(item, eqn) for item in items]
+        closed = trace(inside, lambda *args: _RETRACED[name](call, args), ir.avals(reads))
+        return [build.located(item, eqn) for item in inline.inline(closed, reads, writes)]
     wanted = [[False], narrow] if name == "while" else [narrow[: len(body.narrow)] for body in bodies]
     closed_bodies = [body.at(x) for body, x in zip(bodies, wanted, strict=True)]
     entered = build.with_bodies(eqn, closed_bodies, reads, writes)

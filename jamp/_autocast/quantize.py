@@ -86,8 +86,7 @@ class _Quantize:
         avals = ir.avals(operands)
         key = key, *avals, like.ctx, inside
         if key not in self._traced:
-            with ir.context(like):
-                self._traced[key] = trace(inside, _named(fun), avals)
+            self._traced[key] = trace(inside, ir.in_context(like, _named(fun)), avals)
         new, results = inline.inlined(self._traced[key], operands)
         eqns.extend(new)
         return results

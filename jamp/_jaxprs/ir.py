@@ -112,6 +112,16 @@ def context(eqn: JaxprEqn) -> Any:
     return eqn.ctx.manager
 
 
+def in_context(eqn: JaxprEqn, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs in the context of an equation."""
+
+    def run(*args: Any) -> Any:
+        with context(eqn):
+            return fun(*args)
+
+    return run
+
+
 def precisions(eqn: JaxprEqn) -> tuple[Any, ...]:
     """Return the precision of a product or of each operand: None if the code states none, or the preset DEFAULT."""
     precision = eqn.params["precision"]

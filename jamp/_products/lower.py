@@ -46,15 +46,10 @@ def lower(closed: ClosedJaxpr) -> ClosedJaxpr:
         avals, inside = ir.avals(eqn.invars), body.context.shard_map
         key = product, *avals, eqn.ctx, inside
         if key not in traced:
-            traced[key] = trace(inside, functools.partial(_in_context, eqn, multiplied(product)), avals)
+            traced[key] = trace(inside, ir.in_context(eqn, multiplied(product)), avals)
         return [build.located(item, eqn) for item in inline.inline(traced[key], eqn.invars, eqn.outvars)]
 
     return Rewriter(rule, reads=lambda context: context.shard_map)(closed)
-
-
-def _in_context(eqn: JaxprEqn, fun: Callable[..., Array], *operands: Array) -> Array:
-    with ir.context(eqn):
-        return fun(*operands)
 
 
 def multiplied(product: Product) -> Callable[..., Array]:
