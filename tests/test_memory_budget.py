@@ -28,7 +28,7 @@ FORMATS = {
     "bfloat16": (jnp.bfloat16, {}),
     "float8": (jamp.Float8(), {"rules": {"dot_general": "compute"}}),
 }
-SEEDS = range(24)
+SEEDS = range(40)
 QUICK = {
     1: "bfloat16",
     5: "float8",

@@ -180,14 +180,13 @@ class _Body:
 
     def _copy(self, eqn: JaxprEqn, key: str, category: str, narrow: bool) -> None:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
-        is_narrow = [narrow and self._target.is_wide(v.aval) for v in (*eqn.invars, *eqn.outvars)]
-        if narrow and ir.name(eqn) in COPIES:
-            # It may copy an element many times, and its transpose is the sum over the copies, such as over all uses of
-            # a token. So it runs in float32, and its result is cast.
-            is_narrow = [False] * len(is_narrow)
+        # It may copy an element many times, and its transpose is the sum over the copies, such as over all uses of a
+        # token. So it runs in float32, and its result is cast.
+        is_copy = narrow and ir.name(eqn) in COPIES
+        is_narrow = [narrow and not is_copy and self._target.is_wide(v.aval) for v in (*eqn.invars, *eqn.outvars)]
         n = len(eqn.invars)
         reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_narrow[:n], strict=True)]
-        if narrow and not any(is_narrow):
+        if is_copy:
             writes: list[Any] = [core.Var(v.aval) for v in eqn.outvars]
         else:
             writes = [self._define(v, x) for v, x in zip(eqn.outvars, is_narrow[n:], strict=True)]
@@ -199,7 +198,7 @@ class _Body:
         decision = Decision(eqn, key, category, narrow)
         self._pass.decisions.add(run, decision)
         self._decided.append((eqn, decision))
-        if narrow and not any(is_narrow):
+        if is_copy:
             self._eqns.extend(
                 build.convert(w, self._define(v, True), eqn) for w, v in zip(writes, eqn.outvars, strict=True)
             )

@@ -18,7 +18,7 @@ from jamp._jaxprs.primitives import COPIES, MOVES, MOVING
 # an autocast function.
 FULL_PRECISION, AUTOCAST = "jamp.full_precision", "jamp.autocast"
 # The categories of equations that no rule decides.
-ENTERED, NOT_ENTERED, REGION, NO_RULE = "entered", "not entered", "full_precision", "no rule"
+NOT_ENTERED, REGION, NO_RULE = "not entered", "full_precision", "no rule"
 _SUMS = frozenset({"add", "add_any", "psum", "psum_invariant", "reduce_scatter", "reduce_sum"})
 
 

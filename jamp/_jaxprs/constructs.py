@@ -208,7 +208,7 @@ def cond_copies_operands() -> bool:
 
 def inlinable(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return the body of a jit call that can be inlined because it pins no sharding, else None."""
-    if ir.name(eqn) not in ("jit", "pjit"):
+    if ir.name(eqn) != "jit":
         return None
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     body: ClosedJaxpr = eqn.params["jaxpr"]

@@ -28,19 +28,9 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
     return closed, shapes
 
 
-def identity(closed: ClosedJaxpr) -> tuple[int, ...]:
-    """What tells a function from others, as long as it exists. Calls of one jaxpr may have other constants."""
-    return id(closed.jaxpr), *map(id, closed.consts)
-
-
 def value(literal: Any) -> Any:
     """The value of a literal, as an array."""
     return jnp.asarray(literal.val, literal.aval.dtype)
-
-
-def number(atom: Any) -> Any:
-    """The value of a literal as it was traced. None for a variable."""
-    return atom.val if is_literal(atom) else None
 
 
 def read(env: Env, atom: Var | Literal) -> Any:

@@ -18,6 +18,7 @@ from jax.extend import core
 
 from jamp._cast import is_complex, is_inexact
 from jamp._jaxprs import build, constructs, dataflow, equality, inline, ir, walk
+from jamp._jaxprs.cache import Cache
 from jamp._jaxprs.constructs import Derivative
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import is_partial
@@ -198,8 +199,7 @@ class Split:
     ):
         self._origins = dataflow.Forward(origin, join, lambda value: CONSTANT)
         self._alive = dataflow.Backward(_passes_tangents)
-        self._bodies: dict[Any, Body] = {}
-        self._traced: list[ClosedJaxpr] = []  # so that no other one gets their ids
+        self._cache: Cache[Body] = Cache()
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True
 
@@ -218,10 +218,18 @@ class Split:
         is_function: bool = False,
     ) -> Body:
         """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
-        key = ir.identity(closed), tuple(inputs), tuple(outputs), around
-        if key in self._bodies:
-            return self._bodies[key]
-        traced, closed = closed, _without_large_calls(closed)
+        key = tuple(inputs), tuple(outputs), around
+        return self._cache(closed, key, lambda: self._parts(closed, inputs, outputs, around, is_function))
+
+    def _parts(
+        self,
+        traced: ClosedJaxpr,
+        inputs: Sequence[Origin],
+        outputs: Sequence[bool],
+        around: Around,
+        is_function: bool,
+    ) -> Body:
+        closed = _without_large_calls(traced)
         jaxpr = closed.jaxpr
         alive = self._alive(closed, outputs)
         if ir.is_next_checkpoint():
@@ -266,9 +274,7 @@ class Split:
             out_of = self._alive.into(eqn, alive)
             parts.append(Construct(eqn, [self._body(*x, inner) for x in zip(bodies, into, out_of, strict=True)]))
         close(len(jaxpr.eqns))
-        self._bodies[key] = Body(closed, parts, origins, alive)
-        self._traced.append(traced)
-        return self._bodies[key]
+        return Body(closed, parts, origins, alive)
 
 
 def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
