@@ -373,7 +373,7 @@ def test_no_product_in_the_backward_pass_of_a_custom_rule_is_8_bit():
     """A rule that asks for it reaches the forward pass alone."""
     custom = by_custom_vjp()
     fun = lambda w: (custom(custom(X, w), w)).sum()
-    low = jamp.autocast(fun, F8, rules={"dot_general": "compute"})
+    low = jamp.autocast(fun, F8, rules={"dot_general": "compute", "dot_general[gradient]": "compute"})
     grads = [e for e in equations(jax.make_jaxpr(jax.grad(low))(W)) if ir.name(e) == "dot_general"]
     assert sum(e.invars[0].aval.dtype == E4 for e in grads) == 2
     assert sum(e.invars[0].aval.dtype == BF16 for e in grads) == 4
