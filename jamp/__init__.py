@@ -4,6 +4,7 @@ from . import _distribution as _distribution, interop as interop, optimizers as 
 from ._autocast.api import autocast as autocast, full_precision as full_precision
 from ._autocast.report import autocast_report as autocast_report
 from ._cast import cast_floating as cast_floating, check_castable as check_castable
+from ._chunked_sum.api import chunked_sum as chunked_sum
 from ._health import LossScaleError as LossScaleError, check_health as check_health
 from ._loss_scale.adaptive import (
     AdaptiveLossScale as AdaptiveLossScale,

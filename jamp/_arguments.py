@@ -84,14 +84,14 @@ class Call:
 
         return traced
 
-    def trace(self, fun: Callable[..., Any], caller: str) -> "ClosedJaxpr":
-        """The jaxpr of `fun` over `leaves`, for a transformation that errors name by `caller`."""
+    def trace(self, fun: Callable[..., Any], caller: str, types: Sequence[Any] | None = None) -> "ClosedJaxpr":
+        """The jaxpr of `fun` over `leaves`, or over arrays of these types. Errors name the transformation `caller`."""
         if _inside_haiku():
             raise TypeError(
                 f"{caller} traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
                 f"cannot leave such a trace. Wrap the transformed function: jamp.{caller}(hk.transform(net).apply)."
             )
-        closed: ClosedJaxpr = jax.make_jaxpr(self.traceable(fun))(*self.leaves)
+        closed: ClosedJaxpr = jax.make_jaxpr(self.traceable(fun))(*(types or self.leaves))
         self._types = closed.out_avals
         return closed
 

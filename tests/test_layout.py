@@ -25,7 +25,7 @@ FLOORS = [
     {"_jaxprs"},
     {"_arguments", "_barrier", "_loss_scale", "_numbers", "_rounded", "_staging", "_table"},
     {"_products"},
-    {"_step", "_optimizer_state", "_recompute", "_autocast"},
+    {"_step", "_optimizer_state", "_recompute", "_autocast", "_chunked_sum"},
 ]
 
 

@@ -250,8 +250,8 @@ class _Body:
         if not is_entered(eqn, self._place.context.is_manual, self._target):
             return self._copy(eqn, ir.name(eqn), facts.NOT_ENTERED, narrow=False)
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
-        name, carry = ir.name(eqn), constructs.carry(eqn)
-        wide = range(carry.stop) if name != "shard_map" else [i for i, x in enumerate(splits(eqn)) if not x]
+        is_split = splits(eqn) if ir.name(eqn) == "shard_map" else [True] * len(eqn.invars)
+        wide = {*constructs.added_up(eqn), *(i for i, x in enumerate(is_split) if not x)}
         narrow_operands = [i not in wide and self._is_narrow(v) for i, v in enumerate(eqn.invars)]
         place = self._place._replace(context=self._place.context.inside(eqn))
 
@@ -266,7 +266,8 @@ class _Body:
         if not any(body.changed for body in bodies):
             self._eqns.append(eqn.replace(invars=[self._read(v, False, eqn) for v in eqn.invars]))
             return
-        first = len(eqn.outvars) if constructs.derivative(eqn) is Derivative.BY_RULE else len(carry)
+        is_by_rule = constructs.derivative(eqn) is Derivative.BY_RULE
+        first = len(eqn.outvars) if is_by_rule else len(constructs.carry(eqn))
         narrow = [i >= first and all(body.narrow[i] for body in bodies) for i in range(len(eqn.outvars))]
         reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, narrow_operands, strict=True)]
         writes = [self._define(v, x) for v, x in zip(eqn.outvars, narrow, strict=True)]

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from jamp._jaxprs import ir
-from jamp._jaxprs.constructs import BODIES
+from jamp._jaxprs.constructs import BODIES, LOOPS
 from jamp._jaxprs.ir import ClosedJaxpr, Jaxpr, JaxprEqn, Var, avals
 
 CAST = "jamp.cast"  # the name scope of the casts that jamp adds to a jaxpr
@@ -41,6 +41,17 @@ def located(eqn: JaxprEqn, like: JaxprEqn) -> JaxprEqn:
     """An equation with the line and the mesh of another, and its scopes around its own."""
     stack = like.source_info.name_stack + eqn.source_info.name_stack
     return eqn.replace(source_info=like.source_info.replace(name_stack=stack), ctx=like.ctx)
+
+
+def loop(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The loop of JAX that a construct of jamp runs, at its line and in its scopes. None for any other equation."""
+    run = LOOPS.get(ir.name(eqn))
+    if run is None:
+        return None
+    with ir.context(eqn):
+        closed = jax.make_jaxpr(functools.partial(run, **ir.params(eqn)))(*avals(eqn.invars))
+    jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    return closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, [located(x, eqn) for x in jaxpr.eqns])
 
 
 def with_bodies(

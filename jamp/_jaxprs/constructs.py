@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -65,7 +65,11 @@ CONSTRUCTS = {
     "while": _row("cond_jaxpr body_jaxpr cond_nconsts body_nconsts", Derivative.NONE),
     "cond": _row("branches", Derivative.OF_BODY),
     "shard_map": _row("jaxpr in_specs out_specs", Derivative.OF_BODY),
+    "chunked_sum": _row("jaxpr chunks wanted", Derivative.BY_RULE),  # of `jamp.chunked_sum`
 }
+# Constructs of jamp that run a loop of JAX: the loop, a function of the operands and the parameters. The module that
+# defines such a primitive adds it.
+LOOPS: dict[str, Callable[..., Any]] = {}
 BODIES = ("cond_jaxpr", "body_jaxpr", "call_jaxpr", "jaxpr", "callee", "fwd_jaxpr")
 
 
@@ -158,6 +162,13 @@ def carry(eqn: JaxprEqn) -> range:
     return range(len(consts), len(consts) + len(init))
 
 
+def added_up(eqn: JaxprEqn) -> range:
+    """Which operands of a loop have a cotangent that is a sum over its steps, or are its carry."""
+    if ir.name(eqn) == "chunked_sum":
+        return range(len(eqn.invars) if eqn.params["wanted"] else eqn.params["chunks"].shared)
+    return range(carry(eqn).stop)
+
+
 def condition_constants(eqn: JaxprEqn) -> int:
     """The number of leading operands of a while loop that only its condition reads."""
     return int(eqn.params["cond_nconsts"])
@@ -170,6 +181,8 @@ def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
 
 def iterations(eqn: JaxprEqn) -> int:
     """How often the body of a construct runs, if the jaxpr says so: the length of a scan, else 1."""
+    if ir.name(eqn) == "chunked_sum":
+        return int(eqn.params["chunks"].number)
     return int(eqn.params.get("length", 1))
 
 
@@ -239,6 +252,8 @@ def inner(eqn: JaxprEqn) -> list[tuple[Jaxpr, int]]:
         given = given["jaxprs"].solve
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
     times = iterations(eqn) * math.prod(n for n in grid if isinstance(n, int))
+    # The gradient of a product is two more products.
+    times *= 3 if ir.name(eqn) == "chunked_sum" and eqn.params["wanted"] else 1
     found = {id(x): x for x in _held(given, 2)}
     high = eqn.params.get("_prim")
     if high is not None and not found and ir.name(eqn) not in CONSTRUCTS.keys() | {"name"}:

@@ -86,7 +86,9 @@ class Forward(Generic[T]):
         known = self._around(eqn, operands)
         (first, *others), carry = self._outputs(eqn, known), constructs.carry(eqn)
         first = build.replaced(first, range(len(carry)), [known[i] for i in carry])
-        return [functools.reduce(self._join, column) for column in zip(first, *others, strict=True)]
+        results = [functools.reduce(self._join, column) for column in zip(first, *others, strict=True)]
+        # The gradients that a chunked_sum also returns are results of no body.
+        return results + [self._rule(eqn, operands)] * (len(eqn.outvars) - len(results))
 
     def _outputs(self, eqn: JaxprEqn, operands: list[T]) -> list[list[T]]:
         """The facts about the outputs of each body that computes results, given those about the operands."""

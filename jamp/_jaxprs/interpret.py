@@ -180,6 +180,9 @@ class Interpreter(abc.ABC, Generic[V]):
     def _results(self, eqn: JaxprEqn, values: list[V]) -> list[V]:
         if ir.name(eqn) in IDENTITIES:
             return values[:1]
+        loop = build.loop(eqn)
+        if loop is not None:
+            return self.run(loop, values)
         bodies = bodies_to_enter(eqn)
         if bodies is None:
             return self.operation(eqn, values)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -86,11 +87,20 @@ def varying_over(x: Array, axis_name: Any) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def varying_together(arrays: Sequence[Array]) -> list[Array]:
-    """Return the arrays, each varying along every axis along which one of them does. Some primitives need that."""
-    axes = frozenset[str]().union(*(varying(jax.typeof(x)) for x in arrays))
+def varying_together(arrays: Sequence[Array], axes: frozenset[str] = frozenset()) -> list[Array]:
+    """Return the arrays, each varying along `axes` and every axis along which one of them does."""
+    axes = axes.union(*(varying(jax.typeof(x)) for x in arrays))
     missing = [tuple(axes - varying(jax.typeof(x))) for x in arrays]
     return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
+
+
+def zeros(aval: Any, dtype: Any = None) -> Array:
+    """Zeros of a type, perhaps of another dtype: sharded and varying alike, as the carry of a loop must be."""
+    mesh = aval.sharding.mesh
+    is_explicit = not mesh.empty and mesh.are_all_axes_explicit
+    array = jnp.zeros(aval.shape, dtype or aval.dtype, device=aval.sharding if is_explicit else None)
+    axes = tuple(varying(aval))
+    return lax.pcast(array, axes, to="varying") if axes else array
 
 
 def _manual() -> set[str]:

@@ -189,6 +189,17 @@ ad.primitive_transposes[_attach] = _attach_transpose
 batching.primitive_batchers[_attach] = _attach_batch
 mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
 
+
+def reads_without_derivative(eqn: JaxprEqn) -> list[bool]:
+    """Which operands of an equation have no cotangent, because another operand of a product has it."""
+    if eqn.primitive is _detached:
+        return [True]
+    if eqn.primitive is not _attach:
+        return [False] * len(eqn.invars)
+    n = ir.params(eqn)["product"].arity
+    return [True] * (len(eqn.invars) - n) + [False] * n
+
+
 # The tangent of a product: from the residuals, and the tangents of the perturbed operands, in which it is linear.
 # `types` are the types of the perturbed operands. `vmaps` are as in `_attach`, and only around 8-bit
 # products: the product of a 16-bit batch is another product.

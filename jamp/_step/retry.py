@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jamp._cast import to_float32
-from jamp._jaxprs.manual_axes import varying_over
+from jamp._jaxprs import interpret
+from jamp._jaxprs.ir import ClosedJaxpr
+from jamp._jaxprs.manual_axes import varying, varying_over, zeros
 from jamp._step.finite import are_leaves_finite
 from jamp._step.scale_unscale import multiply
 
@@ -46,7 +48,7 @@ class Scaling(NamedTuple):
 class _Attempt(NamedTuple):
     tries: Array  # i32[], so far
     is_finite: Array  # bool[]
-    gradients: list[Array]
+    results: list[Array]
 
 
 def pull_back_scaled(
@@ -68,29 +70,71 @@ def pull_back_scaled(
       scaling: The scale and the number of retries.
     """
     first, is_usable = _choose_exponent(cotangents, scaling.exponent, axes)
-
-    def attempt(tries: Array, run: PullBack) -> _Attempt:
-        exponent = jnp.clip(first - _EXPONENT * (tries * (tries + 1) // 2), -126, 126)
-        scale, inverse = _exp2(exponent), _exp2(-exponent)
-        scaled = run([_multiply(x, scale) for x in cotangents])
-        true = [_multiply(x, inverse) if flag else x for x, flag in zip(scaled, are_gradients, strict=True)]
-        checked = [x for x, flag in zip(true, are_gradients, strict=True) if flag]
-        return _Attempt(tries + 1, are_leaves_finite(checked, ("",) * len(checked), axes or None), true)
+    run_scaled = lambda run: lambda scale: run([_multiply(x, scale) for x in cotangents])
+    attempt = functools.partial(_attempt, first, are_gradients, axes)
 
     def retry(last: _Attempt) -> _Attempt:
-        return attempt(last.tries, functools.partial(again, last.tries))
+        return attempt(last.tries, run_scaled(functools.partial(again, last.tries)))
 
     def is_retried(last: _Attempt) -> Array:
         return ~last.is_finite & is_usable & (last.tries <= scaling.retries)
 
-    last = attempt(jnp.int32(0), pull_back)
+    last = attempt(jnp.int32(0), run_scaled(pull_back))
     if scaling.retries and isinstance(last.is_finite, jax.core.Tracer):
         with jax.named_scope(RETRY):
             last = lax.while_loop(is_retried, retry, last)
     elif scaling.retries:  # Outside `jit`, a loop would be compiled in each call.
         while is_retried(last):
             last = retry(last)
-    return last.gradients
+    return last.results
+
+
+def compute_scaled(
+    run: Callable[[Array, Sequence[Any]], Sequence[Array]], operands: Sequence[Any], scaling: Scaling
+) -> list[Array]:
+    """Return the results of `run(scale, operands)`, of which the gradients are unscaled.
+
+    The first try is in the loop too, so the compiled program has the code of `run` once. `scaling.are_gradients` has a
+    flag for each result.
+    """
+    closed = jax.make_jaxpr(run)(jnp.float32(1), operands)
+    axes = shared_axes(closed.in_avals[1:], closed)
+    attempt = functools.partial(_attempt, jnp.int32(scaling.exponent), scaling.are_gradients, axes)
+    call = lambda scale: interpret.call(closed, [scale, *jax.tree.leaves(operands)])
+    if not scaling.retries:
+        return attempt(jnp.int32(0), call).results
+    types = jax.make_jaxpr(lambda: attempt(jnp.int32(0), call))().out_avals
+    start = _Attempt(zeros(types[0]), zeros(types[1]), list(map(zeros, types[2:])))
+    is_tried = lambda last: (last.tries == 0) | (~last.is_finite & (last.tries <= scaling.retries))
+    last: _Attempt = lax.while_loop(is_tried, lambda last: attempt(last.tries, call), start)
+    return last.results
+
+
+def _attempt(
+    first: Array,
+    are_gradients: Sequence[bool],
+    axes: tuple[str, ...],
+    tries: Array,
+    run: Callable[[Array], Sequence[Array]],
+) -> _Attempt:
+    """Run a backward pass with a scale, the first of which is 2**first, and unscale its gradients."""
+    exponent = jnp.clip(first - _EXPONENT * (tries * (tries + 1) // 2), -126, 126)
+    scale, inverse = _exp2(exponent), _exp2(-exponent)
+    results = run(scale)
+    true = [_multiply(x, inverse) if flag else x for x, flag in zip(results, are_gradients, strict=True)]
+    checked = [x for x, flag in zip(true, are_gradients, strict=True) if flag]
+    return _Attempt(tries + 1, are_leaves_finite(checked, ("",) * len(checked), axes or None), true)
+
+
+def shared_axes(inputs: Sequence[Any], closed: ClosedJaxpr) -> tuple[str, ...]:
+    """Return the mapped axes along which replicas must have one scale, given the types of the inputs that may vary.
+
+    The backward pass communicates over them, or some of its values vary along them and others do not.
+    """
+    communicated = {effect.name for effect in closed.effects if hasattr(effect, "name")}
+    kinds = [varying(aval) for aval in (*inputs, *closed.out_avals)]
+    of_some = frozenset[str]().union(*kinds)
+    return tuple(sorted(communicated | {axis for axis in of_some if not all(axis in kind for kind in kinds)}))
 
 
 def _choose_exponent(cotangents: Sequence[Array], target: int, axes: tuple[str, ...]) -> tuple[Array, Array]:

@@ -23,7 +23,6 @@ from jamp._barrier import behind_barrier
 from jamp._cast import is_inexact
 from jamp._jaxprs import build, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr
-from jamp._jaxprs.manual_axes import varying
 from jamp._jaxprs.source import users_stacklevel
 from jamp._step import retry
 from jamp._step.misuse import note
@@ -168,24 +167,13 @@ def _transpose(
         again,
         given,
         [scaling.are_gradients[i] for i in derivative.differentiated],
-        _shared_axes(pull_back),
+        retry.shared_axes(pull_back.in_avals, pull_back),
         scaling,
     )
     if scaling.retries:
         gradients = [_refusing_identity().bind(x) for x in gradients]
     note("gradient of scaled", gradients)
     return [None] * (len(operands) - len(tangents)) + gradients
-
-
-def _shared_axes(pull_back: ClosedJaxpr) -> tuple[str, ...]:
-    """Return the mapped axes along which replicas must have one scale.
-
-    The backward pass communicates over them, or some of its values vary along them and others do not.
-    """
-    communicated = {effect.name for effect in pull_back.effects if hasattr(effect, "name")}
-    kinds = [varying(aval) for aval in (*pull_back.in_avals, *pull_back.out_avals)]
-    of_some = frozenset().union(*kinds)
-    return tuple(sorted(communicated | {axis for axis in of_some if not all(axis in kind for kind in kinds)}))
 
 
 def _apply_transpose(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jamp._jaxprs import constructs, interpret, ir
+from jamp._jaxprs import build, constructs, interpret, ir
 from jamp._jaxprs.constructs import Derivative
 from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
@@ -103,6 +103,9 @@ class Builder:
         bodies, name, inside = _bodies_to_enter(eqn), ir.name(eqn), around.inside(eqn)
         if name in IDENTITIES:  # Its derivative is the derivative of the product.
             return reads[:1]
+        loop = build.loop(eqn)
+        if loop is not None:
+            return interpret.interpret_names(loop, reads, functools.partial(self._run, steps, known, around))
         if bodies and constructs.is_call(eqn):
             return interpret.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, inside))
         paths = ["" if ir.is_literal(v) else known.get(v, "") for v in reads]

@@ -1,0 +1,1 @@
+"""A sum over rows, some rows at a time, whose gradient is computed in the forward pass."""

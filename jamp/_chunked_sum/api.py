@@ -1,0 +1,254 @@
+"""`chunked_sum`: the transformation, and what it can tell about the function."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.tree_util import keystr
+
+from jamp._arguments import Call
+from jamp._cast import is_floating, is_inexact
+from jamp._chunked_sum.primitive import Chunks, chunked_sum_p
+from jamp._jaxprs import build, ir, walk
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.manual_axes import varying, varying_together
+from jamp._jaxprs.source import user_line
+from jamp._numbers import as_number
+
+R = TypeVar("R")
+
+
+def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Callable[..., R]:
+    """Compute a sum over rows some rows at a time, and its gradient in the same pass.
+
+    It is for losses over a large vocabulary: the logits exist for `chunk_size` rows, and no product runs twice. `fun` is
+    a function of params and rows that adds up what it computes for each row: cross entropy, distillation, DPO, GRPO. Its
+    rows are divided into chunks, and the results for the chunks are added. While the loss is computed, so are its
+    gradients with respect to the params and the floating-point rows. The backward pass multiplies them by the cotangent
+    of the sum. Without differentiation, nothing of the gradient is computed.
+
+    A mean over the rows of a chunk is wrong, so divide outside, as in the example. What `fun` divides by the number of
+    its rows, as `jnp.mean` does, is found and an error. A division by the sum of a mask is not found: return this sum
+    as an auxiliary result.
+
+    The form of the loss matters as much as the chunks. `jnp.where(jnp.arange(n) == y[:, None], logits, 0).sum(-1)`
+    reads the target's logit in half the memory of `jnp.take_along_axis`, whose gradient is a scatter into zeros.
+
+    Args:
+      fun: A function of params and rows that returns a floating-point number, or a pair of one and an auxiliary pytree
+        of numbers, each summed over the rows. What it closes over is differentiated too.
+      chunk_size: The largest number of rows that are computed at a time. If a number between half of it and itself
+        divides the rows, chunks have that size. Otherwise the last chunk is smaller, and `fun` is compiled twice.
+      axis: The axis of the rows, in every array of the rows. Chunk i of k has the rows i, i + k, i + 2k, and so on, so
+        that rows that are sharded over devices stay where they are, if `chunk_size` is a multiple of the devices.
+
+    Returns:
+      A function `(params, *rows)` with the results of `fun`. Params and rows are pytrees of arrays, or modules. A
+      random key in the params is the same in each chunk: pass one key for each row. Gradients of params are added in at
+      least float32, and have the dtypes of the params. Auxiliary results have no derivative. Use it under `jax.grad`,
+      `jit`, `vmap`, `scan`, `shard_map`, `autocast` and `recompute`, and put `autocast` around or inside. In float16
+      each chunk scales its own backward pass, as `jamp.scaled` does. `jax.checkpoint` around it computes all of it
+      again, and so does the gradient of a `vmap` of it (a `vmap` of its gradient does not). Outside `jit`, it is traced
+      at every call.
+
+    Raises:
+      TypeError: If `fun` is not a function. When called, if it returns something else, or there are no rows.
+      ValueError: If `chunk_size` is not positive. When called, if rows differ in size, if `fun` divides by their
+        number, changes a Variable of a module, or closes over arrays inside a `shard_map`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp
+      >>> def loss_sum(head, hidden, targets):
+      ...     logits = (hidden @ head).astype(jnp.float32)
+      ...     chosen = jnp.where(jnp.arange(logits.shape[-1]) == targets[:, None], logits, 0).sum(-1)
+      ...     return jnp.sum(jax.nn.logsumexp(logits, -1) - chosen)
+      >>> def loss(head, hidden, targets):
+      ...     return jamp.chunked_sum(loss_sum, 1024)(head, hidden, targets) / len(targets)
+      >>> head, hidden, targets = jnp.ones((64, 5000)), jnp.ones((8192, 64)), jnp.zeros(8192, jnp.int32)
+      >>> compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(head, hidden, targets).compile()
+      >>> logits = 8192 * 5000 * 4  # bytes
+      >>> compiled.memory_analysis().temp_size_in_bytes < logits / 2
+      True
+
+    References:
+      Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024 (FusedLinearCrossEntropy), for the
+      gradient in the forward pass.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"chunked_sum takes a function of params and rows, got a {type(fun).__name__}: "
+            "jamp.chunked_sum(loss_sum, 1024)(params, x, y)."
+        )
+    chunk_size, axis = as_number(chunk_size), as_number(axis)
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a number of rows, 1 or more, got {chunk_size!r}.")
+
+    @functools.wraps(fun)
+    def summed(params: Any, *rows: Any) -> R:
+        call = Call((params, *rows), {})
+        function = _Function(fun, call, axis)
+        count, size, rest = _split(function.rows, chunk_size)
+        results = function.sums(0, count, size)
+        if rest:
+            results = [x + y for x, y in zip(results, function.sums(count * size, 1, rest), strict=True)]
+        result: R = call.finish(results)
+        return result
+
+    return summed
+
+
+class _Function:
+    """A function and its arguments.
+
+    Attributes:
+      rows: The number of rows.
+    """
+
+    def __init__(self, fun: Callable[..., Any], call: Call, axis: int):
+        self._fun, self._call = fun, call
+        # Inside a shard_map, what is added up over devices is added once, and not in each chunk.
+        self._leaves = _vary_alike(call.leaves)
+        is_row = [path[1].idx > 0 for path in call.paths]
+        self._shared = [i for i, x in enumerate(is_row) if not x]
+        self._of_rows = [i for i, x in enumerate(is_row) if x]
+        self._axes = {i: _axis(call, i, axis) for i in self._of_rows}
+        sizes = {_name(call, i): self._leaves[i].shape[a] for i, a in self._axes.items()}
+        if not sizes:
+            raise TypeError(
+                "chunked_sum needs rows: arrays after the params, as in jamp.chunked_sum(fun, 1024)(params, x, y)."
+            )
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{path} has {n}" for path, n in sizes.items())
+            raise ValueError(f"The rows of chunked_sum must have one size along axis {axis}: {found}.")
+        self.rows = next(iter(sizes.values()))
+
+    def sums(self, start: int, count: int, size: int) -> list[Array]:
+        """The sums over some chunks of a size."""
+        longer = self._trace_or_none(2 * size)
+        closed = self._trace(size)
+        _check_results(self._fun, self._call, closed)
+        self._check_closure(closed.consts)
+        if longer and size:
+            _check_sum(closed, longer, size)
+        split = [self._split(i, start, count, size) for i in self._of_rows]
+        shared = [*closed.consts, *(self._leaves[i] for i in self._shared)]
+        jaxpr = closed.jaxpr
+        inputs = [*jaxpr.constvars, *(jaxpr.invars[i] for i in (*self._shared, *self._of_rows))]
+        body = build.closed_jaxpr({}, inputs, jaxpr.outvars, jaxpr.eqns)
+        chunks = Chunks(count, len(shared), tuple(self._axes[i] for i in self._of_rows))
+        results: list[Array] = chunked_sum_p.bind(*shared, *split, jaxpr=body, chunks=chunks, wanted=())
+        return results
+
+    def _trace(self, size: int) -> ClosedJaxpr:
+        types = list(map(jax.typeof, self._leaves))
+        for i, axis in self._axes.items():
+            shape = types[i].shape
+            types[i] = types[i].update(shape=(*shape[:axis], size, *shape[axis + 1 :]))
+        return self._call.trace(self._fun, "chunked_sum", types)
+
+    def _trace_or_none(self, size: int) -> ClosedJaxpr | None:
+        try:
+            return self._trace(size)
+        except Exception:  # The function may close over something that has a chunk's size.
+            return None
+
+    def _split(self, i: int, start: int, count: int, size: int) -> Array:
+        """Rows, as [.., size, count, ..]. A chunk has every `count`th."""
+        x, axis = self._leaves[i], self._axes[i]
+        if count * size != x.shape[axis]:
+            x = lax.slice_in_dim(x, start, start + count * size, axis=axis)
+        return x.reshape(*x.shape[:axis], size, count, *x.shape[axis + 1 :])
+
+    def _check_closure(self, constants: Sequence[Any]) -> None:
+        around = frozenset[str]().union(*(varying(jax.typeof(x)) for x in self._leaves))
+        if any(is_inexact(x) and around - varying(jax.typeof(x)) for x in constants):
+            raise ValueError(
+                "Inside a shard_map, the function of chunked_sum cannot close over arrays. Pass them in its params."
+            )
+
+
+def _check_results(fun: Callable[..., Any], call: Call, closed: ClosedJaxpr) -> None:
+    """Raise unless a function returns a real number, or a pair of one and an aux, and changes nothing else."""
+    structure = call.result_structure
+    if len(closed.out_avals) > structure.num_leaves:
+        raise ValueError(
+            "The function of chunked_sum changes a Variable of its params, such as a batch statistic or the count of "
+            "a random stream, and each chunk would start from the old value. Pass random keys as rows, and compute "
+            "statistics outside."
+        )
+    result = jax.tree.unflatten(structure, closed.out_avals)
+    pair = isinstance(result, tuple) and len(result) == 2
+    total, aux = result if pair else (result, None)
+    if not (hasattr(total, "shape") and total.shape == () and is_floating(total)):
+        got = f"{total.dtype}{list(total.shape)}" if hasattr(total, "shape") else f"a {type(total).__name__}"
+        raise TypeError(
+            f"chunked_sum takes a function that returns a floating-point number, or (a number, aux), summed over its "
+            f"rows; {getattr(fun, '__name__', fun)} returns {got}."
+        )
+    for path, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
+        if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jax.dtypes.float0):
+            raise TypeError(f"An aux of chunked_sum is summed, and aux{keystr(path)} is {x.dtype}: count with jnp.sum.")
+
+
+def _check_sum(closed: ClosedJaxpr, longer: ClosedJaxpr, size: int) -> None:
+    """Raise if results follow the number of rows, as a mean and a value for each row do."""
+    for x, y in zip(closed.out_avals, longer.out_avals, strict=False):
+        if x.shape != y.shape:
+            raise TypeError(
+                f"chunked_sum adds up what the function returns for each chunk, and an aux of shape {x.shape} has a "
+                f"value for each of {size} rows. Return its sum, or compute it outside."
+            )
+    pairs = zip(walk.all_equations(closed.jaxpr), walk.all_equations(longer.jaxpr), strict=False)
+    for one, two in pairs:
+        if ir.name(one) not in ("div", "mul") or ir.name(two) != ir.name(one):
+            continue
+        operands: list[tuple[Any, Any]] = list(zip(one.invars, two.invars, strict=True))
+        for x, y in operands:
+            are_literals = ir.is_literal(x) and ir.is_literal(y) and is_floating(x.aval)
+            if are_literals and not np.array_equal(x.val, y.val):
+                raise ValueError(
+                    "chunked_sum takes a sum over rows, and this function divides by their number, as jnp.mean does"
+                    f"{_at(one)}: by {size} in a chunk of {size}. Return the sum and divide outside: "
+                    "jamp.chunked_sum(loss_sum, n)(params, x, y) / len(x)."
+                )
+
+
+def _at(eqn: JaxprEqn) -> str:
+    line = user_line(eqn)
+    return f" at {line}" if line else ""
+
+
+def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
+    places = [i for i, x in enumerate(leaves) if is_inexact(x)]
+    others = frozenset[str]().union(*(varying(jax.typeof(x)) for x in leaves))
+    return build.replaced(leaves, places, varying_together([leaves[i] for i in places], others))
+
+
+def _axis(call: Call, i: int, axis: int) -> int:
+    shape = jnp.shape(call.leaves[i])
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"{_name(call, i)} has shape {shape} and no axis {axis}. The rows of chunked_sum are split along axis "
+            f"{axis}. Pass what all rows share in params."
+        )
+    return axis % len(shape)
+
+
+def _name(call: Call, i: int) -> str:
+    _, argument, *rest = call.paths[i]
+    return f"rows[{argument.idx - 1}]{keystr(tuple(rest))}"
+
+
+def _split(rows: int, chunk_size: int) -> tuple[int, int, int]:
+    """The number of chunks, their size, and the rows that are left.
+
+    None are left if a divisor of `rows` is at least half of `chunk_size`, so that the function is compiled once.
+    """
+    if rows <= chunk_size:
+        return 1, rows, 0
+    size = next((n for n in range(chunk_size, (chunk_size - 1) // 2, -1) if rows % n == 0), chunk_size)
+    return rows // size, size, rows % size

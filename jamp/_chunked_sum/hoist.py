@@ -1,0 +1,54 @@
+"""Compute before the loop what all chunks share: a weight in 16 or 8 bit.
+
+Under autocast, `x @ w` with f32 `w` becomes `low = cast(w)` and a product that reads `low` and has the derivative of
+`x @ w`. Left in the loop, the cast would read and write all of `w` for each chunk. No gradient passes through `low`,
+so each chunk gets it as a constant.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr
+from jamp._products.lower import reads_without_derivative
+
+
+def hoisted(closed: ClosedJaxpr, shared: int) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], list[Any]]]:
+    """Split a jaxpr into what depends on its first `shared` inputs alone and has no derivative, and the rest.
+
+    Returns:
+      A jaxpr that takes some values and then the inputs of the given one, and the function that computes these values
+      from the shared inputs.
+    """
+    eqns, outputs = inline.flattened(closed)
+    inputs, shares, free = closed.jaxpr.invars, set(closed.jaxpr.invars[:shared]), set[Any]()
+    for eqn in eqns:
+        operands = _variables(eqn.invars) - free
+        if operands <= shares and not eqn.effects:
+            (shares if operands else free).update(eqn.outvars)
+    differentiated = _variables(outputs)
+    for eqn in reversed(eqns):
+        if not differentiated.isdisjoint(eqn.outvars):
+            is_detached = zip(eqn.invars, reads_without_derivative(eqn), strict=True)
+            differentiated |= _variables([v for v, x in is_detached if not x])
+    is_moved = lambda eqn: (
+        shares.issuperset(eqn.outvars)
+        and differentiated.isdisjoint(eqn.outvars)
+        and not all(reads_without_derivative(eqn))  # else a value would be given twice
+    )
+    moved = {v for eqn in eqns if is_moved(eqn) for v in eqn.outvars}
+    if not moved:
+        return closed, lambda values: []
+    rest = [eqn for eqn in eqns if not is_moved(eqn)]
+    values = sorted(moved & _variables([v for eqn in rest for v in eqn.invars]), key=list(moved).index)
+    before = [eqn for eqn in eqns if (shares | free).issuperset(eqn.outvars)]
+    once, _ = dce_jaxpr(build.closed_jaxpr({}, inputs[:shared], values, before).jaxpr, [True] * len(values), True)
+    return build.closed_jaxpr({}, [*values, *inputs], outputs, rest), lambda xs: interpret.call(
+        ClosedJaxpr(once, []), xs
+    )
+
+
+def _variables(atoms: Sequence[Any]) -> set[Any]:
+    return {v for v in atoms if not ir.is_literal(v)}
