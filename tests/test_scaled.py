@@ -98,6 +98,7 @@ TRANSFORMED = {
     "cond": lambda f: jax.grad(lambda w: lax.cond(w[0, 0] < 9, f, lambda w, x: 0.0, w, X))(W),
     "remat": lambda f: jax.grad(jax.checkpoint(f))(W, X),
     "of remat": lambda f: jax.grad(jamp.scaled(jax.checkpoint(loss_fn)) if f is not loss_fn else f)(W, X),
+    "value of remat": lambda f: jamp.scaled(jax.checkpoint(loss_fn))(W, X) if f is not loss_fn else f(W, X),
     "inside": lambda f: jax.grad(inside(f))(W),
     "closed over": lambda f: (
         jax.grad(lambda w: jamp.scaled(lambda x: loss_fn(jnp.sin(w), x), retries=0)(X))(W)

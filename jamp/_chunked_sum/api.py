@@ -25,11 +25,11 @@ R = TypeVar("R")
 def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Callable[..., R]:
     """Compute a sum over rows some rows at a time, and its gradient in the same pass.
 
-    It is for losses over a large vocabulary: the logits exist for `chunk_size` rows, and no product runs twice. `fun` is
-    a function of params and rows that adds up what it computes for each row: cross entropy, distillation, DPO, GRPO. Its
+    It is for losses over a large vocabulary: logits exist for `chunk_size` rows, and no product runs twice. `fun` is a
+    function of params and rows that adds up what it computes for each row: cross entropy, distillation, DPO, GRPO. The
     rows are divided into chunks, and the results for the chunks are added. While the loss is computed, so are its
-    gradients with respect to the params and the floating-point rows. The backward pass multiplies them by the cotangent
-    of the sum. Without differentiation, nothing of the gradient is computed.
+    gradients with respect to the params and the floating-point rows. The backward pass multiplies them by the
+    cotangent of the sum. Without differentiation, nothing of the gradient is computed.
 
     A mean over the rows of a chunk is wrong, so divide outside, as in the example. What `fun` divides by the number of
     its rows, as `jnp.mean` does, is found and an error. A division by the sum of a mask is not found: return this sum
