@@ -56,7 +56,9 @@ def autocast(
         as `{"scan": "float32"}`, keeps autocast out of it. `{"dot_general[head]": "float32"}` is for the products
         that have "head" in their name stack (`jax.named_scope`, names of Linen modules), and `{"*[head]": "compute"}`
         for all operations there but expensive ones, such as linear algebra, sorts and cumulative sums. For float64
-        code, the category that changes nothing is "float64".
+        code, the category that changes nothing is "float64". A rule of yours that says "float32" or "accumulate" also
+        raises operations that were traced in 16 bit: the result of such a product is float32 for whatever casts it to
+        float32, or is raised too, and rounded for everything else. "accumulate" rounds its cotangent to 16 bit.
       recompute: False keeps the float32 values that the backward pass needs in memory. Inside your own
         `jax.checkpoint`, only its policy decides.
       memory_budget: How much the backward pass may keep, as in `jamp.recompute`. At 1.0 all products are kept.

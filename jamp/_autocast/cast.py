@@ -3,6 +3,13 @@
 `cast` maps a jaxpr to one in which every product is an equation that carries the decision about it. The result of a
 product is *stored* in 16 bit, also after data movement. Other operations read it as float32.
 
+A rule of the user can also *raise* an operation that was traced in 16 bit. It reads its operands in float32, and its
+result is stored in float32. For a bfloat16 model and the rule {"dot_general[head]": "float32"}:
+
+    logits = x @ head                bf16      is stored as the f32 result of the product
+    wide = logits.astype(float32)    f32       reads what is stored
+    largest = max(logits)            bf16      reads it rounded, as everything does that is not raised
+
 Each product casts its own operands, so that cotangents are added in float32. A value with several readers is therefore
 read as float32 and cast by each of them (XLA merges equal casts). With one reader, it is passed on in 16 bit.
 """
@@ -12,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from jax.extend import core
 
 from jamp._autocast import facts
@@ -19,21 +27,23 @@ from jamp._autocast.custom_rules import Call, Rewritten, enter, is_entered
 from jamp._autocast.decisions import Decision, Decisions
 from jamp._autocast.facts import Constant, Input, Output
 from jamp._autocast.qualify import feeds, is_after_product, is_candidate, why_not
-from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST, YOURS
+from jamp._autocast.rules import ACCUMULATE, COMPUTE, ROUNDED_AGAIN, WIDEST, YOURS
 from jamp._autocast.target import Target
-from jamp._cast import is_inexact
+from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import build, constructs, dataflow, ir
 from jamp._jaxprs.cache import Cache
 from jamp._jaxprs.constructs import Derivative
 from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import splits
-from jamp._jaxprs.primitives import COPIES, PRODUCTS
-from jamp._jaxprs.source import in_scope, is_transposed
+from jamp._jaxprs.primitives import COPIES, MOVES, PRODUCTS, operation
+from jamp._jaxprs.source import in_scope, is_transposed, user_line
 from jamp._products.formats import Format
 from jamp._products.product import Dtype, Product, equation
+from jamp._rounded import rounded
 
 Atom: TypeAlias = Any  # Var | Literal
+_FLOAT32 = np.dtype(np.float32)
 Rest: TypeAlias = Callable[[ClosedJaxpr], ClosedJaxpr]
 
 
@@ -77,6 +87,7 @@ class _Pass:
         self.computed = dataflow.spreads(facts.computes)
         as_constant = functools.partial(facts.as_constant, target.is_out_of_range)
         fills = functools.partial(facts.fills, target.is_wide)
+        self.read_wide = dataflow.Backward(functools.partial(facts.reads_wide, target.raised))
         self.constants = dataflow.Forward(fills, facts.join_constants, as_constant)
         self.after_product, self.feeding = dataflow.spreads(is_after_product), dataflow.Backward(feeds)
         self.of_tangents = dataflow.spreads(lambda eqn, operands: any(operands))
@@ -111,15 +122,16 @@ class _Body:
             self._after_product = every.after_product(closed, [x.follows_product for x in inputs])
             self._feeding = every.feeding(closed, [x.feeds_product for x in outputs])
             self._of_tangents = every.of_tangents(closed, [x.follows_tangent for x in inputs])
+        self._read_wide = every.read_wide(closed, [x.is_read_wide for x in outputs]) if every.target.raised else set()
         self._outputs = outputs
         reads: list[Any] = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
         self._readers = Counter(v for v in reads if not ir.is_literal(v))
-        self._narrow: dict[Var, Var] = {}  # the values that are stored in 16 bit
-        self._wide: set[Var] = set()  # the narrow values that were cast to float32 already
+        self._stored: dict[Var, Var] = {}  # the values that are stored in 16 bit, or raised to float32
+        self._cast_back: set[Var] = set()  # those that were cast to the traced dtype already
         self._eqns: list[JaxprEqn] = []
-        self._changed = any(x.is_narrow for x in inputs)
+        self._changed = any(x.is_stored for x in inputs)
         self._decided: list[tuple[JaxprEqn, Decision]] = []  # the traced equations
-        self._inputs = [self._define(v, x.is_narrow) for v, x in zip(jaxpr.invars, inputs, strict=True)]
+        self._inputs = [self._define(v, x.is_stored) for v, x in zip(jaxpr.invars, inputs, strict=True)]
 
     def rewritten(self) -> Rewritten:
         """The cast jaxpr. Its outputs are 16 bit if they are stored so and read nowhere else."""
@@ -128,11 +140,11 @@ class _Body:
             self._add(eqn)
         last = jaxpr.eqns[-1] if jaxpr.eqns else None
         narrow = [
-            self._is_narrow(v) or (x.keeps_narrow and self._is_stored(v))
+            x.is_read_wide if self._is_raised(v) else self._is_narrow(v) or (x.keeps_narrow and self._is_stored(v))
             for v, x in zip(jaxpr.outvars, self._outputs, strict=True)
         ]
         results = [
-            self._narrow[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, narrow, strict=True)
+            self._stored[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, narrow, strict=True)
         ]
         if not self._changed:
             for eqn, decision in self._decided:
@@ -159,7 +171,11 @@ class _Body:
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as the update of a scatter, runs only at the dtypes it was traced with.
             is_narrow = self._runs_narrow(eqn, category) and not constructs.has_body(eqn)
-            if is_product:
+            if self._target.raises(key, eqn):
+                self._raise(eqn, key, category)
+            elif self._target.raised and self._moves_raised(eqn):
+                self._changed = True
+            elif is_product:
                 self._multiply(eqn, key, category, is_narrow)
             else:
                 self._copy(eqn, key, category, is_narrow)
@@ -195,7 +211,8 @@ class _Body:
         is_same = reads == eqn.invars and writes == eqn.outvars and not self._target.parts
         run = run if is_same else run.replace(invars=reads, outvars=writes)
         self._eqns.append(run)
-        decision = Decision(eqn, key, category, narrow)
+        casts = (self._target.wide, self._target.compute_dtype) if narrow else None
+        decision = Decision(eqn, key, category, casts)
         self._pass.decisions.add(run, decision)
         self._decided.append((eqn, decision))
         if is_copy:
@@ -203,6 +220,90 @@ class _Body:
                 build.convert(w, self._define(v, True), eqn) for w, v in zip(writes, eqn.outvars, strict=True)
             )
         self._changed |= narrow
+
+    def _raise(self, eqn: JaxprEqn, key: str, category: str) -> None:
+        """Add an equation that was traced in 16 bit, with the digits of float32."""
+        types = ir.avals([*eqn.invars, *eqn.outvars])
+        n = len(eqn.invars)
+        dtype = next(aval.dtype for aval in types[:n] if is_inexact(aval) and aval.dtype.itemsize == 2)
+        is_16_bit = [aval.dtype == dtype for aval in types]
+        is_raised = [x and v in self._read_wide for x, v in zip(is_16_bit[n:], eqn.outvars, strict=True)]
+        if ir.name(eqn) in PRODUCTS:
+            keeps_cotangent = category != ACCUMULATE
+            reads = [self._read(v, keeps_cotangent and self._is_raised(v), eqn) for v in eqn.invars]
+            in_vain = is_16_bit[-1] and not is_raised[0]
+            product = Product(
+                eqn.primitive,
+                tuple(ir.params(eqn).items()),
+                tuple(aval.dtype for aval in types),
+                key,
+                category,
+                _FLOAT32 if keeps_cotangent else dtype,
+                (False,) * n,
+                dtype if in_vain else _FLOAT32,
+                self._why_in_vain(eqn.outvars[0], key, dtype) if in_vain else "",
+            )
+            self._eqns.append(equation(product, reads, self._define(eqn.outvars[0], is_raised[0]), eqn))
+        else:
+            reads = [
+                self._read_raised(v, eqn) if x else self._read(v, False, eqn)
+                for v, x in zip(eqn.invars, is_16_bit[:n], strict=True)
+            ]
+            writes = [self._define(v, x) for v, x in zip(eqn.outvars, is_raised, strict=True)]
+            is_rounded = [x and not y for x, y in zip(is_16_bit[n:], is_raised, strict=True)]
+            wide = [
+                core.Var(aval.update(dtype=_FLOAT32)) if x else v
+                for v, aval, x in zip(writes, types[n:], is_rounded, strict=True)
+            ]
+            run = build.widened(eqn, [dtype], _FLOAT32).replace(invars=reads, outvars=wide)
+            self._eqns.append(run)
+            self._pass.decisions.add(run, Decision(eqn, key, category, (dtype, _FLOAT32)))
+            for x, v, flag in zip(wide, writes, is_rounded, strict=True):
+                self._eqns.extend(_rounded(x, v, eqn) if flag else [])
+        self._changed = True
+
+    def _why_in_vain(self, result: Var, key: str, dtype: Dtype) -> str:
+        """Why the float32 result of a raised product is rounded: which equation reads it in 16 bit."""
+        reader = next((eqn for eqn in self._traced.jaxpr.eqns if result in eqn.invars), None)
+        if reader is None:
+            return f"{ROUNDED_AGAIN} {dtype}, as a result of the function or construct"
+        line, scope = user_line(reader), key.partition("[")[2]
+        other = f"*[{scope}" if scope else operation(reader)
+        at = f" at {line}" if line else ""
+        return f"{ROUNDED_AGAIN} {dtype} by {operation(reader)}{at}. A rule for {other!r} raises that too"
+
+    def _moves_raised(self, eqn: JaxprEqn) -> bool:
+        """Add a move of values that are raised, or the cast of a cotangent, if its result is read in float32."""
+        name, (result, *_) = ir.name(eqn), (*eqn.outvars, None)
+        # Cotangents of a value that is read twice, once in float32, are added in float32.
+        if name not in MOVES | COPIES | {"add_any"} or result is None or not is_floating(result.aval):
+            return False
+        if name == "convert_element_type" and not self._is_raised(eqn.invars[0]):
+            # The transpose of a cast to float32 rounds the cotangent that a raised product reads.
+            is_back = is_transposed(eqn) or self._place.is_backward
+            if not (is_back and result in self._read_wide and ir.avals([result])[0].dtype.itemsize == 2):
+                return False
+            if not self._target.is_wide(eqn.invars[0].aval):
+                return False
+            self._stored[result] = self._read(eqn.invars[0], False, eqn)
+            return True
+        is_cast_back = self._target.is_wide(result.aval)
+        if not any(map(self._is_raised, eqn.invars)) or not (is_cast_back or result in self._read_wide):
+            return False
+        reads = [self._read_raised(v, eqn) if is_floating(v.aval) else v for v in eqn.invars]
+        self._eqns.append(eqn.replace(invars=reads, outvars=[self._define(result, not is_cast_back)]))
+        return True
+
+    def _read_raised(self, atom: Atom, eqn: JaxprEqn) -> Atom:
+        """A 16-bit value for an equation in float32."""
+        if self._is_raised(atom):
+            return self._stored[atom]
+        aval = atom.aval.update(dtype=_FLOAT32, weak_type=False)
+        if ir.is_literal(atom):
+            return core.Literal(np.asarray(atom.val).astype(np.float32), aval)
+        wide = core.Var(aval)
+        self._eqns.append(build.convert(atom, wide, eqn))
+        return wide
 
     def _multiply(self, eqn: JaxprEqn, key: str, category: str, is_narrow: bool) -> None:
         """Add a product with the decision about it."""
@@ -252,7 +353,12 @@ class _Body:
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
         is_split = splits(eqn) if ir.name(eqn) == "shard_map" else [True] * len(eqn.invars)
         wide = {*constructs.added_up(eqn), *(i for i, x in enumerate(is_split) if not x)}
-        narrow_operands = [i not in wide and self._is_narrow(v) for i, v in enumerate(eqn.invars)]
+        is_by_rule = constructs.derivative(eqn) is Derivative.BY_RULE
+        carry = constructs.carry(eqn)
+        is_stored = [
+            not is_by_rule and i not in carry if self._is_raised(v) else i not in wide and self._is_narrow(v)
+            for i, v in enumerate(eqn.invars)
+        ]
         place = self._place._replace(context=self._place.context.inside(eqn))
 
         def rewrite(
@@ -261,31 +367,42 @@ class _Body:
             here = place._replace(in_backward_rule=in_backward_rule or place.in_backward_rule)
             return self._pass.run(closed, inputs, outputs, here)
 
-        inputs, outputs = self._facts_of_bodies(eqn, narrow_operands)
+        # The first results keep their traced dtypes.
+        first = len(eqn.outvars) if is_by_rule else len(carry)
+        inputs, outputs = self._facts_of_bodies(eqn, is_stored, first)
         bodies = list(map(rewrite, constructs.bodies(eqn) or (), inputs, outputs))
         if not any(body.changed for body in bodies):
             self._eqns.append(eqn.replace(invars=[self._read(v, False, eqn) for v in eqn.invars]))
             return
-        is_by_rule = constructs.derivative(eqn) is Derivative.BY_RULE
-        first = len(eqn.outvars) if is_by_rule else len(constructs.carry(eqn))
-        narrow = [i >= first and all(body.narrow[i] for body in bodies) for i in range(len(eqn.outvars))]
-        reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, narrow_operands, strict=True)]
+        meets = lambda i: all if self._target.is_wide(eqn.outvars[i].aval) else any  # Branches may differ.
+        narrow = [i >= first and meets(i)(body.narrow[i] for body in bodies) for i in range(len(eqn.outvars))]
+        reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_stored, strict=True)]
         writes = [self._define(v, x) for v, x in zip(eqn.outvars, narrow, strict=True)]
         call = Call(eqn, bodies, inputs, outputs, narrow, rewrite, self._pass.rest)
         self._eqns.extend(enter(call, reads, writes, place.context.shard_map))
         self._changed = True
 
-    def _facts_of_bodies(self, eqn: JaxprEqn, narrow: Sequence[bool]) -> tuple[list[list[Input]], list[list[Output]]]:
-        """Return what is known of the inputs and the outputs of each body of a construct with these narrow operands."""
+    def _facts_of_bodies(
+        self, eqn: JaxprEqn, is_stored: Sequence[bool], first: int
+    ) -> tuple[list[list[Input]], list[list[Output]]]:
+        """Return what is known of the inputs and the outputs of each body of a construct.
+
+        `is_stored` says which operands are stored in another dtype. From the `first` result on, results may be.
+        """
         constant, computed = (
             self._pass.constants.into(eqn, self._constants),
             self._pass.computed.into(eqn, self._computed),
         )
         inputs = [
-            list(map(Input, (narrow[i] for i in places), *facts))
+            list(map(Input, (is_stored[i] for i in places), *facts))
             for places, *facts in zip(constructs.operands_of_bodies(eqn), constant, computed, strict=True)
         ]
         outputs = [list(map(Output, flags)) for flags in self._pass.consumed.into(eqn, self._consumed)]
+        if self._target.raised:
+            outputs = [
+                [x._replace(is_read_wide=y and i >= first) for i, (x, y) in enumerate(zip(*columns, strict=True))]
+                for columns in zip(outputs, self._pass.read_wide.into(eqn, self._read_wide), strict=True)
+            ]
         if self._pass.format:
             after = self._pass.after_product.into(eqn, self._after_product)
             tangent = self._pass.of_tangents.into(eqn, self._of_tangents)
@@ -323,32 +440,44 @@ class _Body:
         return constant is not None and (constant.is_out_of_range or self._target.is_out_of_range(self._number(atom)))
 
     def _is_stored(self, atom: Atom) -> bool:
-        """Whether a value is stored in 16 bit."""
-        return not ir.is_literal(atom) and atom in self._narrow
+        """Whether a value is stored in another dtype than it was traced in."""
+        return not ir.is_literal(atom) and atom in self._stored
+
+    def _is_raised(self, atom: Atom) -> bool:
+        """Whether a value was traced in 16 bit and is stored in float32."""
+        return self._is_stored(atom) and not self._target.is_wide(atom.aval)
 
     def _is_narrow(self, atom: Atom) -> bool:
-        """Whether a value is stored in 16 bit and has a single reader."""
-        return self._is_stored(atom) and self._readers[atom] == 1
+        """Whether a float32 value is stored in 16 bit and has a single reader."""
+        return self._is_stored(atom) and not self._is_raised(atom) and self._readers[atom] == 1
 
     def _is_argument(self, atom: Atom) -> bool:
         """Whether a value is an argument of the function, perhaps moved, and not computed."""
         return ir.is_literal(atom) or not self._target.is_wide(atom.aval) or not self._computed[atom]
 
-    def _define(self, v: Var, narrow: bool) -> Var:
-        self._narrow |= {v: self._target.narrow_var(v)} if narrow else {}
-        return self._narrow.get(v, v)
+    def _define(self, v: Var, is_stored: bool) -> Var:
+        self._stored |= {v: self._target.stored_var(v)} if is_stored else {}
+        return self._stored.get(v, v)
 
-    def _read(self, atom: Atom, narrow: bool, eqn: JaxprEqn | None) -> Atom:
-        """A value for an equation, in 16 bit or as it was traced."""
-        if narrow and ir.is_literal(atom):
+    def _read(self, atom: Atom, is_stored: bool, eqn: JaxprEqn | None) -> Atom:
+        """A value for an equation, as it was traced or in the other dtype."""
+        if is_stored and ir.is_literal(atom):
             return self._target.narrow_literal(atom)
-        if narrow and self._is_narrow(atom):
-            return self._narrow[atom]
-        if self._is_stored(atom) and atom not in self._wide:
-            self._wide.add(atom)
-            self._eqns.append(build.convert(self._narrow[atom], atom, eqn))
-        if narrow:
-            target = self._target.narrow_var(atom)
+        if is_stored and (self._is_narrow(atom) or self._is_raised(atom)):
+            return self._stored[atom]
+        if self._is_stored(atom) and atom not in self._cast_back:
+            self._cast_back.add(atom)
+            cast = _rounded if self._is_raised(atom) else lambda *args: [build.convert(*args)]
+            self._eqns.extend(cast(self._stored[atom], atom, eqn))
+        if is_stored:
+            target = self._target.stored_var(atom)
             self._eqns.append(build.convert(atom, target, eqn))
             return target
         return atom
+
+
+def _rounded(source: Var, target: Var, like: JaxprEqn | None) -> list[JaxprEqn]:
+    """The equations that round a float32 value to 16 bit, for all its readers."""
+    cast = core.Var(target.aval)
+    conversion = build.convert(source, cast, like)
+    return [conversion, conversion.replace(primitive=rounded, params={}, invars=[cast], outvars=[target])]

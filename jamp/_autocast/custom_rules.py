@@ -27,7 +27,7 @@ class Rewritten:
 
     Attributes:
       closed: The jaxpr, or the traced one if nothing in it changes.
-      narrow: Which of its outputs are 16 bit in place of float32.
+      narrow: Which of its outputs are 16 bit in place of float32, or by a rule float32 in place of 16 bit.
       changed: Whether anything changes.
     """
 
@@ -36,13 +36,17 @@ class Rewritten:
         self._done: dict[tuple[bool, ...], ClosedJaxpr] = {self.narrow: closed}
 
     def at(self, narrow: Sequence[bool]) -> ClosedJaxpr:
-        """The jaxpr with only some of its `narrow` outputs in 16 bit, and the others cast back to float32."""
+        """The jaxpr with these outputs in the other dtype, and the rest as traced.
+
+        Any output that was traced in 16 bit can be float32. Of the others, only those that are `narrow` can be 16 bit.
+        """
         wanted = tuple(narrow)
         if wanted not in self._done:
             eqns, outputs = list(self.closed.jaxpr.eqns), list(self.closed.jaxpr.outvars)
             for i, v in enumerate(outputs):
-                if self.narrow[i] and not wanted[i]:
-                    outputs[i] = core.Var(self._types[i])
+                if self.narrow[i] != wanted[i]:
+                    wide = self._types[i].update(dtype=np.dtype(np.float32))
+                    outputs[i] = core.Var(wide if wanted[i] else self._types[i])
                     eqns.append(build.convert(v, outputs[i], eqns[-1] if eqns else None))
             constants = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
             self._done[wanted] = build.closed_jaxpr(constants, self.closed.jaxpr.invars, outputs, eqns)
@@ -100,7 +104,7 @@ class Call(NamedTuple):
         """
         closed = jax.make_jaxpr(fun)(*avals)
         known = zip(args, avals, inputs, strict=True)
-        given = [x._replace(is_narrow=jax.typeof(y).dtype != aval.dtype, constant=None) for y, aval, x in known]
+        given = [x._replace(is_stored=jax.typeof(y).dtype != aval.dtype, constant=None) for y, aval, x in known]
         n = len(closed.out_avals)
         stored = [i >= (n if residuals_from is None else residuals_from) for i in range(n)]
         known_outputs = [*outputs, *[Output()] * (n - len(outputs))]

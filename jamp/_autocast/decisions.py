@@ -13,7 +13,7 @@ from jamp._jaxprs.primitives import COPIES, IDENTITIES, REARRANGES
 from jamp._jaxprs.source import in_scope, scope, user_line
 from jamp._jaxprs.walk import walk
 from jamp._products import product as _product
-from jamp._products.product import Product, as_traced
+from jamp._products.product import Dtype, Product, as_traced
 from jamp._products.quantized import QUANTIZE
 
 
@@ -23,13 +23,13 @@ class Decision(NamedTuple):
     Attributes:
       eqn: The equation as it was traced.
       key, category: The key of its rule, and the category.
-      is_narrow: Whether its float32 values are 16 bit.
+      casts: From which dtype to which its values are cast, if they are: from float32 to 16 bit, or back by a rule.
     """
 
     eqn: JaxprEqn
     key: str
     category: str
-    is_narrow: bool = False
+    casts: tuple[Dtype, Dtype] | None = None
 
 
 class Decisions:
@@ -105,8 +105,7 @@ def entries(
             traced, key, category = decision.eqn, decision.key, decision.category
             before = _dtypes(traced.invars), _dtypes(traced.outvars)
             is_copy = ir.name(traced) in COPIES
-            narrow = lambda text: text.replace(str(target.wide), str(target.compute_dtype))
-            after = (before[0] if is_copy else narrow(before[0]), narrow(before[1])) if decision.is_narrow else before
+            after = before[0] if is_copy else _cast(before[0], decision), _cast(before[1], decision)
         reads = paths.read(facts, eqn.invars[: product.arity] if product else eqn.invars)
         line, place = user_line(eqn) or context.line, scope(eqn, context.scope)
         read = [x for x in reads if x]
@@ -116,6 +115,11 @@ def entries(
 def _path(eqn: JaxprEqn, operands: list[str]) -> str:
     """The path of the parameter that the results of an equation are, perhaps moved. Forward."""
     return operands[0] if ir.name(eqn) in REARRANGES else ""
+
+
+def _cast(dtypes: str, decision: Decision) -> str:
+    old, new = map(str, decision.casts or ("", ""))
+    return ", ".join(new if x == old else x for x in dtypes.split(", "))
 
 
 def _multiplied(eqn: JaxprEqn, product: Product, target: Target) -> str:

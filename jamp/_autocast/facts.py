@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._autocast.rules import ANY
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import ir
 from jamp._jaxprs.dataflow import Flags
@@ -41,14 +42,14 @@ class Input(NamedTuple):
     """What is known of an input of a jaxpr.
 
     Attributes:
-      is_narrow: Whether it is stored in 16 bit.
+      is_stored: Whether it is stored in another dtype than it was traced in: in 16 bit, or by a rule in float32.
       constant: The constant that it is, or None.
       is_computed: Whether it is computed, and not an argument of the function, perhaps moved.
       follows_product: Whether it depends on a product. This and the next are found for 8-bit formats only.
       follows_tangent: Whether it depends on a tangent or cotangent.
     """
 
-    is_narrow: bool = False
+    is_stored: bool = False
     constant: Constant | None = None
     is_computed: bool = True
     follows_product: bool = False
@@ -62,11 +63,13 @@ class Output(NamedTuple):
       is_consumed: Whether it is consumed (`consumes`).
       keeps_narrow: Whether it is 16 bit if it is the result of a product, perhaps moved, even if others read it too.
       feeds_product: Whether a later product reads it, perhaps through other operations.
+      is_read_wide: Whether it is read in float32, although it was traced in 16 bit (`reads_wide`).
     """
 
     is_consumed: bool = False
     keeps_narrow: bool = False
     feeds_product: bool = False
+    is_read_wide: bool = False
 
 
 def computes(eqn: JaxprEqn, operands: Flags) -> bool:
@@ -84,6 +87,18 @@ def consumes(eqn: JaxprEqn, results: Flags) -> bool:
     Backward. A gradient of an argument that only moves and sums read is a result of the function, and stays float32.
     """
     return any(results) or ir.name(eqn) not in MOVING | _SUMS
+
+
+def reads_wide(raised: frozenset[str], eqn: JaxprEqn, results: Flags) -> bool:
+    """Whether an equation reads its 16-bit operands in float32: it casts them, is raised, or moves what others so read.
+
+    Backward. `raised` are the primitives that a rule raises (see `Target.raises`).
+    """
+    if ir.name(eqn) == "convert_element_type":
+        return bool(is_floating(eqn.outvars[0].aval) and ir.avals(eqn.outvars)[0].dtype.itemsize > 2) or any(results)
+    if ir.name(eqn) in MOVES | COPIES | {"add_any"}:
+        return any(results)
+    return not raised.isdisjoint((ir.name(eqn), ANY))
 
 
 def fills(is_wide: IsWide, eqn: JaxprEqn, operands: list[Constant | None]) -> Constant | None:

@@ -40,7 +40,12 @@ class Passes(NamedTuple):
         """Whether autocast changes a product, or by a rule of the user another operation."""
         rules = [self.target.rules[key] for key in self.used if key in self.target.rules]
         is_by_rule = any(rule == Rule(COMPUTE, YOURS) for rule in rules)
-        return is_by_rule or any(product.format for product in products(self.decided))
+        return is_by_rule or self.raises or any(product.format for product in products(self.decided))
+
+    @property
+    def raises(self) -> bool:
+        """Whether a rule of the user raises an operation other than a product from 16 bit to float32."""
+        return any(x.casts and x.casts[0].itemsize < x.casts[1].itemsize for x in self.decisions)
 
     @property
     def used(self) -> set[str]:

@@ -15,7 +15,7 @@ from jamp._autocast.cast import cast
 from jamp._autocast.decisions import Entry, entries
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.passes import Passes, finished, passes
-from jamp._autocast.rules import ACCUMULATE, COMPUTE, WIDEST, Rule, rules_for, wide_dtype
+from jamp._autocast.rules import ACCUMULATE, COMPUTE, ROUNDED_AGAIN, WIDEST, Rule, rules_for, wide_dtype
 from jamp._autocast.target import Target
 from jamp._autocast.warn import cause
 from jamp._jaxprs import ir, walk
@@ -115,7 +115,8 @@ class AutocastReport:
             is_high = self._wide in row.after and not self._is_low(row)
             is_kept = self.quantized and row.category == COMPUTE and not _is_8_bit(row)
             is_out_of_range = row.operation.endswith("[range]")
-            if (is_high and (is_large or not is_reached or is_out_of_range)) or (is_kept and is_large):
+            is_in_vain = row.reason.startswith(ROUNDED_AGAIN)
+            if (is_high and (is_large or not is_reached or is_out_of_range)) or (is_kept and is_large) or is_in_vain:
                 share = f"({row.flops / (total or 1):.1%} of the FLOPs) stays {row.after.rpartition('-> ')[2]}"
                 place = f"in {row.scope} " * bool(row.scope) + f"with {row.parameter} " * bool(row.parameter)
                 what = share if row.flops else "runs as traced"

@@ -35,6 +35,7 @@ class Rule(NamedTuple):
 
 
 YOURS = "a rule of yours"
+ROUNDED_AGAIN = "a rule of yours, and its float32 result is rounded to"  # of a product that is raised in vain
 LINALG, VECTOR = "linalg", "vector"  # products in linear algebra, and of two vectors
 
 

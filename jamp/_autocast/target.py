@@ -15,19 +15,23 @@ from jamp._autocast.rules import (
     ACCUMULATE,
     ANY,
     COMPUTE,
+    FLOAT32,
     GRADIENT,
     LINALG,
     VECTOR,
+    YOURS,
     Rule,
     rules_for,
     wide_dtype,
 )
-from jamp._jaxprs import ir
+from jamp._cast import is_inexact
+from jamp._jaxprs import constructs, ir
 from jamp._jaxprs.ir import JaxprEqn, Var
-from jamp._jaxprs.primitives import EXPENSIVE, PRODUCTS
+from jamp._jaxprs.primitives import EXPENSIVE, MOVING, PRODUCTS
 from jamp._jaxprs.source import is_linear_algebra, scope_path
 
 _FLOAT32 = np.dtype(np.float32)
+_NOT_RAISED = MOVING | {"bitcast_convert_type", "nextafter", "reduce_precision"}  # They move values, or work on bits.
 
 
 class Target:
@@ -41,6 +45,10 @@ class Target:
         self.compute_dtype, self.wide, self.rules = compute_dtype, wide_dtype(compute_dtype), rules
         # The rules for a part of the name stack.
         self.parts = [key for key in rules if "[" in key and key not in rules_for(self.wide)]
+        # The primitives that rules of the user raise: 16-bit operands are read in float32. `ANY` stands for all.
+        is_raise = lambda rule: rule.reason == YOURS and rule.category in (FLOAT32, ACCUMULATE)
+        names = (key.partition("[")[0] for key, rule in rules.items() if is_raise(rule))
+        self.raised = frozenset(names) if self.wide == _FLOAT32 else frozenset[str]()
         # The types of the arrays of constants that this process cannot read, because others hold parts of them.
         self.unread: dict[str, None] = {}
 
@@ -52,9 +60,10 @@ class Target:
         """Return the dtype of the result of a product of narrow operands. Sums are at most float32."""
         return self.compute_dtype if category == COMPUTE else _FLOAT32
 
-    def narrow_var(self, v: Any) -> Var:
-        """Return a variable for a value in 16 bit."""
-        found: Var = core.Var(v.aval.update(dtype=self.compute_dtype, weak_type=False))
+    def stored_var(self, v: Any) -> Var:
+        """Return a variable for a float32 value in 16 bit, or for a raised 16-bit value in float32."""
+        dtype = self.compute_dtype if self.is_wide(v.aval) else _FLOAT32
+        found: Var = core.Var(v.aval.update(dtype=dtype, weak_type=False))
         return found
 
     def narrow_literal(self, literal: Any) -> Any:
@@ -83,6 +92,16 @@ class Target:
     def _narrow(self, constant: Any) -> Any:
         with np.errstate(all="ignore"):
             return np.asarray(constant).astype(self.compute_dtype)
+
+    def raises(self, key: str, eqn: JaxprEqn) -> bool:
+        """Whether a rule of the user raises the precision of an equation that was traced in 16 bit."""
+        name, rule = ir.name(eqn), self.rules.get(key)
+        if rule is None or rule.reason != YOURS or key.partition("[")[0] not in self.raised or name in _NOT_RAISED:
+            return False
+        dtypes = {aval.dtype for aval in ir.avals([*eqn.invars, *eqn.outvars]) if is_inexact(aval)}
+        is_16_bit = any(aval.dtype.itemsize == 2 for aval in ir.avals(eqn.invars) if is_inexact(aval))
+        is_meant = rule.category == FLOAT32 or name in PRODUCTS
+        return is_meant and is_16_bit and len(dtypes - {_FLOAT32}) == 1 and not constructs.has_body(eqn)
 
     def widens_gradients(self, eqn: JaxprEqn) -> bool:
         """Whether the gradients of the weights of a product are wider than the compute dtype."""

@@ -50,6 +50,7 @@ def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
     if target.compute_dtype == np.float32:
         return unused  # Nothing is lost in float64. The report has it.
     is_used = any(_is_asked_for(product, passes) for product in products(passes.decided))
+    is_used = is_used or (passes.raises and not passes.format)
     if is_used and not any(_is_left_out(x.eqn, x.category, target) for x in passes.decisions):
         return unused
     every = list(entries(passes.decided, passes.decisions, target))

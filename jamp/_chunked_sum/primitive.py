@@ -197,7 +197,7 @@ chunked_sum_p = core.Primitive("chunked_sum")
 chunked_sum_p.multiple_results = True
 chunked_sum_p.def_impl(_evaluate)
 chunked_sum_p.def_effectful_abstract_eval(_types)
-chunked_sum_p.to_lojax = _run  # under jax_remat3, if the body has a checkpoint
+chunked_sum_p.to_lojax = _run  # type: ignore[method-assign]  # under jax_remat3, if the body has a checkpoint
 mlir.register_lowering(chunked_sum_p, mlir.lower_fun(_run, multiple_results=True))
 batching.fancy_primitive_batchers[chunked_sum_p] = _batch
 ad.primitive_jvps[chunked_sum_p] = _differentiate

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from jamp._cast import is_floating
 from jamp._jaxprs import interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import PRODUCTS
@@ -90,6 +92,52 @@ class Rounded(NamedTuple):
     def rounded(self, x: Array) -> Array:
         """A float32 operand in the dtype."""
         return x.astype(self.dtype) if x.dtype == jnp.float32 else x
+
+
+class Raised(NamedTuple):
+    """A product of 16-bit operands, or of such an operand and a float32 one, whose result is float32.
+
+    A product of two numbers of one 16-bit dtype is exact in float32. So a dot_general of two such operands reads them
+    as they are. Any other product is one of float32 operands, with the highest precision unless the code asked for
+    another.
+    """
+
+    def read(self, product: Product, operands: Sequence[Array]) -> list[Array]:
+        return list(operands)
+
+    def value(self, product: Product, operands: Sequence[Array]) -> Array:
+        return self._multiply(product.primitive, operands, dict(product.params), product.dtype)
+
+    def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
+        return [operands[j] for j in others_of(product, perturbed)]
+
+    def tangent(
+        self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
+    ) -> Array:
+        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
+        given = [{**values, i: t} for i, t in zip(perturbed, tangents, strict=True)]
+        terms = [self.value(product, [operands[j] for j in sorted(operands)]) for operands in given]
+        return sum(terms[1:], start=terms[0])
+
+    def cotangents(
+        self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
+    ) -> list[Array]:
+        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
+        run = lambda eqn, args: self._multiply(eqn.primitive, args, ir.params(eqn), np.dtype(np.float32))
+        results = []
+        for i, aval in zip(perturbed, types, strict=True):
+            operands = [x.astype(jnp.float32) for x in (g, *(values[j] for j in sorted(values) if j != i))]
+            wide = aval.update(dtype=np.dtype(np.float32))
+            results.append(cotangent(product, i, wide, list(map(jax.typeof, operands)), operands, run))
+        return [x.astype(aval.dtype) for x, aval in zip(results, types, strict=True)]
+
+    @staticmethod
+    def _multiply(primitive: Any, operands: Sequence[Array], params: dict[str, Any], dtype: Any) -> Array:
+        if primitive.name != "dot_general" or any(x.dtype == jnp.float32 for x in operands):
+            operands = [x.astype(jnp.float32) if is_floating(x) else x for x in operands]
+            if params["precision"] in (None, lax.DotAlgorithmPreset.DEFAULT):
+                params = {**params, "precision": (lax.Precision.HIGHEST,) * 2}
+        return multiply(primitive, operands, params, jnp.float32).astype(dtype)
 
 
 def others_of(product: Product, perturbed: Sequence[int]) -> list[int]:

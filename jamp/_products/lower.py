@@ -28,7 +28,7 @@ from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace
 from jamp._jaxprs.primitives import PRODUCTS
 from jamp._jaxprs.rewrite import Body, Rewriter
-from jamp._products.arithmetic import Arithmetic, Rounded, moved, others_of
+from jamp._products.arithmetic import Arithmetic, Raised, Rounded, moved, others_of
 from jamp._products.formats import Format
 from jamp._products.product import Product, of, product_p
 from jamp._products.quantized import Quantized, scaled_sums
@@ -101,7 +101,9 @@ def _by_jax(product: Product, arithmetic: Arithmetic, *operands: Array) -> Array
 
 def _arithmetic(product: Product) -> Arithmetic:
     assert product.format is not None
-    return Quantized(product.format) if isinstance(product.format, Format) else Rounded(product.format)
+    if isinstance(product.format, Format):
+        return Quantized(product.format)
+    return Raised() if product.is_raised else Rounded(product.format)
 
 
 # `lax.stop_gradient`, but a function that is linear as it stands, such as the rule of a custom_jvp, can be transposed.

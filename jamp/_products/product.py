@@ -66,6 +66,11 @@ class Product:
         """Whether it is the gradient of a weight. The key "*[gradient]" is for a scope of this name."""
         return self.key.endswith(f"[{GRADIENT}]") and not self.key.startswith(ANY)
 
+    @property
+    def is_raised(self) -> bool:
+        """Whether a rule of the user gives the result, and the cotangent, of 16-bit operands the digits of float32."""
+        return self.format == np.float32 and any(dtype.itemsize == 2 for dtype in self.before[:-1])
+
     def __repr__(self) -> str:
         name = "its traced dtypes" if self.format is None else self.format.name
         places = ", ".join(str(i) for i, x in enumerate(self.arguments) if x)

@@ -111,7 +111,7 @@ def _primitive(name: str, run: Callable[..., Any], batch: Callable[..., Any], ty
     call.multiple_results = True
     call.def_impl(run)
     call.def_effectful_abstract_eval(types)
-    call.to_lojax = run  # under jax_remat3, if the function has a checkpoint
+    call.to_lojax = run  # type: ignore[method-assign]  # under jax_remat3, if the function has a checkpoint
     mlir.register_lowering(call, mlir.lower_fun(run, multiple_results=True))
     batching.fancy_primitive_batchers[call] = batch
     return call

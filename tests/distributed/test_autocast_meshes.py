@@ -314,3 +314,23 @@ def test_a_shard_map_over_explicit_axes_is_entered_too(vma):
     for grad in (jax.grad(loss(jamp.autocast(fun, BF16)), 1), jamp.autocast(jax.grad(loss(fun), 1), BF16)):
         found = jax.jit(grad)(x, w)
         assert jnp.linalg.norm(found - want) < 0.05 * jnp.linalg.norm(want)
+
+
+@pytest.mark.parametrize("vma", [True, False])
+def test_a_rule_raises_a_head_in_a_shard_map(vma):
+    """What the shard_map returns in 16 bit is read in float32 outside."""
+    x, w = X.astype(BF16), W.astype(BF16)
+
+    def head(x, w):
+        with jax.named_scope("head"):
+            return x @ w
+
+    loss = lambda fun: lambda x, w: jnp.sum(jax.nn.log_softmax(fun(x, w).astype(jnp.float32))[:, 0])
+    low = lambda fun: jamp.autocast(loss(fun), BF16, rules={"dot_general[head]": "float32"})
+    gradient = lambda fun: jax.jit(jax.value_and_grad(fun, (0, 1)))(x, w)
+    (found, grads), (wanted, exact) = gradient(low(mapped(head, vma))), gradient(low(head))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert abs(found - gradient(loss(head))[0]) > 1e-4
+    for mine, other in zip(grads, exact, strict=True):
+        difference = jnp.linalg.norm((mine - other).astype(jnp.float32))
+        assert difference < 1e-2 * jnp.linalg.norm(other.astype(jnp.float32))
