@@ -27,6 +27,20 @@ gc.set_threshold(100_000, 20, 100)
 sys.path.append(str(Path(__file__).parents[1]))  # for `benchmarks`; at the end: an installed jamp comes first
 
 
+def pytest_addoption(parser):
+    parser.addoption("--one-each", action="store_true", help="run the first case of each parametrized test")
+
+
+@pytest.hookimpl(trylast=True)  # after the tests that are marked slow were left out
+def pytest_collection_modifyitems(config, items):
+    """With `--one-each`, a release of JAX meets each test, but not each of its cases."""
+    if config.getoption("--one-each"):
+        first = {(item.path, getattr(item, "originalname", item.name)): item for item in reversed(items)}
+        kept = set(first.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
 def pytest_collection_finish(session):
     """What is imported stays. No search for garbage reads it."""
     gc.collect()
