@@ -105,3 +105,22 @@ def test_a_weight_gradient_is_written_in_float32_and_reduced_in_float32():
         reduced = [line.partition(" all-reduce(")[0] for line in text.splitlines() if " all-reduce(" in line]
         assert any(("f32[512,1024]" if wide else "bf16[") in types for types in reduced), reduced
         assert any("bf16[512,1024]" in types or "bf16[1024,512]" in types for types in reduced) != wide
+
+
+def test_a_loss_in_chunks_holds_the_logits_of_one():
+    """Of 8192 rows and 32768 words: in chunks of 1024, with the head cast once, before the loop."""
+
+    def loss_sum(head, hidden, targets):
+        logits = (hidden @ head).astype(jnp.float32)
+        chosen = jnp.sum(jnp.where(jnp.arange(32768) == targets[:, None], logits, 0.0), -1)
+        return jnp.sum(jax.nn.logsumexp(logits, -1) - chosen)
+
+    shapes = ((1024, 32768), jnp.float32), ((8192, 1024), jnp.float32), ((8192,), jnp.int32)
+    device = SingleDeviceSharding(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)).devices.flat[0])
+    args = [jax.ShapeDtypeStruct(*x, sharding=device) for x in shapes]
+    compiled = lambda fun: jax.jit(jax.grad(jamp.autocast(fun, jnp.bfloat16), argnums=(0, 1))).lower(*args).compile()
+    chunked, whole = compiled(jamp.chunked_sum(loss_sum, 1024)), compiled(loss_sum)
+    temporary = lambda program: program.memory_analysis().temp_size_in_bytes
+    logits = 8192 * 32768 * 2
+    assert temporary(whole) > logits
+    assert temporary(chunked) < logits / 2 + 1024 * 32768 * 6  # and the head, in 16 bit, and its gradient, in 32 bit
