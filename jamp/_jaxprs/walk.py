@@ -78,7 +78,7 @@ def holds_product(eqn: JaxprEqn) -> bool:
     return any(is_product(e) for e, _ in leaves(eqn, is_leaf))
 
 
-def inlined(
+def through_calls(
     eqn: JaxprEqn, body_of: Callable[[JaxprEqn], ClosedJaxpr | None] = constructs.body_of_call
 ) -> Iterator[JaxprEqn]:
     """Yield the equations that a call evaluates if it is not differentiated. Any other equation is one by itself."""
@@ -86,4 +86,4 @@ def inlined(
     if body is None:
         yield eqn
     for e in body.jaxpr.eqns if body else ():
-        yield from inlined(e, body_of)
+        yield from through_calls(e, body_of)

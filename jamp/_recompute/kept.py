@@ -134,4 +134,4 @@ def _variables(eqn: JaxprEqn) -> list[Any]:
 
 def is_recomputed(eqn: JaxprEqn) -> bool:
     """Whether an equation may be computed again."""
-    return all(ir.name(e) in CHEAP for e in walk.inlined(eqn))
+    return all(ir.name(e) in CHEAP for e in walk.through_calls(eqn))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, constructs, inline, interpret, ir
+from jamp._jaxprs import build, constructs, inline, interpret, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import partitions, trace
 from jamp._jaxprs.primitives import (
@@ -342,18 +342,28 @@ def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
     name = name_of(eqn)
     if of_arguments and is_gather(eqn):
         return _GATHERED * device_bytes(eqn.outvars[0])
-    if name.startswith(("random_", "threefry")) and name != "random_gamma":
-        dtypes = [aval.dtype for aval in ir.avals(eqn.invars)]
-        keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
-        # The bits of other generators may depend on how a program is compiled.
-        is_exact = all(str(key) == "key<fry>" for key in keys)
-        return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars) if is_exact else math.inf
-    inside = [e for body, _ in constructs.inner(eqn) for e in body.eqns]
-    if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in inside):
+    inside = (e for body, _ in constructs.inner(eqn) for e in walk.all_equations(body))
+    if not all(map(_is_repeatable, (eqn, *inside))):
         return math.inf
+    if _is_random(eqn):
+        return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars)
     known = ARITHMETIC | CUBIC.keys() | ENCODED_PRODUCTS | EXPENSIVE | MOVING | OTHERS | PRODUCTS
     is_known = constructs.has_body(eqn) or name in known
     return flops(eqn) if is_known else UNKNOWN
+
+
+def _is_repeatable(eqn: JaxprEqn) -> bool:
+    """Whether computing an equation again gives the same results. Its bodies are not entered."""
+    if _is_random(eqn):
+        dtypes = [aval.dtype for aval in ir.avals(eqn.invars)]
+        # The bits of other generators may depend on how a program is compiled.
+        return all(str(dtype) == "key<fry>" for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key))
+    return name_of(eqn) not in _NEVER_AGAIN and not eqn.effects
+
+
+def _is_random(eqn: JaxprEqn) -> bool:
+    name = ir.name(eqn)
+    return name.startswith(("random_", "threefry")) and name != "random_gamma"
 
 
 def is_gather(eqn: JaxprEqn) -> bool:

@@ -420,26 +420,33 @@ def _cut_by_bytes(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, i
 
 def _computed_bytes(eqn: JaxprEqn) -> float:
     """The bytes of the floating-point values that an equation, or a jit call, computes."""
-    computing = (e for e in walk.inlined(eqn, constructs.inlinable) if ir.name(e) not in MOVING)
+    computing = (e for e in walk.through_calls(eqn, constructs.inlinable) if ir.name(e) not in MOVING)
     return sum((nbytes(v) for e in computing for v in e.outvars if is_inexact(v.aval)), 0.0)
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
-    if eqn.effects or ir.name(eqn) == "name":
+    operations = list(walk.through_calls(eqn, _plain_body))
+    # JAX keeps no partial sum between the passes unless the axes are explicit. Its checkpoint rounds the values that it
+    # keeps, and cannot round complex ones.
+    avals = ir.avals([v for e in (eqn, *operations) for v in (*e.invars, *e.outvars)])
+    return not any(is_partial(x) or is_complex(x) for x in avals) and all(map(_is_plain_operation, operations))
+
+
+def _plain_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a call that may be in a segment."""
+    # A derivative rule that multiplies would do so again in the backward pass.
+    is_plain = ir.name(eqn) == "jit" or (ir.name(eqn) == "custom_jvp_call" and not holds_product(eqn))
+    return constructs.body_of_call(eqn) if is_plain else None
+
+
+def _is_plain_operation(eqn: JaxprEqn) -> bool:
+    # A derivative rule that sorts would do so again in the backward pass.
+    if eqn.effects or ir.name(eqn) in ("name", "sort", "jit", "custom_jvp_call"):
         return False
-    if any(is_partial(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-        return False  # JAX keeps no such value between the passes unless the axes are explicit.
-    if any(is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-        return False  # JAX's checkpoint rounds the values that it keeps, and cannot round complex ones.
-    if ir.name(eqn) == "sort" or (ir.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
-        return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
     if ir.name(eqn) == "custom_vjp_call":  # An identity, such as a clip of cotangents, has nothing to compute again.
         body = constructs.body_of_call(eqn)
         return body is not None and not body.jaxpr.eqns
-    if ir.name(eqn) in ("jit", "custom_jvp_call"):
-        body = constructs.body_of_call(eqn)
-        return body is not None and all(map(_is_plain, body.jaxpr.eqns))
     return name_of(eqn) in CHEAP | EXPENSIVE | PRODUCTS or not constructs.has_body(eqn)
 
 
@@ -461,7 +468,7 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
         is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
         return is_large and ir.name(e) not in MOVING and is_recomputed(e)
 
-    return any(map(computes_much, walk.inlined(eqn, constructs.inlinable)))
+    return any(map(computes_much, walk.through_calls(eqn, constructs.inlinable)))
 
 
 def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
