@@ -12,7 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten
 
 from jamp._cast import is_inexact
 from jamp._jaxprs import build, interpret
-from jamp._staging import is_kept, traced_anew
+from jamp._staging import is_trace_reused, traced_anew
 
 if TYPE_CHECKING:
     from jamp._jaxprs.ir import ClosedJaxpr
@@ -54,7 +54,7 @@ class Call:
 
     def traceable(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
         """`fun` as a function of `leaves` that returns a list of arrays, new values of boxes last."""
-        is_once = not is_kept()
+        is_once = not is_trace_reused()
 
         def traced(*leaves: Any) -> list[Any]:
             nodes = list(self._nodes)
