@@ -1,4 +1,4 @@
-"""What varies in a shard_map, and tracing as if inside one that was traced already."""
+"""The axes of a shard_map: which arrays vary along them, and tracing inside a shard_map that was traced already."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -66,8 +66,8 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
         whole arrays.
 
     Returns:
-      A function like `fun`. Its results and gradients are those of `fun`, but XLA may round what is computed again
-      differently. Under `jamp.autocast` use the argument `memory_budget` of that.
+      A function like `fun`, with the same results and gradients, but XLA may round values that are computed again
+      differently. Under `jamp.autocast` use the argument `memory_budget` of `jamp.autocast`.
 
     Raises:
       TypeError: If `memory_budget` is not a number or a string.
@@ -176,7 +176,7 @@ class MemoryReport:
     def beside(self, compiled: Any) -> str:
         """Compare with a compiled gradient, `jax.jit(jax.grad(fun)).lower(*args).compile()`.
 
-        Temporary memory also holds the gradients, what a segment computes again, and what XLA needs in between.
+        Temporary memory also holds the gradients, the values that a segment computes again, and XLA's temporaries.
         """
         found = compiled.memory_analysis()
         temporary = found.temp_size_in_bytes
@@ -217,8 +217,8 @@ class MemoryReport:
 def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) -> Callable[..., MemoryReport]:
     """Report what the backward pass of a function keeps under `recompute`, without running it.
 
-    For a function under autocast, pass it: `memory_report(jamp.autocast(loss, dtype), 0.5)`. Its arguments and errors
-    are those of `recompute`. Arrays may be given as `jax.ShapeDtypeStruct`.
+    For a function under autocast, pass it: `memory_report(jamp.autocast(loss, dtype), 0.5)`. It has the
+    arguments and errors of `recompute`. Arrays may be given as `jax.ShapeDtypeStruct`.
 
     Returns:
       A function of the arguments of `fun` that returns a `MemoryReport`. It traces `fun` and computes nothing.

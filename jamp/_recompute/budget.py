@@ -86,7 +86,7 @@ class Value:
       size: Its bytes in all steps of the loops around it.
       aval: Its type.
       nest: The constructs around it.
-      eqn: What computes it. Of an argument or a constant, which is there anyway, None.
+      eqn: The equation that computes it. None for an argument or a constant, which is in memory anyway.
       slots: For each `cond` around it, outermost first: the cond, the type that it returns, and the branch. Branches
         share what is kept by type. A scan in a branch stacks its values, which is another type.
     """
@@ -116,7 +116,7 @@ class Occurrence:
 
     Attributes:
       segment: The segment.
-      residuals: What its backward pass reads.
+      residuals: Its residuals, found once for equal segments.
       values: Its inputs, and the values that may be kept, by their numbers.
       times: How often it runs.
       outputs: The numbers of the segment's values that later code reads. They exist whatever the segment keeps.
@@ -132,19 +132,19 @@ class Occurrence:
 
 
 class Known(NamedTuple):
-    """What is found once for equal segments, and for equal equations that are in none."""
+    """Results that are found once for equal segments, and for equal equations that are in no segment."""
 
     residuals: dict[Any, Residuals]
     plain: dict[Any, ClosedJaxpr]
 
 
 class MemoryPlan:
-    """What the backward pass of a function keeps.
+    """A choice for each segment of a function, and the bytes that its backward pass then keeps.
 
     Attributes:
       body: The function.
       occurrences: Its segments, by their places.
-      others: What is in no segment: constructs and equations, and how often each runs.
+      others: The constructs and equations that are in no segment, and how often each runs.
       gathers: The keys of the all_gathers of arguments among them.
       total: The bytes, without the end.
       end: The bytes of the last product and what follows, which the backward pass reads at once. To compute them again
@@ -168,8 +168,8 @@ class MemoryPlan:
     ) -> None:
         """Add a jaxpr. `values` are the values of its inputs, and of the outputs that have one already.
 
-        JAX keeps what is the same in each step of a scan once, outside. `fixed` are such inputs, and what is around
-        the place where they are computed.
+        JAX keeps a value that is the same in each step of a scan once, outside. `fixed` are such inputs, and the
+        constructs around the equations that compute them.
         """
         plain: list[JaxprEqn] = []
         for i, part in enumerate(body.parts):
@@ -220,7 +220,7 @@ class MemoryPlan:
                 branches = tuple((cond, k, (*lengths, constructs.iterations(eqn))) for cond, k, lengths in branches)
             here = Nest(nest.constructs.inside(eqn), branches)
             inner = {v: _given(v) for v in jaxpr.constvars}
-            if name == "cond":  # It returns what it keeps, in some versions of JAX also of its operands.
+            if name == "cond":  # It returns the values that it keeps, in some versions of JAX also its operands.
                 here = here._replace(branches=(*branches, (place, j, ())))
                 for v, i in zip(jaxpr.invars, places, strict=True):
                     is_copied = ir.is_literal(eqn.invars[i]) or constructs.cond_copies_operands()
@@ -235,13 +235,13 @@ class MemoryPlan:
                     inner[v] = _computed(v, eqn, here)
                 else:
                     inner[v] = values[atom]
-            # What a scan stacks are the values of all steps.
+            # The stacked results of a scan are the values of all steps.
             for v, outer in list(zip(jaxpr.outvars, eqn.outvars, strict=True))[len(carry) :]:
                 if not ir.is_literal(v) and v not in inner:
                     inner[v] = values.setdefault(outer, _computed(v, eqn, here))
                 elif not carry and not ir.is_literal(v):
                     values.setdefault(outer, inner[v])
-            # The constants of a scan are fixed in it. So is what comes into another construct and is fixed outside.
+            # The constants of a scan are fixed in it. So are operands of another construct that are fixed outside.
             atoms: list[Any] = [eqn.invars[i] for i in places]
             is_fixed = lambda i, v: i < carry.start if name == "scan" else v in fixed
             given = {
@@ -256,7 +256,7 @@ class MemoryPlan:
     def _add_plain(
         self, eqns: list[JaxprEqn], body: SplitJaxpr, values: dict[Any, Value], nest: Nest, fixed: dict[Any, Nest]
     ) -> None:
-        """Add equations that are in no segment. What JAX keeps for them is kept."""
+        """Add equations that are in no segment. The residuals that JAX has for them are kept."""
         self.others.extend((eqn, nest.constructs.times) for eqn in eqns)
         defined = {v: eqn for eqn in eqns for v in eqn.outvars if not ir.is_ref(v)}
         reads: list[Any] = [v for eqn in eqns for v in eqn.invars if not ir.is_ref(v)]
@@ -333,7 +333,7 @@ class MemoryPlan:
         for place, x in self.occurrences.items():
             if x.segment.is_end:
                 continue
-            # What others read is there anyway, and may be kept here too.
+            # Values that others read are in memory anyway, and may be kept here too.
             own = x.residuals.needs(x.choice.kept)[0]
             free = frozenset(i for i in x.outputs if self.readers[x.values[i]] > (i in own))
             choices[place] = x.residuals.choices(free)
@@ -381,7 +381,7 @@ def _price(x: Choice, y: Choice) -> float:
 
 
 def _innermost(sources: frozenset[int], places: dict[int, Nest]) -> Nest | None:
-    """The innermost of the places where what a value is computed from is fixed. None if some of that is not."""
+    """The innermost nest in which a source of a value is fixed. None if not all its sources are fixed."""
     is_fixed = sources and sources <= places.keys()
     return max((places[i] for i in sources), key=lambda x: len(x.constructs.around)) if is_fixed else None
 
@@ -396,10 +396,10 @@ def _computed(v: Any, eqn: JaxprEqn, nest: Nest) -> Value:
 
 
 def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> MemoryPlan:
-    """The choice for a function, and the split of it for which it computes least again.
+    """The plan for a function, with the split of it for which the backward pass computes least again.
 
     Gathers and whole constructs are computed again if that pays. Segments are merged, if the budget is not reached, as
-    long as what is kept and what the largest segment computes again at once become less.
+    long as the sum of the kept bytes and the bytes that the largest segment computes again at once becomes smaller.
     """
     known = Known({}, {})
 
@@ -446,7 +446,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> MemoryPlan:
 
 
 def _repeatable(plan: MemoryPlan) -> list[frozenset[Any]]:
-    """The keys of what may be computed again as a whole, in sets that `choose` tries one after the other.
+    """The keys of equations that may be computed again as a whole, in sets that `choose` tries one after the other.
 
     First all gathers, then the constructs with the fewest FLOPs, then calls with custom rules: one, one, two, four and
     so on. A construct is tried only if it runs more than once: to compute the only one again frees nothing at the peak.

@@ -94,10 +94,10 @@ class _Pass:
         return new_body
 
     def _stored(self, body: SplitJaxpr, chosen: Chosen, is_function: bool) -> set[Any]:
-        """The values that are stored between the passes: what calls of segments read, in this body or others.
+        """The values that are stored between the passes: the inputs of calls of segments, in this body or others.
 
-        XLA may round a value for what reads it in the backward pass alone. All its readers get it rounded. So the
-        results of a loop's body are, too.
+        XLA may round a value for its readers in the backward pass alone. So all its readers get it rounded, and the
+        results of a loop's body are rounded, too.
         """
         found: set[Any] = set() if is_function else {v for v in body.closed.jaxpr.outvars if not ir.is_literal(v)}
         for i, part in enumerate(body.parts):
@@ -131,9 +131,9 @@ def _with_barrier(
 ) -> Callable[..., list[Array]]:
     """A segment, perhaps with the cotangents of its inputs behind a barrier.
 
-    Without one, XLA:GPU computes cotangents where they are added to others, later, and what was computed again stays in
-    memory. Inputs whose tangents reach no result get none: the barrier, and JAX's next checkpoint, would give them
-    zeros, which JAX then sends through what it cannot transpose.
+    Without one, XLA:GPU computes cotangents where they are added to others, later, and the values that were computed
+    again stay in memory. Inputs whose tangents reach no result get no barrier. The barrier, and JAX's next checkpoint,
+    would give them cotangents of zeros, which JAX then sends through operations that it cannot transpose.
     """
     reaching = _reaching(flat, segment.alive)
     behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and segment.inputs[i] in reaching]
@@ -183,7 +183,7 @@ def _checkpointed(piece: Segment, flat: FlatSegment, chosen: frozenset[int] | No
 
 
 def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """A function whose backward pass gets what it keeps behind a barrier, but on TPUs.
+    """A function whose backward pass gets its residuals behind a barrier, except on TPUs.
 
     For convolutions, XLA:TPU needs 1.4 times the memory with a barrier (ResNet-18, compiled for a v5e).
     """
@@ -197,7 +197,7 @@ def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[...,
         of_perturbed = lambda *xs: fun(*build.replaced(primals, perturbed, xs))
         results, push_forward = jax.linearize(of_perturbed, *(primals[i] for i in perturbed))
         values, structure = jax.tree.flatten(push_forward)
-        # What is given is there anyway. Behind the barrier it would be another array, which is kept.
+        # Inputs are in memory anyway. Behind the barrier they would be other arrays, which are kept.
         inner = [i for i, x in enumerate(values) if not any(x is given for given in primals)]
         values = build.replaced(values, inner, unless_tpu([values[i] for i in inner]))
         push_forward = jax.tree.unflatten(structure, values)

@@ -26,7 +26,7 @@ _READS_OF_NO_PRODUCT = 1.5
 
 
 class Origin(NamedTuple):
-    """What a value is computed from. A constant is none of these but `argument`.
+    """What a value is computed from. Of a constant, only `argument` is true.
 
     Attributes:
       argument: It is an argument of the function or a constant, perhaps cast or moved.

@@ -1,11 +1,11 @@
-"""What the backward pass of a segment reads, and what it takes to compute that again.
+"""The residuals of a segment, which its backward pass reads, and the FLOPs to compute them again.
 
-`Residuals` finds it once for all equal segments. It traces the derivative, in which the values of the segment have a
+`Residuals` finds them once for all equal segments. It traces the derivative, in which the values of the segment have a
 name. For any choice of kept values it counts the bytes, as JAX would keep them, and the FLOPs. It proposes a few
 choices (`Choice`), from all values kept to none.
 
-A segment that becomes no checkpoint keeps what JAX keeps: also values that it moves, operands that a product casts, and
-what only the derivative computes, such as the cosine for a sine.
+A segment that does not become a checkpoint keeps the residuals that JAX keeps. Among them are values that it moves,
+operands that a product casts, and values that only the derivative computes, such as the cosine for a sine.
 """
 
 import itertools
@@ -59,10 +59,10 @@ class Choice(NamedTuple):
 
 
 class Residuals:
-    """What the backward pass of a segment reads.
+    """The residuals of a segment for any choice of kept values.
 
-    The values of the segment are numbered in the order in which they are computed, and its inputs from -1 down. What
-    only the derivative computes has the numbers after these.
+    The values of the segment are numbered in the order in which they are computed, and its inputs from -1 down. Values
+    that only the derivative computes have the numbers after these.
 
     Attributes:
       flat: The segment.
@@ -85,7 +85,7 @@ class Residuals:
         self._of_arguments = _of_arguments(closed, segment)
         of_prefix = lambda prefix: {e.outvars[0]: n for e in closed.jaxpr.eqns if (n := _number(e, prefix)) is not None}
         self._named = of_prefix(KEPT)
-        # What is read to compute each value, up to other values, and the FLOPs.
+        # The named values and the inputs that each value is computed from, and the FLOPs in between.
         self._needs = {number: self._reads_and_flops(self._producers[v].invars) for v, number in self._named.items()}
         residuals = [v for v in closed.jaxpr.outvars[len(self.flat.outputs) :] if not ir.is_literal(v)]
         # Where named values are kept, a construct reads no operand that only they need.
@@ -121,7 +121,7 @@ class Residuals:
         return self._sources.get(self._variables.get(i), frozenset())
 
     def _reads_and_flops(self, atoms: Iterable[Any]) -> tuple[frozenset[int], float]:
-        """The values from which these are computed, and the FLOPs in between."""
+        """The named values and the inputs from which variables are computed, and the FLOPs in between."""
         found, total, seen = set[int](), 0.0, set[int]()
         stack = [v for v in atoms if not ir.is_literal(v)]
         while stack:
@@ -155,7 +155,7 @@ class Residuals:
         return found, total
 
     def choice(self, kept: frozenset[int], free: frozenset[int]) -> Choice:
-        """What a choice costs. The values in `free` are there anyway."""
+        """The choice that keeps some values. The values in `free` are in memory anyway."""
         found, again = self.needs(kept | free)
         return Choice(kept | free, sum(self.sizes[i] for i in found if i >= 0 and i not in free), again)
 
@@ -198,7 +198,7 @@ def _pareto(choices: list[Choice]) -> list[Choice]:
 
 
 def _derivative(flat: FlatSegment, segment: Segment) -> ClosedJaxpr:
-    """The results of a segment and what its backward pass reads, as a function of its inputs.
+    """The results and the residuals of a segment, as a function of its inputs.
 
     Its values have names, of two kinds: those that may be kept, and others.
     """
@@ -230,10 +230,10 @@ def _of_arguments(closed: ClosedJaxpr, segment: Segment) -> set[Any]:
 def with_residuals(
     closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
 ) -> ClosedJaxpr:
-    """A function that also returns what its backward pass reads. It may be inside a shard_map.
+    """A function that also returns its residuals, which its backward pass reads. It may be inside a shard_map.
 
     `perturbed` are the inputs that may have tangents, and `alive` the results that get cotangents. No gradient goes
-    through what JAX does not differentiate.
+    through an operation that JAX does not differentiate.
     """
     try:
         return _with_residuals(closed, perturbed, alive, inside)
@@ -243,7 +243,7 @@ def with_residuals(
         return _with_residuals(_stopped(closed, inside), perturbed, alive, inside)
 
 
-# What JAX says of a primitive without a derivative, beside NotImplementedError.
+# JAX's messages for a primitive without a derivative, where it does not raise NotImplementedError.
 _WITHOUT_DERIVATIVE = re.compile(
     r"Reverse-mode differentiation does not work|does not support reverse-mode|callbacks? do(es)? not support JVP"
     r"|cannot be differentiated|can't apply forward-mode differentiation"
@@ -251,12 +251,12 @@ _WITHOUT_DERIVATIVE = re.compile(
 
 
 def _has_no_derivative(error: Exception) -> bool:
-    """Whether JAX raised an error because something has no derivative. Other errors are of the user's rules."""
+    """Whether JAX raised an error because something has no derivative. Other errors come from the user's rules."""
     return isinstance(error, NotImplementedError) or bool(_WITHOUT_DERIVATIVE.search(str(error)))
 
 
 def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
-    """A function in which the operands of what JAX does not differentiate have no tangents."""
+    """A function in which the operands of operations that JAX does not differentiate have no tangents."""
     eqns, outputs = inline.flattened(closed)
     found: list[JaxprEqn] = []
     for eqn in eqns:
@@ -335,9 +335,9 @@ def _number(eqn: JaxprEqn, wanted: str) -> int | None:
 
 
 def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
-    """The FLOPs to compute an equation again, or infinity if it must not be.
+    """The FLOPs to compute an equation again, or infinity if it must not be computed again.
 
-    No collective may, but an all_gather of an argument, as FSDP has for each layer.
+    A collective must not, except an all_gather of an argument, as FSDP has for each layer.
     """
     name = name_of(eqn)
     if of_arguments and is_gather(eqn):

@@ -36,7 +36,7 @@ KEPT = "jamp.kept"  # the name of the values that a segment keeps
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 PRODUCTS_OF_A_SEGMENT = 6  # more or less: a layer
 _MOST = 1.5  # a segment has at most so many times that number, and at least half as many
-_SMALL = 0.1  # of the bytes that cross a cut: what may be kept in the end of a function, and never dropped
+_SMALL = 0.1  # of the bytes that cross a cut: the most that may be kept in the end of a function, and is never dropped
 _LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
 
 
@@ -77,7 +77,7 @@ class Segment:
         return [x.perturbed and is_inexact(v.aval) for x, v in zip(self.origins, self.inputs, strict=True)]
 
     def key(self, sources: bool) -> Any:
-        """What equal segments have in common. With `sources`, they come from the same lines."""
+        """A key that is equal for equal segments. With `sources`, they also come from the same lines."""
         code = equality.fingerprint(self.inputs, self.outputs, self.eqns, sources)
         return code, self.origins, self.alive, self.context, self.is_worth_it
 
@@ -111,7 +111,7 @@ class FlatSegment(NamedTuple):
 
 
 def key_of(eqn: JaxprEqn) -> Any:
-    """What equal constructs have in common. Calls of a custom rule have functions of their own, so none are equal."""
+    """A key that is equal for equal constructs. Calls of a custom rule have their own functions, so none are equal."""
     inputs: list[Any] = [v for v in eqn.invars if not ir.is_literal(v)]
     return equality.fingerprint(inputs, eqn.outvars, [eqn], sources=False)
 
@@ -143,9 +143,9 @@ def with_names(flat: FlatSegment, names: Mapping[Var, str], stored: Set[Var] = f
 
 
 def computed_twice(flat: FlatSegment) -> set[Var]:
-    """Return the values of a segment that must be rounded alike in both passes: its results, and of products and casts.
+    """Return the values of a segment that both passes must round alike: its results, and results of products and casts.
 
-    What was kept, such as the maximum of a softmax, belongs to what is computed again from them.
+    A kept value, such as the maximum of a softmax, must fit the values that are computed again from them.
     """
     is_rounding = lambda eqn: name_of(eqn) in PRODUCTS or ir.name(eqn) == "convert_element_type"
     found: set[Var] = {v for v in flat.outputs if not ir.is_literal(v)}
@@ -306,7 +306,7 @@ def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
 def _passes_tangents(eqn: JaxprEqn, results: Sequence[bool]) -> bool:
     """Whether tangents of the operands reach a result of the function, if the tangents of some results do. Backward.
 
-    Those that are written to a Ref reach what reads it.
+    Tangents that are written to a Ref reach the equations that read it.
     """
     if any(map(ir.is_ref, eqn.invars)):
         return True
@@ -338,7 +338,7 @@ def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
 def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[Var, Origin]) -> int:
     """Where the end of a function begins: at its last product, or before, where fewer bytes cross.
 
-    What is kept in between is small, because no budget drops it: a random key, or the mean of a norm.
+    The values that are kept in between are small, because no budget drops them: a random key, or the mean of a norm.
     """
     products = [i for i, eqn in enumerate(eqns) if holds_product(eqn)]
     if not products or not _is_plain(eqns[products[-1]]):
@@ -354,7 +354,7 @@ def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[V
 
 
 def _reads(eqns: Sequence[JaxprEqn]) -> tuple[Var, ...]:
-    """What some equations read that they do not compute."""
+    """The variables that some equations read and do not compute."""
     defined = {v for eqn in eqns for v in eqn.outvars}
     reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
     return tuple(dict.fromkeys(v for v in reads if not ir.is_literal(v) and v not in defined))

@@ -19,9 +19,9 @@ from jamp.debug._origin import CLEAN, ArrayInStreams, OriginInterpreter, all_fin
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
     """Run a function operation by operation, and name those that made the inf or NaN in its results.
 
-    It names each operation that alone puts an inf or NaN into a result and does not follow from another one. Those of
-    the first result, the loss, come first. A deliberate -inf mask is not reported. A NaN in the code that reaches a
-    result is, and so is an operation that makes NaN of a mask. If no result holds an inf or NaN, it names the
+    It names each operation that alone puts an inf or NaN into a result and does not follow from another one. The
+    operations of the first result, the loss, come first. A deliberate -inf mask is not reported. A NaN in the code that
+    reaches a result is, and so is an operation that makes NaN of a mask. If no result holds an inf or NaN, it names the
     operations whose inf or NaN others hide, and is false.
 
     It enters jit, scan, while, cond, remat and functions with custom derivatives, evaluates each operation at its own
