@@ -88,7 +88,7 @@ class Forward(Generic[T]):
         first = build.replaced(first, range(len(carry)), [known[i] for i in carry])
         results = [functools.reduce(self._join, column) for column in zip(first, *others, strict=True)]
         # The gradients that a chunked_sum also returns are results of no body.
-        return results + [self._rule(eqn, operands)] * (len(eqn.outvars) - len(results))
+        return results + [self._rule(eqn, operands) for _ in eqn.outvars[len(results) :]]
 
     def _outputs(self, eqn: JaxprEqn, operands: list[T]) -> list[list[T]]:
         """The facts about the outputs of each body that computes results, given those about the operands."""
