@@ -457,7 +457,7 @@ def _is_whole(eqn: JaxprEqn) -> bool:
 
 def _runs(eqn: JaxprEqn) -> int:
     """How many products an equation runs."""
-    return sum(times for e, times in walk.leaves(eqn, is_product) if is_product(e))
+    return sum(times for e, times in walk.innermost(eqn, is_product) if is_product(e))
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
