@@ -12,7 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten
 
 from jamp._cast import is_inexact
 from jamp._jaxprs import build, interpret
-from jamp._staging import is_kept, traced_anew
+from jamp._staging import is_trace_reused, traced_anew
 
 if TYPE_CHECKING:
     from jamp._jaxprs.ir import ClosedJaxpr
@@ -54,7 +54,7 @@ class Call:
 
     def traceable(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
         """`fun` as a function of `leaves` that returns a list of arrays, new values of boxes last."""
-        is_once = not is_kept()
+        is_once = not is_trace_reused()
 
         def traced(*leaves: Any) -> list[Any]:
             nodes = list(self._nodes)
@@ -221,7 +221,7 @@ def differentiable(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequen
     return []
 
 
-def named(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names of the parameters, or "args[0]" where they have none."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
@@ -231,19 +231,16 @@ def named(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return {names[i] if i < len(names) else f"args[{i}]": x for i, x in enumerate(args)} | dict(sorted(kwargs.items()))
 
 
-def paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def leaf_names(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:
+    """For each of the `leaves` of a call of `fun`, the name of its argument and its path there: ("params", "['w']")."""
+    names = list(arguments_by_name(fun, args, kwargs))
+    name = lambda key: str(key.key) if isinstance(key, DictKey) else names[key.idx]
+    return [(name(path[1]), keystr(path[2:])) for path in Call(args, kwargs).paths]
+
+
+def parameter_paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The path of each of the `leaves` of a call of `fun`, such as "params['w']", or "" for a whole argument."""
-    nodes = [
-        (name + keystr(path) if path else "", x)
-        for name, arg in named(fun, args, kwargs).items()
-        for path, x in tree_flatten_with_path(arg, is_leaf=_is_box)[0]
-    ]
-    boxes: dict[int, tuple[str, Any]] = {}
-    for path, x in nodes:
-        if _is_box(x):
-            boxes.setdefault(id(x), (path, x))
-    in_boxes = [path for path, box in boxes.values() for _ in jax.tree.leaves(box)]
-    return [path for path, x in nodes if is_array(x)] + in_boxes
+    return [name + path if path else "" for name, path in leaf_names(fun, args, kwargs)]
 
 
 def _is_box(x: Any) -> bool:

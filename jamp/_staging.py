@@ -23,8 +23,8 @@ def is_recorded() -> bool:
     return trace is not None
 
 
-def is_kept() -> bool:
-    """Whether operations are recorded for more than one call. jamp's own traces outside `jit` are for one."""
+def is_trace_reused() -> bool:
+    """Whether operations are recorded for more than one call. jamp's own traces outside `jit` are for one call."""
     return is_recorded() and not _ANEW.get()
 
 

@@ -19,7 +19,7 @@ from jamp._autocast.target import Target
 from jamp._cast import is_inexact
 from jamp._jaxprs import build, constructs, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
-from jamp._jaxprs.manual_axes import trace
+from jamp._jaxprs.manual_axes import trace_inside
 
 
 class Rewritten:
@@ -127,7 +127,7 @@ def enter(call: Call, reads: Sequence[Any], writes: Sequence[Var], inside: Jaxpr
     eqn, bodies, narrow = call.eqn, call.bodies, call.narrow
     name = ir.name(eqn)
     if name in _RETRACED:
-        closed = trace(inside, lambda *args: _RETRACED[name](call, args), ir.avals(reads))
+        closed = trace_inside(inside, lambda *args: _RETRACED[name](call, args), ir.avals(reads))
         return [build.located(item, eqn) for item in inline.inline(closed, reads, writes)]
     wanted = [[False], narrow] if name == "while" else [narrow[: len(body.narrow)] for body in bodies]
     closed_bodies = [body.at(x) for body, x in zip(bodies, wanted, strict=True)]
@@ -241,7 +241,7 @@ def _no_tangent(aval: Any) -> Any:
 
 def _linear_call(call: Call, args: Sequence[Any]) -> Sequence[Any]:
     """A linear function with its own transpose, traced through the original call."""
-    inputs, n = ir.avals(call.eqn.invars), constructs.residuals(call.eqn)
+    inputs, n = ir.avals(call.eqn.invars), constructs.nonlinear_operands(call.eqn)
 
     def transposed(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         def original(*values: Any) -> Any:

@@ -11,7 +11,7 @@ from jax.extend import core
 from jamp._cast import is_floating
 from jamp._jaxprs import build, inline, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
-from jamp._jaxprs.manual_axes import trace
+from jamp._jaxprs.manual_axes import trace_inside
 from jamp._jaxprs.rewrite import Body, Rewriter
 from jamp._products import product as _product
 from jamp._products.formats import Format
@@ -65,9 +65,9 @@ class _Quantize:
         if move_back is None:
             back, result = None, eqn.outvars[0]
         else:
-            with ir.context(eqn):
+            with ir.trace_context(eqn):
                 aval = _product.result_type(new, ir.avals(inputs))
-            back = trace(inside, _named(move_back), [aval])
+            back = trace_inside(inside, _named(move_back), [aval])
             result = core.Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
         after = inline.inline(back, [result], eqn.outvars) if back else []
         located = [[build.located(item, eqn) for item in items] for items in (eqns, after)]
@@ -86,7 +86,7 @@ class _Quantize:
         avals = ir.avals(operands)
         key = key, *avals, like.ctx, inside
         if key not in self._traced:
-            self._traced[key] = trace(inside, ir.in_context(like, _named(fun)), avals)
+            self._traced[key] = trace_inside(inside, ir.in_trace_context(like, _named(fun)), avals)
         new, results = inline.inlined(self._traced[key], operands)
         eqns.extend(new)
         return results

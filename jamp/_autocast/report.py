@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _table
-from jamp._arguments import of_types, paths
+from jamp._arguments import of_types, parameter_paths
 from jamp._autocast.cast import cast
 from jamp._autocast.decisions import Entry, entries
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
@@ -216,7 +216,7 @@ def autocast_report(
         if as_run:
             target = Target(target.compute_dtype, _as_run(target.wide))
             closed, decisions = cast(passes.traced, target, None, finished)
-        parameters = dict(zip(closed.jaxpr.invars, paths(fun, args, kwargs), strict=True))
+        parameters = dict(zip(closed.jaxpr.invars, parameter_paths(fun, args, kwargs), strict=True))
         merged: dict[AutocastRow, list[Entry]] = {}
         for x in entries(closed, decisions, target, parameters):
             row = _row(x, target, as_run)

@@ -1,1 +1,1 @@
-"""All that knows what a jaxpr is: read, build, rewrite and evaluate it."""
+"""Read, build, rewrite and evaluate jaxprs. Only this package knows what a jaxpr is."""

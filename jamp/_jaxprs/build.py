@@ -48,7 +48,7 @@ def loop(eqn: JaxprEqn) -> ClosedJaxpr | None:
     run = LOOPS.get(ir.name(eqn))
     if run is None:
         return None
-    with ir.context(eqn):
+    with ir.trace_context(eqn):
         closed = jax.make_jaxpr(functools.partial(run, **ir.params(eqn)))(*avals(eqn.invars))
     jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     return closed_jaxpr(constants, jaxpr.invars, jaxpr.outvars, [located(x, eqn) for x in jaxpr.eqns])

@@ -1,4 +1,4 @@
-"""What is found once for a jaxpr."""
+"""A cache of results that are found once for a jaxpr."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar

@@ -205,7 +205,7 @@ def asks_for_zeros(eqn: JaxprEqn) -> bool:
     return bool(params.get("symbolic_zeros") or (ir.name(eqn) == "custom_vjp_call" and params["num_consts"]))
 
 
-def residuals(eqn: JaxprEqn) -> int:
+def nonlinear_operands(eqn: JaxprEqn) -> int:
     """The number of leading operands in which a linear_call is not linear."""
     return int(eqn.params["num_callee_consts"] + eqn.params["num_res"])
 

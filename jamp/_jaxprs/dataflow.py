@@ -20,17 +20,17 @@ T = TypeVar("T")
 
 
 class Analysis(Protocol):
-    """What `Forward` and `Backward` have in common."""
+    """The interface of `Forward` and `Backward`."""
 
     def __call__(self, closed: ClosedJaxpr, given: Sequence[Any]) -> Any:
         """Return the facts about the values of a jaxpr, given the facts about its inputs or outputs."""
 
     def into(self, eqn: JaxprEqn, facts: Any) -> list[list[Any]]:
-        """Return what is given to each body of a construct, from the facts about the jaxpr in which it stands."""
+        """Return the facts that are given to each body of a construct, from the facts about the jaxpr around it."""
 
 
 class Forward(Generic[T]):
-    """What is known of each value, from what is known of the values that it is computed from.
+    """A fact about each value, from the facts about the values that it is computed from.
 
     Args:
       rule: From an equation and the facts about its operands to the fact about its results.
@@ -88,7 +88,7 @@ class Forward(Generic[T]):
         first = build.replaced(first, range(len(carry)), [known[i] for i in carry])
         results = [functools.reduce(self._join, column) for column in zip(first, *others, strict=True)]
         # The gradients that a chunked_sum also returns are results of no body.
-        return results + [self._rule(eqn, operands)] * (len(eqn.outvars) - len(results))
+        return results + [self._rule(eqn, operands) for _ in eqn.outvars[len(results) :]]
 
     def _outputs(self, eqn: JaxprEqn, operands: list[T]) -> list[list[T]]:
         """The facts about the outputs of each body that computes results, given those about the operands."""

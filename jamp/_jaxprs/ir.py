@@ -94,7 +94,7 @@ def is_high(eqn: JaxprEqn) -> bool:
     return any(getattr(getattr(x, "jaxpr", x), "is_high", False) for x in values)
 
 
-def context(eqn: JaxprEqn) -> Any:
+def trace_context(eqn: JaxprEqn) -> Any:
     """The context in which an equation was traced: the mesh, the options of `compute_on`, metadata for XLA.
 
     An equation is evaluated in it. One that takes its place is traced in it, too, because types name the mesh.
@@ -102,11 +102,11 @@ def context(eqn: JaxprEqn) -> Any:
     return eqn.ctx.manager
 
 
-def in_context(eqn: JaxprEqn, fun: Callable[..., Any]) -> Callable[..., Any]:
+def in_trace_context(eqn: JaxprEqn, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs in the context of an equation."""
 
     def run(*args: Any) -> Any:
-        with context(eqn):
+        with trace_context(eqn):
             return fun(*args)
 
     return run

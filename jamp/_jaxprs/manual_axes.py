@@ -1,4 +1,4 @@
-"""What varies in a shard_map, and tracing as if inside one that was traced already."""
+"""The axes of a shard_map: which arrays vary along them, and tracing inside a shard_map that was traced already."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jamp._jaxprs import ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 
 
-def trace(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
+def trace_inside(inside: JaxprEqn | None, fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """The jaxpr of a function of arrays of these types, with the mesh and the named axes of a shard_map, if any.
 
     A tracer knows along which axes it varies, and a collective needs its axis, only inside the shard_map.

@@ -8,8 +8,8 @@ place. The recursion and the cache are here. For example, a pass that computes s
 
     Rewriter(rule)(closed)
 
-`cast` and `recompute` have recursions of their own. The first changes the types of what goes into a body and comes out,
-and the second makes bodies of segments.
+`cast` and `recompute` have recursions of their own. `cast` changes the types of the inputs and outputs of a body,
+and `recompute` makes segments of it.
 """
 
 from collections.abc import Callable, Sequence

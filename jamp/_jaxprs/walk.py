@@ -49,19 +49,19 @@ def with_paths(jaxpr: Jaxpr, around: str = "") -> Iterator[tuple[JaxprEqn, str]]
             yield from with_paths(body, path)
 
 
-def leaves(eqn: JaxprEqn, is_leaf: Callable[[JaxprEqn], bool], times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yield the equations that an equation consists of, also if it is a kernel, and how often each runs.
+def innermost(eqn: JaxprEqn, is_whole: Callable[[JaxprEqn], bool], times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """Yield the innermost equations in an equation, also if it is a kernel, and how often each runs.
 
-    An equation without a body, or that `is_leaf`, consists of itself. Of branches for platforms, the default counts.
+    An equation without a body, or that `is_whole`, is innermost. Of branches for platforms, the default counts.
     """
-    inner = [] if is_leaf(eqn) else constructs.inner(eqn)
+    inner = [] if is_whole(eqn) else constructs.inner(eqn)
     if constructs.is_platform_dependent(eqn):
         inner = inner[-1:]
     if not inner:
         yield eqn, times
     for jaxpr, n in inner:
         for e in jaxpr.eqns:
-            yield from leaves(e, is_leaf, times * n)
+            yield from innermost(e, is_whole, times * n)
 
 
 def is_product(eqn: JaxprEqn) -> bool:
@@ -74,11 +74,11 @@ _PRODUCTS = PRODUCTS | ENCODED_PRODUCTS | {"product"}
 
 def holds_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product, or holds one in its bodies."""
-    is_leaf = lambda e: ir.name(e) in CHEAP or is_product(e)
-    return any(is_product(e) for e, _ in leaves(eqn, is_leaf))
+    is_whole = lambda e: ir.name(e) in CHEAP or is_product(e)
+    return any(is_product(e) for e, _ in innermost(eqn, is_whole))
 
 
-def inlined(
+def through_calls(
     eqn: JaxprEqn, body_of: Callable[[JaxprEqn], ClosedJaxpr | None] = constructs.body_of_call
 ) -> Iterator[JaxprEqn]:
     """Yield the equations that a call evaluates if it is not differentiated. Any other equation is one by itself."""
@@ -86,4 +86,4 @@ def inlined(
     if body is None:
         yield eqn
     for e in body.jaxpr.eqns if body else ():
-        yield from inlined(e, body_of)
+        yield from through_calls(e, body_of)

@@ -5,7 +5,7 @@ import math
 from jamp._jaxprs import ir
 from jamp._jaxprs.ir import Jaxpr, JaxprEqn
 from jamp._jaxprs.primitives import ARITHMETIC, CUBIC, ENCODED_PRODUCTS, EXPENSIVE, MOVING, PRODUCTS
-from jamp._jaxprs.walk import leaves
+from jamp._jaxprs.walk import innermost
 from jamp._products.product import as_traced, name_of
 
 
@@ -14,12 +14,12 @@ def flops(eqn: JaxprEqn) -> float:
 
     Linear algebra counts as textbooks do.
     """
-    return sum((times * _own_flops(e) for e, times in leaves(eqn, _is_known)), 0.0)
+    return sum((times * _own_flops(e) for e, times in innermost(eqn, _is_known)), 0.0)
 
 
 def flops_of_products(jaxpr: Jaxpr) -> float:
     """Count the FLOPs of the products of a jaxpr, and of the jaxprs in it. Each branch of a cond counts."""
-    products = [x for eqn in jaxpr.eqns for x in leaves(eqn, _is_known) if name_of(x[0]) in _PRODUCTS]
+    products = [x for eqn in jaxpr.eqns for x in innermost(eqn, _is_known) if name_of(x[0]) in _PRODUCTS]
     return sum((times * _own_flops(eqn) for eqn, times in products), 0.0)
 
 

@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jamp._jaxprs import build, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
-from jamp._jaxprs.manual_axes import trace
+from jamp._jaxprs.manual_axes import trace_inside
 from jamp._jaxprs.primitives import PRODUCTS
 from jamp._jaxprs.rewrite import Body, Rewriter
 from jamp._products.arithmetic import Arithmetic, Raised, Rounded, moved, others_of
@@ -46,7 +46,7 @@ def lower(closed: ClosedJaxpr) -> ClosedJaxpr:
         avals, inside = ir.avals(eqn.invars), body.context.shard_map
         key = product, *avals, eqn.ctx, inside
         if key not in traced:
-            traced[key] = trace(inside, ir.in_context(eqn, multiplied(product)), avals)
+            traced[key] = trace_inside(inside, ir.in_trace_context(eqn, multiplied(product)), avals)
         return [build.located(item, eqn) for item in inline.inline(traced[key], eqn.invars, eqn.outvars)]
 
     return Rewriter(rule, reads=lambda context: context.shard_map)(closed)

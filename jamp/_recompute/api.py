@@ -21,8 +21,8 @@ from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import pattern, scope, user_line, users_stacklevel
 from jamp._numbers import as_number
 from jamp._recompute.budget import (
-    Memory,
     MemoryBudget,
+    MemoryPlan,
     Occurrence,
     Value,
     bytes_of,
@@ -33,7 +33,7 @@ from jamp._recompute.budget import (
 )
 from jamp._recompute.checkpoint import lowered
 from jamp._recompute.policies import warnings_of_policies
-from jamp._recompute.segments import code, opened
+from jamp._recompute.segments import flatten_segment, opened
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,8 +66,8 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
         whole arrays.
 
     Returns:
-      A function like `fun`. Its results and gradients are those of `fun`, but XLA may round what is computed again
-      differently. Under `jamp.autocast` use the argument `memory_budget` of that.
+      A function like `fun`, with the same results and gradients, but XLA may round values that are computed again
+      differently. Under `jamp.autocast` use the argument `memory_budget` of `jamp.autocast`.
 
     Raises:
       TypeError: If `memory_budget` is not a number or a string.
@@ -176,7 +176,7 @@ class MemoryReport:
     def beside(self, compiled: Any) -> str:
         """Compare with a compiled gradient, `jax.jit(jax.grad(fun)).lower(*args).compile()`.
 
-        Temporary memory also holds the gradients, what a segment computes again, and what XLA needs in between.
+        Temporary memory also holds the gradients, the values that a segment computes again, and XLA's temporaries.
         """
         found = compiled.memory_analysis()
         temporary = found.temp_size_in_bytes
@@ -217,8 +217,8 @@ class MemoryReport:
 def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) -> Callable[..., MemoryReport]:
     """Report what the backward pass of a function keeps under `recompute`, without running it.
 
-    For a function under autocast, pass it: `memory_report(jamp.autocast(loss, dtype), 0.5)`. Its arguments and errors
-    are those of `recompute`. Arrays may be given as `jax.ShapeDtypeStruct`.
+    For a function under autocast, pass it: `memory_report(jamp.autocast(loss, dtype), 0.5)`. It has the
+    arguments and errors of `recompute`. Arrays may be given as `jax.ShapeDtypeStruct`.
 
     Returns:
       A function of the arguments of `fun` that returns a `MemoryReport`. It traces `fun` and computes nothing.
@@ -241,12 +241,12 @@ def _report(
 ) -> MemoryReport:
     _, closed = _traced(args, kwargs, fun, budget, "memory_report")
     without = choose(closed, 1.0)
-    memory = without if budget == 1.0 else choose(closed, budget)
+    plan = without if budget == 1.0 else choose(closed, budget)
     rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}
-    for value, is_kept, flops in _values(memory):
+    for value, is_kept, flops in _values(plan):
         eqn = value.eqn
         assert eqn is not None  # An argument is in no row.
-        line = next(filter(None, map(user_line, (eqn, *reversed(value.around.eqns)))), "line unknown")
+        line = user_line(eqn) or value.nest.constructs.line or "line unknown"
         shape = ",".join(map(str, value.aval.shape))
         key = operation(eqn), f"{value.aval.dtype}[{shape}]", is_kept, line
         rows.setdefault(key, []).append((value, flops))
@@ -257,50 +257,49 @@ def _report(
             is_kept,
             sum(value.size for value, _ in members),
             sum(flops for _, flops in members),
-            sum(value.around.times for value, _ in members),
+            sum(value.nest.constructs.times for value, _ in members),
             line,
             pattern(filter(None, (_scope(value) for value, _ in members))),
         )
         for (operation, kind, is_kept, line), members in rows.items()
     ]
     found.sort(key=lambda row: -row.nbytes)
-    return MemoryReport(tuple(found), memory.total, without.total, memory.flops, memory.largest, memory.end, budget)
+    return MemoryReport(tuple(found), plan.total, without.total, plan.flops, plan.largest, plan.end, budget)
 
 
 def _scope(value: Value) -> str:
     assert value.eqn is not None
-    around = functools.reduce(lambda path, eqn: scope(eqn, path), value.around.eqns, "")
-    return scope(value.eqn, around)
+    return scope(value.eqn, value.nest.constructs.scope)
 
 
-def _values(memory: Memory) -> list[tuple[Value, bool, float]]:
+def _values(plan: MemoryPlan) -> list[tuple[Value, bool, float]]:
     """The values that are kept or dropped: whether they are kept, and the FLOPs of computing them again."""
     found: dict[Value, tuple[bool, float]] = {}
-    for x in memory.occurrences.values():
-        for i, eqn in enumerate(e for e in code(x.segment).eqns for _ in e.outvars):
+    for x in plan.occurrences.values():
+        for i, eqn in enumerate(e for e in flatten_segment(x.segment).eqns for _ in e.outvars):
             if i in x.values:
                 x.values[i].eqn = eqn  # of its own lines: an equal layer may have given the kind
         for i, flops in _dropped(x).items():
             found[x.values[i]] = False, flops
-    for x in memory.occurrences.values():
+    for x in plan.occurrences.values():
         for i, flops in _prices(x).items():
             found[x.values[i]] = True, flops
-    others = {value: (True, math.inf) for value, n in memory.readers.items() if n > 0 and value.eqn}
+    others = {value: (True, math.inf) for value, n in plan.readers.items() if n > 0 and value.eqn}
     return [(value, *rest) for value, rest in (others | found).items() if value.size]
 
 
 def _prices(x: Occurrence) -> dict[int, float]:
     """The values of a segment that are kept, and the FLOPs of computing each again."""
-    kept = x.point.kept
-    found = (i for i in x.kind.needs(kept)[0] if i >= 0 and not x.segment.is_end)
-    return {i: x.times * (x.kind.point(kept - {i}, frozenset()).flops - x.point.flops) for i in found}
+    kept = x.choice.kept
+    found = (i for i in x.residuals.needs(kept)[0] if i >= 0 and not x.segment.is_end)
+    return {i: x.times * (x.residuals.choice(kept - {i}, frozenset()).flops - x.choice.flops) for i in found}
 
 
 def _dropped(x: Occurrence) -> dict[int, float]:
     """The values that would be kept without a budget, and the FLOPs of computing each again."""
-    now, first = x.kind.needs(x.point.kept)[0], x.kind.point(x.kind.kept, frozenset())
-    found = (i for i in x.kind.needs(x.kind.kept)[0] if i >= 0 and i not in now)
-    return {i: x.times * (x.kind.point(x.kind.kept - {i}, frozenset()).flops - first.flops) for i in found}
+    now, first = x.residuals.needs(x.choice.kept)[0], x.residuals.choice(x.residuals.kept, frozenset())
+    found = (i for i in x.residuals.needs(x.residuals.kept)[0] if i >= 0 and i not in now)
+    return {i: x.times * (x.residuals.choice(x.residuals.kept - {i}, frozenset()).flops - first.flops) for i in found}
 
 
 def _cells(row: MemoryRow, total: float) -> list[str]:

@@ -1,7 +1,7 @@
 """A memory budget: which of the values that `kept.py` keeps are computed again after all.
 
-`Memory` adds up the bytes of a whole function: a value that several segments read counts once, and one in a loop counts
-for every step. `choose` drops values, the best price first, until the bytes are within the budget.
+`MemoryPlan` adds up the bytes of a whole function. A value that several segments read counts once, and one in a loop
+counts for every step. `choose` drops values, the best price first, until the bytes are within the budget.
 
 The choice depends on shapes only, so it is the same on every host. It takes every floating-point argument of the
 function to be differentiated.
@@ -19,12 +19,22 @@ from jax.sharding import AxisType
 
 from jamp._cast import is_inexact
 from jamp._jaxprs import build, constructs, equality, ir, walk
+from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import is_transposed, user_line, users_stacklevel
 from jamp._numbers import as_number
-from jamp._recompute.residuals import UNKNOWN, Kind, Point, cost, device_bytes, is_gather, sources_of, with_residuals
-from jamp._recompute.segments import PRODUCTS_OF_A_SEGMENT, Body, Construct, Segment, Split, key_of, opened
+from jamp._recompute.residuals import (
+    UNKNOWN,
+    Choice,
+    Residuals,
+    cost,
+    device_bytes,
+    is_gather,
+    sources_of,
+    with_residuals,
+)
+from jamp._recompute.segments import PRODUCTS_OF_A_SEGMENT, Segment, Split, SplitConstruct, SplitJaxpr, key_of, opened
 
 MemoryBudget: TypeAlias = float | str
 Place: TypeAlias = tuple[int, ...]  # of a segment: the number of a part, of a body in it, of a part in that, and so on
@@ -75,32 +85,28 @@ class Value:
     Attributes:
       size: Its bytes in all steps of the loops around it.
       aval: Its type.
-      around: The constructs around it.
-      eqn: What computes it. Of an argument or a constant, which is there anyway, None.
+      nest: The constructs around it.
+      eqn: The equation that computes it. None for an argument or a constant, which is in memory anyway.
       slots: For each `cond` around it, outermost first: the cond, the type that it returns, and the branch. Branches
         share what is kept by type. A scan in a branch stacks its values, which is another type.
     """
 
     size: float
     aval: Any
-    around: "Loops"
+    nest: "Nest"
     eqn: JaxprEqn | None = None
     slots: tuple[tuple[Place, Any, int], ...] = ()
 
 
-class Loops(NamedTuple):
-    """The constructs around a jaxpr.
+class Nest(NamedTuple):
+    """The nest of loops and other constructs around a value.
 
     Attributes:
-      times: How often it runs.
-      eqns: The constructs, outermost first.
-      inside: The shard_map among them.
+      constructs: The constructs.
       branches: For each cond, outermost first: its place, the number of the branch, and the lengths of the scans in it.
     """
 
-    times: int = 1
-    eqns: tuple[JaxprEqn, ...] = ()
-    inside: JaxprEqn | None = None
+    constructs: Context = Context()
     branches: tuple[tuple[Place, int, tuple[int, ...]], ...] = ()
 
 
@@ -110,42 +116,42 @@ class Occurrence:
 
     Attributes:
       segment: The segment.
-      kind: What its backward pass reads.
+      residuals: Its residuals, found once for equal segments.
       values: Its inputs, and the values that may be kept, by their numbers.
       times: How often it runs.
       outputs: The numbers of the segment's values that later code reads. They exist whatever the segment keeps.
-      point: The choice for it.
+      choice: The choice for it.
     """
 
     segment: Segment
-    kind: Kind
+    residuals: Residuals
     values: dict[int, Value]
     times: int
     outputs: frozenset[int]
-    point: Point
+    choice: Choice
 
 
 class Known(NamedTuple):
-    """What is found once for equal segments, and for equal equations that are in none."""
+    """Results that are found once for equal segments, and for equal equations that are in no segment."""
 
-    kinds: dict[Any, Kind]
+    residuals: dict[Any, Residuals]
     plain: dict[Any, ClosedJaxpr]
 
 
-class Memory:
-    """What the backward pass of a function keeps.
+class MemoryPlan:
+    """A choice for each segment of a function, and the bytes that its backward pass then keeps.
 
     Attributes:
       body: The function.
       occurrences: Its segments, by their places.
-      others: What is in no segment: constructs and equations, and how often each runs.
+      others: The constructs and equations that are in no segment, and how often each runs.
       gathers: The keys of the all_gathers of arguments among them.
       total: The bytes, without the end.
       end: The bytes of the last product and what follows, which the backward pass reads at once. To compute them again
         would free nothing at the peak.
     """
 
-    def __init__(self, body: Body, known: Known):
+    def __init__(self, body: SplitJaxpr, known: Known):
         self.body, self.total, self.end = body, 0.0, 0.0
         self.occurrences: dict[Place, Occurrence] = {}
         self.others: list[tuple[JaxprEqn, int]] = []
@@ -155,67 +161,66 @@ class Memory:
         self._slots: dict[Any, dict[int, float]] = {}
         jaxpr = body.closed.jaxpr
         arguments = {v: _given(v) for v in (*jaxpr.constvars, *jaxpr.invars)}
-        self._add_body(body, arguments, (), Loops(), {})
+        self._add_body(body, arguments, (), Nest(), {})
 
     def _add_body(
-        self, body: Body, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
+        self, body: SplitJaxpr, values: dict[Any, Value], place: Place, nest: Nest, fixed: dict[Any, Nest]
     ) -> None:
         """Add a jaxpr. `values` are the values of its inputs, and of the outputs that have one already.
 
-        JAX keeps what is the same in each step of a scan once, outside. `fixed` are such inputs, and what is around
-        the place where they are computed.
+        JAX keeps a value that is the same in each step of a scan once, outside. `fixed` are such inputs, and the
+        constructs around the equations that compute them.
         """
         plain: list[JaxprEqn] = []
         for i, part in enumerate(body.parts):
-            if not isinstance(part, (Segment, Construct)):
+            if not isinstance(part, (Segment, SplitConstruct)):
                 plain.append(part)
                 continue
-            self._add_plain(plain, body, values, around, fixed)
+            self._add_plain(plain, body, values, nest, fixed)
             plain = []
             if isinstance(part, Segment):
-                self._add_segment(part, values, (*place, i), around, fixed)
+                self._add_segment(part, values, (*place, i), nest, fixed)
             else:
-                self._add_construct(part, values, (*place, i), around, fixed)
-        self._add_plain(plain, body, values, around, fixed)
+                self._add_construct(part, values, (*place, i), nest, fixed)
+        self._add_plain(plain, body, values, nest, fixed)
 
     def _add_segment(
-        self, segment: Segment, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
+        self, segment: Segment, values: dict[Any, Value], place: Place, nest: Nest, fixed: dict[Any, Nest]
     ) -> None:
         key = segment.key(sources=False)
-        if key not in self._known.kinds:
-            self._known.kinds[key] = Kind(segment)
-        kind = self._known.kinds[key]
+        if key not in self._known.residuals:
+            self._known.residuals[key] = Residuals(segment)
+        residuals = self._known.residuals[key]
         known = {-1 - i: values[v] for i, v in enumerate(segment.inputs)}
         places = {-1 - i: fixed[v] for i, v in enumerate(segment.inputs) if v in fixed}
 
-        computed_at = lambda i: _computed(*kind.computed[i], _innermost(kind.sources(i), places) or around)
+        computed_at = lambda i: _computed(*residuals.computed[i], _innermost(residuals.sources(i), places) or nest)
         # A call in the segment may return a constant, an input, or one value several times.
-        numbers_of_outputs = kind.numbers(kind.code.outputs)
+        numbers_of_outputs = residuals.numbers(residuals.flat.outputs)
         for v, number in zip(segment.outputs, numbers_of_outputs, strict=True):
             if number is not None and number >= 0:
                 known.setdefault(number, values.get(v) or computed_at(number))
             values.setdefault(v, _given(v) if number is None else known[number])
         computed = frozenset(i for i in numbers_of_outputs if i is not None and i >= 0)
-        for i in kind.kept - computed:
+        for i in residuals.kept - computed:
             known[i] = computed_at(i)
-        point = kind.point(kind.kept, frozenset())
-        self.occurrences[place] = Occurrence(segment, kind, known, around.times, computed, point)
+        choice = residuals.choice(residuals.kept, frozenset())
+        self.occurrences[place] = Occurrence(segment, residuals, known, nest.constructs.times, computed, choice)
         self._read(self.occurrences[place], 1)
 
     def _add_construct(
-        self, construct: Construct, values: dict[Any, Value], place: Place, around: Loops, fixed: dict[Any, Loops]
+        self, construct: SplitConstruct, values: dict[Any, Value], place: Place, nest: Nest, fixed: dict[Any, Nest]
     ) -> None:
         eqn, name, carry = construct.eqn, ir.name(construct.eqn), constructs.carry(construct.eqn)
-        self.others.append((eqn, around.times))
-        inside = eqn if name == "shard_map" else around.inside
+        self.others.append((eqn, nest.constructs.times))
         for j, (body, places) in enumerate(zip(construct.bodies, constructs.operands_of_bodies(eqn), strict=True)):
             jaxpr = body.closed.jaxpr
-            branches = around.branches
+            branches = nest.branches
             if name == "scan":
                 branches = tuple((cond, k, (*lengths, constructs.iterations(eqn))) for cond, k, lengths in branches)
-            here = Loops(around.times * constructs.iterations(eqn), (*around.eqns, eqn), inside, branches)
+            here = Nest(nest.constructs.inside(eqn), branches)
             inner = {v: _given(v) for v in jaxpr.constvars}
-            if name == "cond":  # It returns what it keeps, in some versions of JAX also of its operands.
+            if name == "cond":  # It returns the values that it keeps, in some versions of JAX also its operands.
                 here = here._replace(branches=(*branches, (place, j, ())))
                 for v, i in zip(jaxpr.invars, places, strict=True):
                     is_copied = ir.is_literal(eqn.invars[i]) or constructs.cond_copies_operands()
@@ -230,29 +235,29 @@ class Memory:
                     inner[v] = _computed(v, eqn, here)
                 else:
                     inner[v] = values[atom]
-            # What a scan stacks are the values of all steps.
+            # The stacked results of a scan are the values of all steps.
             for v, outer in list(zip(jaxpr.outvars, eqn.outvars, strict=True))[len(carry) :]:
                 if not ir.is_literal(v) and v not in inner:
                     inner[v] = values.setdefault(outer, _computed(v, eqn, here))
                 elif not carry and not ir.is_literal(v):
                     values.setdefault(outer, inner[v])
-            # The constants of a scan are fixed in it. So is what comes into another construct and is fixed outside.
+            # The constants of a scan are fixed in it. So are operands of another construct that are fixed outside.
             atoms: list[Any] = [eqn.invars[i] for i in places]
             is_fixed = lambda i, v: i < carry.start if name == "scan" else v in fixed
             given = {
-                v: fixed.get(atom, around)
+                v: fixed.get(atom, nest)
                 for v, i, atom in zip(jaxpr.invars, places, atoms, strict=True)
                 if not ir.is_literal(atom) and is_fixed(i, atom)
             }
             self._add_body(body, inner, (*place, j), here, given)
         for outer in eqn.outvars:
-            values.setdefault(outer, _computed(outer, eqn, around))
+            values.setdefault(outer, _computed(outer, eqn, nest))
 
     def _add_plain(
-        self, eqns: list[JaxprEqn], body: Body, values: dict[Any, Value], around: Loops, fixed: dict[Any, Loops]
+        self, eqns: list[JaxprEqn], body: SplitJaxpr, values: dict[Any, Value], nest: Nest, fixed: dict[Any, Nest]
     ) -> None:
-        """Add equations that are in no segment. What JAX keeps for them is kept."""
-        self.others.extend((eqn, around.times) for eqn in eqns)
+        """Add equations that are in no segment. The residuals that JAX has for them are kept."""
+        self.others.extend((eqn, nest.constructs.times) for eqn in eqns)
         defined = {v: eqn for eqn in eqns for v in eqn.outvars if not ir.is_ref(v)}
         reads: list[Any] = [v for eqn in eqns for v in eqn.invars if not ir.is_ref(v)]
         is_given = lambda v: ir.is_literal(v) or body.origins[v].argument
@@ -261,13 +266,13 @@ class Memory:
         perturbed = tuple(body.origins[v].perturbed and is_inexact(v.aval) for v in inputs)
         alive = tuple(v in body.alive for v in defined)
         for v, eqn in defined.items():
-            values.setdefault(v, _computed(v, eqn, around))
+            values.setdefault(v, _computed(v, eqn, nest))
         if not any(perturbed):
             return
         key = equality.fingerprint(inputs, [*defined], eqns, sources=False), perturbed, alive
         if key not in self._known.plain:
             closed = build.closed_jaxpr({}, inputs, [*defined], eqns)
-            self._known.plain[key] = with_residuals(closed, perturbed, alive, around.inside)
+            self._known.plain[key] = with_residuals(closed, perturbed, alive, nest.constructs.shard_map)
         found = self._known.plain[key]
         results = found.jaxpr.outvars[: len(defined)]
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
@@ -278,7 +283,7 @@ class Memory:
             if v in known or v in producers:  # A constant of the rule of a primitive is there anyway.
                 place = _innermost(sources.get(v, frozenset()), places)
                 is_made = v in producers and (v not in known or place is not None)
-                self._count(_computed(v, producers[v], place or around) if is_made else values[known[v]], 1)
+                self._count(_computed(v, producers[v], place or nest) if is_made else values[known[v]], 1)
 
     def _count(self, value: Value, step: int) -> None:
         before = self.readers[value]
@@ -294,112 +299,116 @@ class Memory:
         self.total += change
 
     def _read(self, occurrence: Occurrence, step: int) -> None:
-        for i in occurrence.kind.needs(occurrence.point.kept)[0]:
+        for i in occurrence.residuals.needs(occurrence.choice.kept)[0]:
             if occurrence.segment.is_end and i >= 0:
-                self.end += step * occurrence.kind.sizes[i]
+                self.end += step * occurrence.residuals.sizes[i]
             else:
                 self._count(occurrence.values[i], step)
 
-    def _set(self, occurrence: Occurrence, point: Point) -> None:
+    def _set(self, occurrence: Occurrence, choice: Choice) -> None:
         self._read(occurrence, -1)
-        occurrence.point = point
+        occurrence.choice = choice
         self._read(occurrence, 1)
 
     @property
     def flops(self) -> float:
         """The FLOPs that are computed again."""
-        return sum(x.times * x.point.flops for x in self.occurrences.values())
+        return sum(x.times * x.choice.flops for x in self.occurrences.values())
 
     @property
     def largest(self) -> float:
         """The most bytes that one segment computes again and holds at once."""
-        return max((x.kind.live - x.point.size for x in self.occurrences.values() if _is_checkpoint(x)), default=0.0)
+        return max(
+            (x.residuals.live - x.choice.size for x in self.occurrences.values() if _is_checkpoint(x)), default=0.0
+        )
 
     @property
     def chosen(self) -> Chosen:
         """The choice for each segment, but for small ones in which nothing is dropped."""
-        return {place: x.point.kept for place, x in self.occurrences.items() if _is_checkpoint(x)}
+        return {place: x.choice.kept for place, x in self.occurrences.items() if _is_checkpoint(x)}
 
     def drop(self, target: float) -> None:
         """Drop values, the best price first, until no more than `target` bytes are kept."""
-        points: dict[Place, list[Point]] = {}
+        choices: dict[Place, list[Choice]] = {}
         for place, x in self.occurrences.items():
             if x.segment.is_end:
                 continue
-            # What others read is there anyway, and may be kept here too.
-            own = x.kind.needs(x.point.kept)[0]
+            # Values that others read are in memory anyway, and may be kept here too.
+            own = x.residuals.needs(x.choice.kept)[0]
             free = frozenset(i for i in x.outputs if self.readers[x.values[i]] > (i in own))
-            points[place] = x.kind.points(free)
-            self._set(x, points[place][0])
+            choices[place] = x.residuals.choices(free)
+            self._set(x, choices[place][0])
         moves = [
             (_price(of_one[before], of_one[after]), place, after)
-            for place, of_one in points.items()
+            for place, of_one in choices.items()
             for before, after in itertools.pairwise(_hull(of_one))
         ]
-        at = dict.fromkeys(points, 0)
+        at = dict.fromkeys(choices, 0)
         for _, place, after in sorted(moves):
             if self.total <= target:
                 break
-            self._set(self.occurrences[place], points[place][after])
+            self._set(self.occurrences[place], choices[place][after])
             at[place] = after
         # The last ones may have freed more than was needed, or nothing, where inputs are kept in their place.
-        for place in reversed(points):
+        for place in reversed(choices):
             while at[place]:
                 before = self.total
-                self._set(self.occurrences[place], points[place][at[place] - 1])
+                self._set(self.occurrences[place], choices[place][at[place] - 1])
                 if self.total > max(target, before):
-                    self._set(self.occurrences[place], points[place][at[place]])
+                    self._set(self.occurrences[place], choices[place][at[place]])
                     break
                 at[place] -= 1
 
 
 def _is_checkpoint(x: Occurrence) -> bool:
-    return x.segment.is_worth_it or not x.point.kept >= x.kind.kept
+    return x.segment.is_worth_it or not x.choice.kept >= x.residuals.kept
 
 
-def _hull(points: list[Point]) -> list[int]:
-    """The numbers of those points after which the price of a byte rises: of the lower convex hull."""
+def _hull(choices: list[Choice]) -> list[int]:
+    """The numbers of those choices after which the price of a byte rises: of the lower convex hull."""
     found: list[int] = []
-    for i, point in enumerate(points):
-        while len(found) > 1 and _price(points[found[-2]], points[found[-1]]) >= _price(points[found[-1]], point):
+    for i, choice in enumerate(choices):
+        while len(found) > 1 and _price(choices[found[-2]], choices[found[-1]]) >= _price(choices[found[-1]], choice):
             found.pop()
         found.append(i)
     return found
 
 
-def _price(x: Point, y: Point) -> float:
+def _price(x: Choice, y: Choice) -> float:
     """FLOPs for each byte that is freed from one choice to another."""
     freed, more = x.size - y.size, y.flops - x.flops
     return more / freed if freed > 0 or more == math.inf else UNKNOWN + more
 
 
-def _innermost(sources: frozenset[int], places: dict[int, Loops]) -> Loops | None:
-    """The innermost of the places where what a value is computed from is fixed. None if some of that is not."""
+def _innermost(sources: frozenset[int], places: dict[int, Nest]) -> Nest | None:
+    """The innermost nest in which a source of a value is fixed. None if not all its sources are fixed."""
     is_fixed = sources and sources <= places.keys()
-    return max((places[i] for i in sources), key=lambda x: len(x.eqns)) if is_fixed else None
+    return max((places[i] for i in sources), key=lambda x: len(x.constructs.around)) if is_fixed else None
 
 
 def _given(v: Any) -> Value:
-    return Value(device_bytes(v), v.aval, Loops())
+    return Value(device_bytes(v), v.aval, Nest())
 
 
-def _computed(v: Any, eqn: JaxprEqn, around: Loops) -> Value:
-    slots = [(cond, ((*lengths, *v.aval.shape), v.aval.dtype), branch) for cond, branch, lengths in around.branches]
-    return Value(device_bytes(v) * around.times, v.aval, around, eqn, tuple(slots))
+def _computed(v: Any, eqn: JaxprEqn, nest: Nest) -> Value:
+    slots = [(cond, ((*lengths, *v.aval.shape), v.aval.dtype), branch) for cond, branch, lengths in nest.branches]
+    return Value(device_bytes(v) * nest.constructs.times, v.aval, nest, eqn, tuple(slots))
 
 
-def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
-    """The choice for a function, and the split of it for which it computes least again.
+def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> MemoryPlan:
+    """The plan for a function, with the split of it for which the backward pass computes least again.
 
     Gathers and whole constructs are computed again if that pays. Segments are merged, if the budget is not reached, as
-    long as what is kept and what the largest segment computes again at once become less.
+    long as the sum of the kept bytes and the bytes that the largest segment computes again at once becomes smaller.
     """
     known = Known({}, {})
 
-    def memory(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT, cut: bool = True) -> Memory:
-        return Memory(Split(products, whole, cut_convolutions=cut).function(closed), known)
+    def plan(
+        whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT, cut: bool = True
+    ) -> MemoryPlan:
+        return MemoryPlan(Split(products, whole, cut_convolutions=cut).function(closed), known)
 
-    best = memory(cut=False)
+    best = plan(cut=False)
     total = best.total
     target = bytes_of(budget, total)
     if total <= target:
@@ -407,26 +416,26 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     # Models that name most values, for checkpoints that are not there, would keep them all.
     named, closed = closed, opened(closed, keep_names=False)
     if closed is not named or any(x.segment.convolves for x in best.occurrences.values()):
-        best = memory()
+        best = plan()
     again = _repeatable(best)
     best.drop(target)
     largest = max(target, best.largest)
 
-    def rank(x: Memory) -> tuple[bool, bool, float, float]:
+    def rank(x: MemoryPlan) -> tuple[bool, bool, float, float]:
         if x.total > target:
             return True, True, x.total, x.largest
         return False, x.largest > largest, x.flops, x.total
 
     whole = frozenset[Any]()
     for keys in again:
-        other = memory(whole | keys)
+        other = plan(whole | keys)
         other.drop(target)
         if rank(other) < rank(best):
             best, whole = other, whole | keys
     products = PRODUCTS_OF_A_SEGMENT
     while best.total > target:
         products *= 2
-        other = memory(whole, products)
+        other = plan(whole, products)
         other.drop(target)
         if other.total + other.largest >= best.total + best.largest:
             break
@@ -436,8 +445,8 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> Memory:
     return best
 
 
-def _repeatable(memory: Memory) -> list[frozenset[Any]]:
-    """The keys of what may be computed again as a whole, in sets that `choose` tries one after the other.
+def _repeatable(plan: MemoryPlan) -> list[frozenset[Any]]:
+    """The keys of equations that may be computed again as a whole, in sets that `choose` tries one after the other.
 
     First all gathers, then the constructs with the fewest FLOPs, then calls with custom rules: one, one, two, four and
     so on. A construct is tried only if it runs more than once: to compute the only one again frees nothing at the peak.
@@ -445,13 +454,13 @@ def _repeatable(memory: Memory) -> list[frozenset[Any]]:
     runs: Counter[Any] = Counter()
     costs: dict[Any, float] = {}
     calls: dict[Any, float] = {}
-    for eqn, times in memory.others:
+    for eqn, times in plan.others:
         name = ir.name(eqn)
         if name in ("custom_vjp_call", "custom_jvp_call", "scan", "cond") and (again := cost(eqn)) < math.inf:
             key = key_of(eqn)
             runs[key] += times
             (calls if name.startswith("custom") else costs)[key] = again
-    found = [frozenset(memory.gathers)] if memory.gathers else []
+    found = [frozenset(plan.gathers)] if plan.gathers else []
     found += [frozenset([key]) for key in sorted(costs, key=costs.__getitem__)[:4] if runs[key] > 1]
     cheapest = sorted(calls, key=calls.__getitem__)
     while cheapest:
@@ -484,11 +493,11 @@ def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> l
     return messages
 
 
-def _warn(memory: Memory, target: float, total: float) -> None:
-    equations = list(walk.all_equations(memory.body.closed.jaxpr))
+def _warn(plan: MemoryPlan, target: float, total: float) -> None:
+    equations = list(walk.all_equations(plan.body.closed.jaxpr))
     if any(map(is_transposed, equations)):
         return  # `warnings_of_budget` names the cause.
-    held = sorted((x for x in memory.readers if memory.readers[x] > 0 and x.eqn), key=lambda x: -x.size)[:3]
+    held = sorted((x for x in plan.readers if plan.readers[x] > 0 and x.eqn), key=lambda x: -x.size)[:3]
     lines = [
         f"{operation(x.eqn)} at {user_line(x.eqn) or 'an unknown line'} ({megabytes(x.size)} MB)" for x in held if x.eqn
     ]
@@ -496,7 +505,7 @@ def _warn(memory: Memory, target: float, total: float) -> None:
     if any(ir.name(eqn) == "remat2" for eqn in equations):
         advice = "No budget acts inside your own jax.checkpoint or nn.remat, whose inputs are kept."
     warnings.warn(
-        f"The memory budget is {megabytes(target)} MB, and the backward pass keeps at least {megabytes(memory.total)} "
+        f"The memory budget is {megabytes(target)} MB, and the backward pass keeps at least {megabytes(plan.total)} "
         f"of {megabytes(total)} MB. The largest values: {', '.join(lines)}. {advice}",
         stacklevel=users_stacklevel(),
     )

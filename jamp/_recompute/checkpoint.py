@@ -16,7 +16,7 @@ from jamp._barrier import cotangents_behind_barrier, unless_tpu
 from jamp._cast import is_inexact
 from jamp._jaxprs import build, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
-from jamp._jaxprs.manual_axes import trace
+from jamp._jaxprs.manual_axes import trace_inside
 from jamp._products.lower import lower
 from jamp._products.product import of
 from jamp._recompute.budget import Chosen, MemoryBudget, Place, choose
@@ -25,16 +25,16 @@ from jamp._recompute.residuals import stopped
 from jamp._recompute.segments import (
     KEPT,
     SEGMENT,
-    Body,
-    Code,
-    Construct,
+    FlatSegment,
     Segment,
     Split,
-    code,
+    SplitConstruct,
+    SplitJaxpr,
     computed_twice,
-    named,
+    flatten_segment,
     opened,
     rounding,
+    with_names,
     with_rounding,
 )
 from jamp._rounded import may_be_wider
@@ -57,8 +57,8 @@ def recompute(closed: ClosedJaxpr, budget: MemoryBudget) -> ClosedJaxpr:
     check_version(budget)
     if budget == 1.0:
         return _Pass({}).run(Split().function(closed), ())
-    memory = choose(closed, budget)
-    return _Pass(memory.chosen).run(memory.body, ())
+    plan = choose(closed, budget)
+    return _Pass(plan.chosen).run(plan.body, ())
 
 
 class _Pass:
@@ -66,10 +66,10 @@ class _Pass:
 
     def __init__(self, chosen: Chosen):
         self._chosen = chosen
-        self._bodies: dict[Any, tuple[Body, ClosedJaxpr]] = {}
+        self._bodies: dict[Any, tuple[SplitJaxpr, ClosedJaxpr]] = {}
         self._segments: dict[Any, ClosedJaxpr] = {}
 
-    def run(self, body: Body, place: Place) -> ClosedJaxpr:
+    def run(self, body: SplitJaxpr, place: Place) -> ClosedJaxpr:
         inside = {at[len(place) :]: x for at, x in self._chosen.items() if at[: len(place)] == place}
         key = id(body), frozenset(inside.items())  # so equal choices for a body that runs twice make one
         if key in self._bodies:
@@ -82,7 +82,7 @@ class _Pass:
         for i, part in enumerate(body.parts):
             if isinstance(part, Segment):
                 eqns.extend(self._segment(part, inside.get((i,)), stored))
-            elif isinstance(part, Construct):
+            elif isinstance(part, SplitConstruct):
                 new = [self.run(inner, (*place, i, j)) for j, inner in enumerate(part.bodies)]
                 eqns.append(build.with_bodies(part.eqn, new, part.eqn.invars, part.eqn.outvars))
             else:
@@ -93,15 +93,15 @@ class _Pass:
         self._bodies[key] = body, new_body  # With the body, so that no other one gets its id.
         return new_body
 
-    def _stored(self, body: Body, chosen: Chosen, is_function: bool) -> set[Any]:
-        """The values that are stored between the passes: what calls of segments read, in this body or others.
+    def _stored(self, body: SplitJaxpr, chosen: Chosen, is_function: bool) -> set[Any]:
+        """The values that are stored between the passes: the inputs of calls of segments, in this body or others.
 
-        XLA may round a value for what reads it in the backward pass alone. All its readers get it rounded. So the
-        results of a loop's body are, too.
+        XLA may round a value for its readers in the backward pass alone. So all its readers get it rounded, and the
+        results of a loop's body are rounded, too.
         """
         found: set[Any] = set() if is_function else {v for v in body.closed.jaxpr.outvars if not ir.is_literal(v)}
         for i, part in enumerate(body.parts):
-            if isinstance(part, Construct):
+            if isinstance(part, SplitConstruct):
                 found.update(v for v in part.eqn.invars if not ir.is_literal(v))
             elif isinstance(part, Segment) and _is_call(part, chosen.get((i,))):
                 found.update(part.inputs)
@@ -113,11 +113,11 @@ class _Pass:
             return with_rounding(segment.eqns, stored)
         key = segment.key(sources=True), chosen
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
-            scoped, found = jax.named_scope(SEGMENT), code(segment)
+            scoped, flat = jax.named_scope(SEGMENT), flatten_segment(segment)
             # The scope is of the call, and of the checkpoint in it.
-            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(_checkpointed(segment, found, chosen))))
-            call = _around(call, segment, found, has_barrier=chosen is not None and not segment.around.loop)
-            self._segments[key] = trace(segment.around.inside, call, ir.avals(segment.inputs))
+            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(_checkpointed(segment, flat, chosen))))
+            call = _with_barrier(call, segment, flat, has_barrier=chosen is not None and not segment.context.in_loop)
+            self._segments[key] = trace_inside(segment.context.shard_map, call, ir.avals(segment.inputs))
         return inline.inline(self._segments[key], segment.inputs, segment.outputs)
 
 
@@ -126,32 +126,32 @@ def _is_call(segment: Segment, chosen: frozenset[int] | None) -> bool:
     return chosen is not None or segment.is_worth_it
 
 
-def _around(
-    call: Callable[..., list[Array]], segment: Segment, found: Code, has_barrier: bool
+def _with_barrier(
+    call: Callable[..., list[Array]], segment: Segment, flat: FlatSegment, has_barrier: bool
 ) -> Callable[..., list[Array]]:
     """A segment, perhaps with the cotangents of its inputs behind a barrier.
 
-    Without one, XLA:GPU computes cotangents where they are added to others, later, and what was computed again stays in
-    memory. Inputs whose tangents reach no result get none: the barrier, and JAX's next checkpoint, would give them
-    zeros, which JAX then sends through what it cannot transpose.
+    Without one, XLA:GPU computes cotangents where they are added to others, later, and the values that were computed
+    again stay in memory. Inputs whose tangents reach no result get no barrier. The barrier, and JAX's next checkpoint,
+    would give them cotangents of zeros, which JAX then sends through operations that it cannot transpose.
     """
-    reaching = _reaching(found, segment.alive)
+    reaching = _reaching(flat, segment.alive)
     behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and segment.inputs[i] in reaching]
     without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and v not in reaching]
     without = without if ir.is_next_checkpoint() else []
 
-    def around(*args: Array) -> list[Array]:
+    def with_barrier(*args: Array) -> list[Array]:
         given = build.replaced(args, without, [lax.stop_gradient(args[i]) for i in without])
         return call(*build.replaced(given, behind, cotangents_behind_barrier([given[i] for i in behind])))
 
-    return around if behind or without else call
+    return with_barrier if behind or without else call
 
 
-def _reaching(found: Code, alive: Sequence[bool]) -> set[Any]:
+def _reaching(flat: FlatSegment, alive: Sequence[bool]) -> set[Any]:
     """The values of a segment whose tangents reach a result that is `alive`."""
-    results: list[Any] = [v for v, x in zip(found.outputs, alive, strict=True) if x and not ir.is_literal(v)]
+    results: list[Any] = [v for v, x in zip(flat.outputs, alive, strict=True) if x and not ir.is_literal(v)]
     reaching = {v for v in results if is_inexact(v.aval)}
-    for eqn in reversed(found.eqns):
+    for eqn in reversed(flat.eqns):
         if not reaching.isdisjoint(eqn.outvars) and ir.name(eqn) != "stop_gradient":
             product = of(eqn)  # It has tangents of its operands, and none of the scales of their 8-bit values.
             operands: list[Any] = eqn.invars[: product.arity] if product else eqn.invars
@@ -159,15 +159,15 @@ def _reaching(found: Code, alive: Sequence[bool]) -> set[Any]:
     return reaching
 
 
-def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) -> Callable[..., list[Array]]:
+def _checkpointed(piece: Segment, flat: FlatSegment, chosen: frozenset[int] | None) -> Callable[..., list[Array]]:
     """A segment as a function that keeps some of its values for the backward pass.
 
     `chosen` are their numbers, in the order in which they are computed.
     """
-    values = [v for eqn in found.eqns for v in eqn.outvars]
-    kept = found.kept if chosen is None else {values[i] for i in chosen}
-    body = named(found, dict.fromkeys(kept, KEPT), kept | computed_twice(found))
-    reaching = _reaching(found, piece.alive)
+    values = [v for eqn in flat.eqns for v in eqn.outvars]
+    kept = flat.kept if chosen is None else {values[i] for i in chosen}
+    body = with_names(flat, dict.fromkeys(kept, KEPT), kept | computed_twice(flat))
+    reaching = _reaching(flat, piece.alive)
     reaches = [v in reaching or not is_inexact(v.aval) for v in piece.inputs]
 
     def segment(*args: Array) -> list[Array]:
@@ -178,12 +178,12 @@ def _checkpointed(piece: Segment, found: Code, chosen: frozenset[int] | None) ->
     # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
     has_own_barrier = piece.convolves and chosen is None and not ir.is_next_checkpoint()
     # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
-    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (piece.around.loop or has_own_barrier))
+    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (piece.context.in_loop or has_own_barrier))
     return _behind_barrier_unless_tpu(call) if has_own_barrier else call
 
 
 def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """A function whose backward pass gets what it keeps behind a barrier, but on TPUs.
+    """A function whose backward pass gets its residuals behind a barrier, except on TPUs.
 
     For convolutions, XLA:TPU needs 1.4 times the memory with a barrier (ResNet-18, compiled for a v5e).
     """
@@ -197,7 +197,7 @@ def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[...,
         of_perturbed = lambda *xs: fun(*build.replaced(primals, perturbed, xs))
         results, push_forward = jax.linearize(of_perturbed, *(primals[i] for i in perturbed))
         values, structure = jax.tree.flatten(push_forward)
-        # What is given is there anyway. Behind the barrier it would be another array, which is kept.
+        # Inputs are in memory anyway. Behind the barrier they would be other arrays, which are kept.
         inner = [i for i, x in enumerate(values) if not any(x is given for given in primals)]
         values = build.replaced(values, inner, unless_tpu([values[i] for i in inner]))
         push_forward = jax.tree.unflatten(structure, values)

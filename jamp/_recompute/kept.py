@@ -26,7 +26,7 @@ _READS_OF_NO_PRODUCT = 1.5
 
 
 class Origin(NamedTuple):
-    """What a value is computed from. A constant is none of these but `argument`.
+    """What a value is computed from. Of a constant, only `argument` is true.
 
     Attributes:
       argument: It is an argument of the function or a constant, perhaps cast or moved.
@@ -47,7 +47,7 @@ def origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
         return Origin(activation=True, perturbed=True)
     return Origin(
         all(x.argument for x in operands) and ir.name(eqn) in CHEAP & MOVING,
-        any(x.activation for x in operands) or (any(inexact) and not is_recomputed(eqn)),
+        any(x.activation for x in operands) or (any(inexact) and not is_cheap(eqn)),
         any(x.perturbed and y for x, y in zip(operands, inexact, strict=True)) and ir.name(eqn) != "stop_gradient",
     )
 
@@ -60,7 +60,7 @@ def join(x: Origin, y: Origin) -> Origin:
 CONSTANT = Origin(argument=True)
 
 
-def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], origins: Sequence[Origin]) -> set[Var]:
+def values_to_keep(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], origins: Sequence[Origin]) -> set[Var]:
     """The values that the backward pass does not compute again. `origins` are the origins of the inputs."""
     known: dict[Any, Origin] = dict(zip(inputs, origins, strict=True))
     # For each value, the bytes that are read of each kept value to compute it.
@@ -69,7 +69,7 @@ def kept(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], origins: Sequence[Orig
     for eqn in eqns:
         reads = _variables(eqn)
         may, here = (
-            is_recomputed(eqn),
+            is_cheap(eqn),
             origin(eqn, [CONSTANT if ir.is_literal(v) else known[v] for v in eqn.invars]),
         )
         for out in eqn.outvars:
@@ -100,12 +100,12 @@ def _narrowed(eqns: Sequence[JaxprEqn]) -> set[Var]:
             readers.setdefault(v, []).append(eqn)
     found: set[Var] = set()
     for eqn in eqns:
-        if is_recomputed(eqn) or len(eqn.outvars) != 1:
+        if is_cheap(eqn) or len(eqn.outvars) != 1:
             continue
         v = product = eqn.outvars[0]
         while len(readers.get(v, [])) == 1 and nbytes(v) >= nbytes(product):
             (reader,) = readers[v]
-            if not is_recomputed(reader) or len(reader.outvars) != 1 or _size(reader.outvars[0]) != _size(product):
+            if not is_cheap(reader) or len(reader.outvars) != 1 or _size(reader.outvars[0]) != _size(product):
                 break
             v = reader.outvars[0]
             found.update([v] if nbytes(v) < nbytes(product) else [])
@@ -132,6 +132,6 @@ def _variables(eqn: JaxprEqn) -> list[Any]:
     return [v for v in operands if not ir.is_literal(v)]
 
 
-def is_recomputed(eqn: JaxprEqn) -> bool:
-    """Whether an equation may be computed again."""
-    return all(ir.name(e) in CHEAP for e in walk.inlined(eqn))
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation consists of cheap operations only, so that it may be computed again."""
+    return all(ir.name(e) in CHEAP for e in walk.through_calls(eqn))

@@ -1,11 +1,11 @@
-"""What the backward pass of a segment reads, and what it takes to compute that again.
+"""The residuals of a segment, which its backward pass reads, and the FLOPs to compute them again.
 
-`Kind` finds it once for all equal segments: it traces the derivative, in which the values of the segment have a name.
-For any choice of kept values it counts the bytes, as JAX would keep them, and the FLOPs. It proposes a few choices
-(`Point`), from all values kept to none.
+`Residuals` finds them once for all equal segments. It traces the derivative, in which the values of the segment have a
+name. For any choice of kept values it counts the bytes, as JAX would keep them, and the FLOPs. It proposes a few
+choices (`Choice`), from all values kept to none.
 
-A segment that becomes no checkpoint keeps what JAX keeps: also values that it moves, operands that a product casts, and
-what only the derivative computes, such as the cosine for a sine.
+A segment that does not become a checkpoint keeps the residuals that JAX keeps. Among them are values that it moves,
+operands that a product casts, and values that only the derivative computes, such as the cosine for a sine.
 """
 
 import itertools
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, constructs, inline, interpret, ir
+from jamp._jaxprs import build, constructs, inline, interpret, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
-from jamp._jaxprs.manual_axes import partitions, trace
+from jamp._jaxprs.manual_axes import partitions, trace_inside
 from jamp._jaxprs.primitives import (
     ARITHMETIC,
     COLLECTIVES,
@@ -36,7 +36,7 @@ from jamp._jaxprs.primitives import (
 from jamp._products.flops import flops
 from jamp._products.product import name_of
 from jamp._recompute.kept import nbytes
-from jamp._recompute.segments import KEPT, Code, Segment, code, named
+from jamp._recompute.segments import KEPT, FlatSegment, Segment, flatten_segment, with_names
 
 _NEVER_AGAIN = COLLECTIVES | frozenset(
     ("after_all", "create_token", "get", "random_gamma", "rng_bit_generator", "rng_uniform", "swap")
@@ -50,7 +50,7 @@ _RANDOM = 60.0  # FLOPs for 32 random bits: threefry has 20 rounds of three oper
 _GATHERED = 2000.0
 
 
-class Point(NamedTuple):
+class Choice(NamedTuple):
     """A choice for a segment: the numbers of the values that it keeps, their bytes, and the FLOPs computed again."""
 
     kept: frozenset[int]
@@ -58,14 +58,14 @@ class Point(NamedTuple):
     flops: float
 
 
-class Kind:
-    """What the backward pass of a segment reads.
+class Residuals:
+    """The residuals of a segment for any choice of kept values.
 
-    The values of the segment are numbered in the order in which they are computed, and its inputs from -1 down. What
-    only the derivative computes has the numbers after these.
+    The values of the segment are numbered in the order in which they are computed, and its inputs from -1 down. Values
+    that only the derivative computes have the numbers after these.
 
     Attributes:
-      code: The segment.
+      flat: The segment.
       computed: The values, and the equation of each.
       sizes: The bytes of each value.
       kept: The numbers of the values that are kept without a budget.
@@ -73,27 +73,27 @@ class Kind:
     """
 
     def __init__(self, segment: Segment):
-        self.code = code(segment)
-        self.computed = [(v, eqn) for eqn in self.code.eqns for v in eqn.outvars]
+        self.flat = flatten_segment(segment)
+        self.computed = [(v, eqn) for eqn in self.flat.eqns for v in eqn.outvars]
         values = [v for v, _ in self.computed]
-        self._numbers = {v: -1 - i for i, v in enumerate(self.code.inputs)} | {v: i for i, v in enumerate(values)}
+        self._numbers = {v: -1 - i for i, v in enumerate(self.flat.inputs)} | {v: i for i, v in enumerate(values)}
         self.sizes = [device_bytes(v) for v in values]
-        closed = _derivative(self.code, segment)
+        closed = _derivative(self.flat, segment)
         self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
         self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}
         self._constants = {*closed.jaxpr.constvars}
         self._of_arguments = _of_arguments(closed, segment)
         of_prefix = lambda prefix: {e.outvars[0]: n for e in closed.jaxpr.eqns if (n := _number(e, prefix)) is not None}
         self._named = of_prefix(KEPT)
-        # What is read to compute each value, up to other values, and the FLOPs.
-        self._needs = {number: self._walk(self._producers[v].invars) for v, number in self._named.items()}
-        residuals = [v for v in closed.jaxpr.outvars[len(self.code.outputs) :] if not ir.is_literal(v)]
+        # The named values and the inputs that each value is computed from, and the FLOPs in between.
+        self._needs = {number: self._reads_and_flops(self._producers[v].invars) for v, number in self._named.items()}
+        residuals = [v for v in closed.jaxpr.outvars[len(self.flat.outputs) :] if not ir.is_literal(v)]
         # Where named values are kept, a construct reads no operand that only they need.
         given = [*closed.jaxpr.constvars, *closed.jaxpr.invars, *self._named]
         between = [eqn for eqn in closed.jaxpr.eqns if self._named.keys().isdisjoint(eqn.outvars)]
         needed, _ = dce_jaxpr(build.closed_jaxpr({}, given, residuals, between).jaxpr, [True] * len(residuals))
         self._producers |= {v: eqn for eqn in needed.eqns for v in eqn.outvars}
-        self._read = self._walk(residuals)
+        self._read = self._reads_and_flops(residuals)
         known = self._inputs | self._named | of_prefix(_OTHER)
         self._direct = set[int]()
         for v in residuals:
@@ -105,12 +105,12 @@ class Kind:
         self.live = sum(self.sizes[i] for i in self._direct if i >= 0)
         self._sources = sources_of(closed)
         self._variables = {number: v for v, number in known.items()}
-        self._in_checkpoint = frozenset(self._numbers[v] for v in self.code.kept)
+        self._in_checkpoint = frozenset(self._numbers[v] for v in self.flat.kept)
         self.kept = self._in_checkpoint
         if not segment.is_worth_it:
             self.kept |= {i for i in self._direct if i >= 0}
         self._is_worth_it = segment.is_worth_it
-        self._points: dict[frozenset[int], list[Point]] = {}
+        self._choices: dict[frozenset[int], list[Choice]] = {}
 
     def numbers(self, variables: Iterable[Any]) -> list[int | None]:
         """The numbers of some variables of the code. A literal has none."""
@@ -120,8 +120,8 @@ class Kind:
         """The inputs from which a value is computed."""
         return self._sources.get(self._variables.get(i), frozenset())
 
-    def _walk(self, atoms: Iterable[Any]) -> tuple[frozenset[int], float]:
-        """The values from which these are computed, and the FLOPs in between."""
+    def _reads_and_flops(self, atoms: Iterable[Any]) -> tuple[frozenset[int], float]:
+        """The named values and the inputs from which variables are computed, and the FLOPs in between."""
         found, total, seen = set[int](), 0.0, set[int]()
         stack = [v for v in atoms if not ir.is_literal(v)]
         while stack:
@@ -154,26 +154,26 @@ class Kind:
                 stack.extend(others)
         return found, total
 
-    def point(self, kept: frozenset[int], free: frozenset[int]) -> Point:
-        """What a choice costs. The values in `free` are there anyway."""
+    def choice(self, kept: frozenset[int], free: frozenset[int]) -> Choice:
+        """The choice that keeps some values. The values in `free` are in memory anyway."""
         found, again = self.needs(kept | free)
-        return Point(kept | free, sum(self.sizes[i] for i in found if i >= 0 and i not in free), again)
+        return Choice(kept | free, sum(self.sizes[i] for i in found if i >= 0 and i not in free), again)
 
-    def points(self, free: frozenset[int]) -> list[Point]:
+    def choices(self, free: frozenset[int]) -> list[Choice]:
         """The choices that may be best, from all values kept to none: each keeps less and computes more again.
 
         All combinations of some groups of values are tried.
         """
-        if free not in self._points:
+        if free not in self._choices:
             groups = self._groups(self._in_checkpoint - free)
             fixed = self._in_checkpoint.difference(*groups)
             found = [
-                self.point(fixed.union(*chosen), free)
+                self.choice(fixed.union(*chosen), free)
                 for n in range(len(groups) + 1)
                 for chosen in itertools.combinations(groups, n)
             ]
-            self._points[free] = _pareto([self.point(self.kept, free), *found])
-        return self._points[free]
+            self._choices[free] = _pareto([self.choice(self.kept, free), *found])
+        return self._choices[free]
 
     def _groups(self, values: frozenset[int]) -> list[frozenset[int]]:
         """The values that may be dropped, each large one by itself. If those are many, equal ones are together."""
@@ -188,24 +188,24 @@ class Kind:
         return [*groups, rest] if rest else groups
 
 
-def _pareto(points: list[Point]) -> list[Point]:
-    """Return the Pareto front: the points that no other point beats in both bytes and FLOPs."""
-    found: list[Point] = []
-    for point in sorted(points, key=lambda x: (x.flops, x.size)):
-        if not found or point.size < found[-1].size:
-            found.append(point)
+def _pareto(choices: list[Choice]) -> list[Choice]:
+    """Return the Pareto front: the choices that no other choice beats in both bytes and FLOPs."""
+    found: list[Choice] = []
+    for choice in sorted(choices, key=lambda x: (x.flops, x.size)):
+        if not found or choice.size < found[-1].size:
+            found.append(choice)
     return found
 
 
-def _derivative(code: Code, segment: Segment) -> ClosedJaxpr:
-    """The results of a segment and what its backward pass reads, as a function of its inputs.
+def _derivative(flat: FlatSegment, segment: Segment) -> ClosedJaxpr:
+    """The results and the residuals of a segment, as a function of its inputs.
 
     Its values have names, of two kinds: those that may be kept, and others.
     """
-    may_be_kept = code.kept.union(v for v in code.outputs if not ir.is_literal(v))
-    values = enumerate(v for eqn in code.eqns for v in eqn.outvars)
-    closed = named(code, {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in values})
-    return with_residuals(closed, segment.perturbed, segment.alive, segment.around.inside)
+    may_be_kept = flat.kept.union(v for v in flat.outputs if not ir.is_literal(v))
+    values = enumerate(v for eqn in flat.eqns for v in eqn.outvars)
+    closed = with_names(flat, {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in values})
+    return with_residuals(closed, segment.perturbed, segment.alive, segment.context.shard_map)
 
 
 def sources_of(closed: ClosedJaxpr) -> dict[Any, frozenset[int]]:
@@ -230,10 +230,10 @@ def _of_arguments(closed: ClosedJaxpr, segment: Segment) -> set[Any]:
 def with_residuals(
     closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
 ) -> ClosedJaxpr:
-    """A function that also returns what its backward pass reads. It may be inside a shard_map.
+    """A function that also returns its residuals, which its backward pass reads. It may be inside a shard_map.
 
     `perturbed` are the inputs that may have tangents, and `alive` the results that get cotangents. No gradient goes
-    through what JAX does not differentiate.
+    through an operation that JAX does not differentiate.
     """
     try:
         return _with_residuals(closed, perturbed, alive, inside)
@@ -243,7 +243,7 @@ def with_residuals(
         return _with_residuals(_stopped(closed, inside), perturbed, alive, inside)
 
 
-# What JAX says of a primitive without a derivative, beside NotImplementedError.
+# JAX's messages for a primitive without a derivative, where it does not raise NotImplementedError.
 _WITHOUT_DERIVATIVE = re.compile(
     r"Reverse-mode differentiation does not work|does not support reverse-mode|callbacks? do(es)? not support JVP"
     r"|cannot be differentiated|can't apply forward-mode differentiation"
@@ -251,12 +251,12 @@ _WITHOUT_DERIVATIVE = re.compile(
 
 
 def _has_no_derivative(error: Exception) -> bool:
-    """Whether JAX raised an error because something has no derivative. Other errors are of the user's rules."""
+    """Whether JAX raised an error because something has no derivative. Other errors come from the user's rules."""
     return isinstance(error, NotImplementedError) or bool(_WITHOUT_DERIVATIVE.search(str(error)))
 
 
 def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
-    """A function in which the operands of what JAX does not differentiate have no tangents."""
+    """A function in which the operands of operations that JAX does not differentiate have no tangents."""
     eqns, outputs = inline.flattened(closed)
     found: list[JaxprEqn] = []
     for eqn in eqns:
@@ -268,7 +268,7 @@ def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
         except Exception as error:
             if not _has_no_derivative(error):
                 raise
-            stopped = trace(inside, partial(_with_stopped_gradients, single), single.in_avals)
+            stopped = trace_inside(inside, partial(_with_stopped_gradients, single), single.in_avals)
             found.extend(inline.inline(stopped, inputs, eqn.outvars))
     return build.closed_jaxpr({}, closed.jaxpr.invars, outputs, found)
 
@@ -296,9 +296,9 @@ def _with_residuals(
 
     # JAX splits constructs, which takes far longer than to see what the tangents of straight-line code read.
     if any(constructs.has_body(e) and ir.name(e) != "custom_jvp_call" for e in inline.flattened(closed)[0]):
-        return trace(inside, vjp, closed.in_avals)
+        return trace_inside(inside, vjp, closed.in_avals)
     types = [*closed.in_avals, *(closed.in_avals[i] for i in places)]
-    traced = trace(inside, jvp, types)
+    traced = trace_inside(inside, jvp, types)
     eqns, outputs = inline.flattened(traced)
     results = outputs[: len(closed.out_avals)]
     linear = {*traced.jaxpr.invars[n:]}
@@ -308,7 +308,7 @@ def _with_residuals(
         if linear.isdisjoint(v for v in eqn.invars if not ir.is_literal(v)):
             primal.append(eqn)
         elif constructs.has_body(eqn):
-            return trace(inside, vjp, closed.in_avals)
+            return trace_inside(inside, vjp, closed.in_avals)
         else:
             linear.update(eqn.outvars)
             of_tangents.append(eqn)
@@ -335,25 +335,35 @@ def _number(eqn: JaxprEqn, wanted: str) -> int | None:
 
 
 def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
-    """The FLOPs to compute an equation again, or infinity if it must not be.
+    """The FLOPs to compute an equation again, or infinity if it must not be computed again.
 
-    No collective may, but an all_gather of an argument, as FSDP has for each layer.
+    A collective must not, except an all_gather of an argument, as FSDP has for each layer.
     """
     name = name_of(eqn)
     if of_arguments and is_gather(eqn):
         return _GATHERED * device_bytes(eqn.outvars[0])
-    if name.startswith(("random_", "threefry")) and name != "random_gamma":
-        dtypes = [aval.dtype for aval in ir.avals(eqn.invars)]
-        keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
-        # The bits of other generators may depend on how a program is compiled.
-        is_exact = all(str(key) == "key<fry>" for key in keys)
-        return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars) if is_exact else math.inf
-    inside = [e for body, _ in constructs.inner(eqn) for e in body.eqns]
-    if name in _NEVER_AGAIN or eqn.effects or any(cost(e) == math.inf for e in inside):
+    inside = (e for body, _ in constructs.inner(eqn) for e in walk.all_equations(body))
+    if not all(map(_is_repeatable, (eqn, *inside))):
         return math.inf
+    if _is_random(eqn):
+        return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars)
     known = ARITHMETIC | CUBIC.keys() | ENCODED_PRODUCTS | EXPENSIVE | MOVING | OTHERS | PRODUCTS
     is_known = constructs.has_body(eqn) or name in known
     return flops(eqn) if is_known else UNKNOWN
+
+
+def _is_repeatable(eqn: JaxprEqn) -> bool:
+    """Whether computing an equation again gives the same results. Its bodies are not entered."""
+    if _is_random(eqn):
+        dtypes = [aval.dtype for aval in ir.avals(eqn.invars)]
+        # The bits of other generators may depend on how a program is compiled.
+        return all(str(dtype) == "key<fry>" for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key))
+    return name_of(eqn) not in _NEVER_AGAIN and not eqn.effects
+
+
+def _is_random(eqn: JaxprEqn) -> bool:
+    name = ir.name(eqn)
+    return name.startswith(("random_", "threefry")) and name != "random_gamma"
 
 
 def is_gather(eqn: JaxprEqn) -> bool:

@@ -23,12 +23,12 @@ from jamp._jaxprs.constructs import Derivative
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import is_partial
 from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS
-from jamp._jaxprs.rewrite import Body as Rewritten, Replaced, Rewriter
+from jamp._jaxprs.rewrite import Body, Replaced, Rewriter
 from jamp._jaxprs.source import in_scope
 from jamp._jaxprs.walk import holds_product, is_product
 from jamp._products.product import equation, name_of, of
 from jamp._products.quantized import has_narrow_sums
-from jamp._recompute.kept import CONSTANT, Origin, is_recomputed, join, kept, nbytes, origin
+from jamp._recompute.kept import CONSTANT, Origin, is_cheap, join, nbytes, origin, values_to_keep
 from jamp._rounded import may_be_wider, rounded
 
 SEGMENT = "jamp.segment"  # the name scope of a call that `checkpoint.py` made
@@ -36,15 +36,15 @@ KEPT = "jamp.kept"  # the name of the values that a segment keeps
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 PRODUCTS_OF_A_SEGMENT = 6  # more or less: a layer
 _MOST = 1.5  # a segment has at most so many times that number, and at least half as many
-_SMALL = 0.1  # of the bytes that cross a cut: what may be kept in the end of a function, and never dropped
+_SMALL = 0.1  # of the bytes that cross a cut: the most that may be kept in the end of a function, and is never dropped
 _LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
 
 
-class Around(NamedTuple):
-    """The constructs around a jaxpr: a loop, and a shard_map."""
+class SegmentContext(NamedTuple):
+    """What a segment needs to know of the constructs around it: whether one is a scan, and the innermost shard_map."""
 
-    loop: bool = False
-    inside: JaxprEqn | None = None
+    in_loop: bool = False
+    shard_map: JaxprEqn | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,10 +52,10 @@ class Segment:
     """Straight-line code.
 
     Attributes:
-      eqns, inputs, outputs: The code, what it reads, and what is read after it.
-      origins: Those of the inputs.
+      eqns, inputs, outputs: The equations, the values that they read, and those of their results that later code reads.
+      origins: The origins of the inputs.
       alive: Which outputs have tangents that reach a result of the function.
-      around: The constructs around it.
+      context: The constructs around it.
       is_worth_it: Whether it becomes a checkpoint at any budget. Computing something in it again frees memory.
       convolves: Whether more than half of its products are convolutions.
       is_end: Whether it is the last product of a function and what follows.
@@ -66,7 +66,7 @@ class Segment:
     outputs: tuple[Var, ...]
     origins: tuple[Origin, ...]
     alive: tuple[bool, ...]
-    around: Around
+    context: SegmentContext
     is_worth_it: bool
     convolves: bool
     is_end: bool
@@ -77,22 +77,22 @@ class Segment:
         return [x.perturbed and is_inexact(v.aval) for x, v in zip(self.origins, self.inputs, strict=True)]
 
     def key(self, sources: bool) -> Any:
-        """What equal segments have in common. With `sources`, they come from the same lines."""
+        """A key that is equal for equal segments. With `sources`, they also come from the same lines."""
         code = equality.fingerprint(self.inputs, self.outputs, self.eqns, sources)
-        return code, self.origins, self.alive, self.around, self.is_worth_it
+        return code, self.origins, self.alive, self.context, self.is_worth_it
 
 
-class Construct(NamedTuple):
-    """A construct that is entered."""
+class SplitConstruct(NamedTuple):
+    """A construct that is entered, with its bodies in parts."""
 
     eqn: JaxprEqn
-    bodies: list["Body"]
+    bodies: list["SplitJaxpr"]
 
 
-Part: TypeAlias = Segment | Construct | JaxprEqn
+Part: TypeAlias = Segment | SplitConstruct | JaxprEqn
 
 
-class Body(NamedTuple):
+class SplitJaxpr(NamedTuple):
     """A jaxpr in parts: segments, constructs, and equations that are in neither."""
 
     closed: ClosedJaxpr
@@ -101,7 +101,7 @@ class Body(NamedTuple):
     alive: Set[Var]
 
 
-class Code(NamedTuple):
+class FlatSegment(NamedTuple):
     """The equations of a segment in which jit calls are inlined, and the values in it that are kept."""
 
     eqns: list[JaxprEqn]
@@ -111,25 +111,25 @@ class Code(NamedTuple):
 
 
 def key_of(eqn: JaxprEqn) -> Any:
-    """What equal constructs have in common. Calls of a custom rule have functions of their own, so none are equal."""
+    """A key that is equal for equal constructs. Calls of a custom rule have their own functions, so none are equal."""
     inputs: list[Any] = [v for v in eqn.invars if not ir.is_literal(v)]
     return equality.fingerprint(inputs, eqn.outvars, [eqn], sources=False)
 
 
-def code(segment: Segment) -> Code:
-    """A segment as it is computed and differentiated. The variables of its inputs stay."""
+def flatten_segment(segment: Segment) -> FlatSegment:
+    """Inline the jit calls of a segment. It is computed and differentiated so. The variables of its inputs stay."""
     closed = build.closed_jaxpr({}, segment.inputs, segment.outputs, segment.eqns)
     eqns, outputs = inline.flattened(closed)
-    return Code(eqns, segment.inputs, outputs, kept(eqns, segment.inputs, segment.origins))
+    return FlatSegment(eqns, segment.inputs, outputs, values_to_keep(eqns, segment.inputs, segment.origins))
 
 
-def named(code: Code, names: Mapping[Var, str], stored: Set[Var] = frozenset()) -> ClosedJaxpr:
+def with_names(flat: FlatSegment, names: Mapping[Var, str], stored: Set[Var] = frozenset()) -> ClosedJaxpr:
     """The code of a segment, in which some values have a name (`checkpoint_name`).
 
     Those that are `stored` are rounded to their dtypes for their readers in it, too.
     """
     eqns: list[JaxprEqn] = []
-    for eqn in with_rounding(code.eqns, stored):
+    for eqn in with_rounding(flat.eqns, stored):
         if (product := of(eqn)) and has_narrow_sums(product) and (v := eqn.outvars[0]) in names:
             eqns.append(equation(dataclasses.replace(product, kept_as=names[v]), eqn.invars, v, eqn))
             continue
@@ -139,17 +139,17 @@ def named(code: Code, names: Mapping[Var, str], stored: Set[Var] = frozenset()) 
             if v in names:
                 name = ir.with_name_for(_name_equation(names[v]), v.aval).replace(invars=[value], outvars=[v])
                 eqns.append(build.located(name, eqn))
-    return build.closed_jaxpr({}, code.inputs, code.outputs, eqns)
+    return build.closed_jaxpr({}, flat.inputs, flat.outputs, eqns)
 
 
-def computed_twice(code: Code) -> set[Var]:
-    """Return the values of a segment that must be rounded alike in both passes: its results, and of products and casts.
+def computed_twice(flat: FlatSegment) -> set[Var]:
+    """Return the values of a segment that both passes must round alike: its results, and results of products and casts.
 
-    What was kept, such as the maximum of a softmax, belongs to what is computed again from them.
+    A kept value, such as the maximum of a softmax, must fit the values that are computed again from them.
     """
     is_rounding = lambda eqn: name_of(eqn) in PRODUCTS or ir.name(eqn) == "convert_element_type"
-    found: set[Var] = {v for v in code.outputs if not ir.is_literal(v)}
-    return found.union(v for eqn in code.eqns if is_rounding(eqn) for v in eqn.outvars)
+    found: set[Var] = {v for v in flat.outputs if not ir.is_literal(v)}
+    return found.union(v for eqn in flat.eqns if is_rounding(eqn) for v in eqn.outvars)
 
 
 def with_rounding(eqns: Iterable[JaxprEqn], stored: Set[Var]) -> list[JaxprEqn]:
@@ -199,36 +199,36 @@ class Split:
     ):
         self._origins = dataflow.Forward(origin, join, lambda value: CONSTANT)
         self._alive = dataflow.Backward(_passes_tangents)
-        self._cache: Cache[Body] = Cache()
+        self._cache: Cache[SplitJaxpr] = Cache()
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True
 
-    def function(self, closed: ClosedJaxpr) -> Body:
+    def function(self, closed: ClosedJaxpr) -> SplitJaxpr:
         """A function in parts. Its last product and what follows are a segment of their own."""
         self._has_products = any(map(holds_product, closed.jaxpr.eqns))
         arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
-        return self._body(closed, arguments, [True] * len(closed.out_avals), Around(), is_function=True)
+        return self._body(closed, arguments, [True] * len(closed.out_avals), SegmentContext(), is_function=True)
 
     def _body(
         self,
         closed: ClosedJaxpr,
         inputs: Sequence[Origin],
         outputs: Sequence[bool],
-        around: Around,
+        context: SegmentContext,
         is_function: bool = False,
-    ) -> Body:
+    ) -> SplitJaxpr:
         """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
-        key = tuple(inputs), tuple(outputs), around
-        return self._cache(closed, key, lambda: self._parts(closed, inputs, outputs, around, is_function))
+        key = tuple(inputs), tuple(outputs), context
+        return self._cache(closed, key, lambda: self._parts(closed, inputs, outputs, context, is_function))
 
     def _parts(
         self,
         traced: ClosedJaxpr,
         inputs: Sequence[Origin],
         outputs: Sequence[bool],
-        around: Around,
+        context: SegmentContext,
         is_function: bool,
-    ) -> Body:
+    ) -> SplitJaxpr:
         closed = _without_large_calls(traced)
         jaxpr = closed.jaxpr
         alive = self._alive(closed, outputs)
@@ -245,14 +245,14 @@ class Split:
             if not straight:
                 return
             whole = range(stop - len(straight), stop)
-            is_one = around.loop or (_convolves(straight) and not self._cut_convolutions)
+            is_one = context.in_loop or (_convolves(straight) and not self._cut_convolutions)
             first, last = range(whole.start, min(end, stop)), range(max(end, whole.start), stop)
             cut = _cut if self._has_products else _cut_by_bytes
             pieces = [first] if is_one else cut(jaxpr.eqns, first, last_uses, self._products)
             for piece in filter(None, [*pieces, last]):
                 members = tuple(jaxpr.eqns[i] for i in piece)
                 results = tuple(v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop)
-                parts.append(_segment(members, results, origins, alive, around, piece is last, self._has_products))
+                parts.append(_segment(members, results, origins, alive, context, piece is last, self._has_products))
             straight.clear()
 
         with_refs = _with_refs(jaxpr.eqns)
@@ -264,17 +264,17 @@ class Split:
             if i in with_refs:
                 parts.append(eqn)
                 continue
-            bodies = constructs.bodies(eqn) if is_entered(eqn) else None
+            bodies = constructs.bodies(eqn) if is_split(eqn) else None
             if bodies is None:
                 parts.append(eqn)
                 continue
             is_manual = ir.name(eqn) == "shard_map"
-            inner = Around(around.loop or ir.name(eqn) == "scan", eqn if is_manual else around.inside)
+            inner = SegmentContext(context.in_loop or ir.name(eqn) == "scan", eqn if is_manual else context.shard_map)
             into = self._origins.into(eqn, origins)
             out_of = self._alive.into(eqn, alive)
-            parts.append(Construct(eqn, [self._body(*x, inner) for x in zip(bodies, into, out_of, strict=True)]))
+            parts.append(SplitConstruct(eqn, [self._body(*x, inner) for x in zip(bodies, into, out_of, strict=True)]))
         close(len(jaxpr.eqns))
-        return Body(closed, parts, origins, alive)
+        return SplitJaxpr(closed, parts, origins, alive)
 
 
 def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -306,7 +306,7 @@ def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
 def _passes_tangents(eqn: JaxprEqn, results: Sequence[bool]) -> bool:
     """Whether tangents of the operands reach a result of the function, if the tangents of some results do. Backward.
 
-    Those that are written to a Ref reach what reads it.
+    Tangents that are written to a Ref reach the equations that read it.
     """
     if any(map(ir.is_ref, eqn.invars)):
         return True
@@ -319,15 +319,15 @@ def _segment(
     outputs: tuple[Var, ...],
     origins: dict[Var, Origin],
     alive: Set[Var],
-    around: Around,
+    context: SegmentContext,
     is_end: bool,
     has_products: bool,
 ) -> Segment:
     inputs = _reads(eqns)
-    convolves = _convolves(eqns) and not around.loop
+    convolves = _convolves(eqns) and not context.in_loop
     is_worth_it = has_products and any(map(_is_worth_it, eqns))
     of_inputs, of_outputs = tuple(origins[v] for v in inputs), tuple(v in alive for v in outputs)
-    return Segment(eqns, inputs, outputs, of_inputs, of_outputs, around, is_worth_it, convolves, is_end)
+    return Segment(eqns, inputs, outputs, of_inputs, of_outputs, context, is_worth_it, convolves, is_end)
 
 
 def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
@@ -338,14 +338,14 @@ def _convolves(eqns: Sequence[JaxprEqn]) -> bool:
 def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[Var, Origin]) -> int:
     """Where the end of a function begins: at its last product, or before, where fewer bytes cross.
 
-    What is kept in between is small, because no budget drops it: a random key, or the mean of a norm.
+    The values that are kept in between are small, because no budget drops them: a random key, or the mean of a norm.
     """
     products = [i for i, eqn in enumerate(eqns) if holds_product(eqn)]
     if not products or not _is_plain(eqns[products[-1]]):
         return products[-1] + 1 if products else len(eqns)
     last, start = products[-1], products[-2] + 1 if len(products) > 1 else 0
     inputs = _reads(eqns[start:last])
-    held = kept(eqns[start:last], inputs, [origins[v] for v in inputs])
+    held = values_to_keep(eqns[start:last], inputs, [origins[v] for v in inputs])
     crossing = _crossing(eqns, range(len(eqns)), last_uses)
     between = [sum(nbytes(v) for v in eqn.outvars if v in held) for eqn in eqns[start:last]]
     sizes = itertools.accumulate(reversed(between))  # kept from each equation on, the last one first
@@ -354,7 +354,7 @@ def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[V
 
 
 def _reads(eqns: Sequence[JaxprEqn]) -> tuple[Var, ...]:
-    """What some equations read that they do not compute."""
+    """The variables that some equations read and do not compute."""
     defined = {v for eqn in eqns for v in eqn.outvars}
     reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
     return tuple(dict.fromkeys(v for v in reads if not ir.is_literal(v) and v not in defined))
@@ -420,37 +420,44 @@ def _cut_by_bytes(eqns: Sequence[JaxprEqn], whole: range, last_uses: dict[Any, i
 
 def _computed_bytes(eqn: JaxprEqn) -> float:
     """The bytes of the floating-point values that an equation, or a jit call, computes."""
-    computing = (e for e in walk.inlined(eqn, constructs.inlinable) if ir.name(e) not in MOVING)
+    computing = (e for e in walk.through_calls(eqn, constructs.inlinable) if ir.name(e) not in MOVING)
     return sum((nbytes(v) for e in computing for v in e.outvars if is_inexact(v.aval)), 0.0)
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
-    if eqn.effects or ir.name(eqn) == "name":
+    operations = list(walk.through_calls(eqn, _plain_body))
+    # JAX keeps no partial sum between the passes unless the axes are explicit. Its checkpoint rounds the values that it
+    # keeps, and cannot round complex ones.
+    avals = ir.avals([v for e in (eqn, *operations) for v in (*e.invars, *e.outvars)])
+    return not any(is_partial(x) or is_complex(x) for x in avals) and all(map(_is_plain_operation, operations))
+
+
+def _plain_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a call that may be in a segment."""
+    # A derivative rule that multiplies would do so again in the backward pass.
+    is_plain = ir.name(eqn) == "jit" or (ir.name(eqn) == "custom_jvp_call" and not holds_product(eqn))
+    return constructs.body_of_call(eqn) if is_plain else None
+
+
+def _is_plain_operation(eqn: JaxprEqn) -> bool:
+    # A derivative rule that sorts would do so again in the backward pass.
+    if eqn.effects or ir.name(eqn) in ("name", "sort", "jit", "custom_jvp_call"):
         return False
-    if any(is_partial(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-        return False  # JAX keeps no such value between the passes unless the axes are explicit.
-    if any(is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-        return False  # JAX's checkpoint rounds the values that it keeps, and cannot round complex ones.
-    if ir.name(eqn) == "sort" or (ir.name(eqn) == "custom_jvp_call" and holds_product(eqn)):
-        return False  # A derivative rule that sorts or multiplies would do so again in the backward pass.
     if ir.name(eqn) == "custom_vjp_call":  # An identity, such as a clip of cotangents, has nothing to compute again.
         body = constructs.body_of_call(eqn)
         return body is not None and not body.jaxpr.eqns
-    if ir.name(eqn) in ("jit", "custom_jvp_call"):
-        body = constructs.body_of_call(eqn)
-        return body is not None and all(map(_is_plain, body.jaxpr.eqns))
     return name_of(eqn) in CHEAP | EXPENSIVE | PRODUCTS or not constructs.has_body(eqn)
 
 
 def _is_whole(eqn: JaxprEqn) -> bool:
     """Whether an equation of a segment is a whole construct, which is computed again."""
-    return constructs.has_body(eqn) and not constructs.inlinable(eqn) and not is_recomputed(eqn)
+    return constructs.has_body(eqn) and not constructs.inlinable(eqn) and not is_cheap(eqn)
 
 
 def _runs(eqn: JaxprEqn) -> int:
     """How many products an equation runs."""
-    return sum(times for e, times in walk.leaves(eqn, is_product) if is_product(e))
+    return sum(times for e, times in walk.innermost(eqn, is_product) if is_product(e))
 
 
 def _is_worth_it(eqn: JaxprEqn) -> bool:
@@ -459,9 +466,9 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
     def computes_much(e: JaxprEqn) -> bool:
         sizes = [aval.size for aval in ir.avals(e.outvars) if is_inexact(aval)]
         is_large = any(not isinstance(size, int) or size >= _LARGE for size in sizes)
-        return is_large and ir.name(e) not in MOVING and is_recomputed(e)
+        return is_large and ir.name(e) not in MOVING and is_cheap(e)
 
-    return any(map(computes_much, walk.inlined(eqn, constructs.inlinable)))
+    return any(map(computes_much, walk.through_calls(eqn, constructs.inlinable)))
 
 
 def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
@@ -470,28 +477,28 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
     Without `keep_names`, the user's `checkpoint_name`s go too, but for those in a `jax.checkpoint`.
     """
 
-    def rule(eqn: JaxprEqn, _: Rewritten) -> Replaced | None:
+    def rule(eqn: JaxprEqn, _: Body) -> Replaced | None:
         name = ir.name(eqn)
         is_dropped = name == "name" and (not keep_names or ir.params(eqn)["name"] == KEPT)
         if is_dropped or name == "cotangents_behind_barrier":
             return Replaced([], eqn.invars)
-        if name == "jit" and in_scope(eqn, SEGMENT) and (body := _code_of(eqn)):
+        if name == "jit" and in_scope(eqn, SEGMENT) and (body := _segment_body(eqn)):
             return Replaced(*inline.inlined(rewriter(body), eqn.invars))
         return None
 
     is_changed = lambda eqn: in_scope(eqn, SEGMENT) or (not keep_names and ir.name(eqn) == "name")
     if not any(map(is_changed, walk.all_equations(closed.jaxpr))):
         return closed
-    rewriter = Rewriter(rule, enters=is_entered)
+    rewriter = Rewriter(rule, enters=is_split)
     return rewriter(closed)
 
 
-def is_entered(eqn: JaxprEqn) -> bool:
+def is_split(eqn: JaxprEqn) -> bool:
     """Whether JAX differentiates the bodies of a construct, so that its segments are checkpoints."""
     return constructs.derivative(eqn) is Derivative.OF_BODY
 
 
-def _code_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
+def _segment_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The code of a segment that jamp made, in the calls around it."""
     body = constructs.body_of_call(eqn)
     while body and len(body.jaxpr.eqns) == 1 and ir.name(body.jaxpr.eqns[0]) in ("custom_jvp_call", "remat2"):

@@ -22,7 +22,7 @@ import jax
 
 from jamp._jaxprs.source import users_stacklevel
 from jamp._loss_scale.static import LossScale
-from jamp._staging import is_differentiated, is_kept, is_recorded
+from jamp._staging import is_differentiated, is_recorded, is_trace_reused
 from jamp._step.state import can_change
 
 # What may be known of an array:
@@ -156,7 +156,7 @@ def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
     only traced, such as by `jax.eval_shape`, needs none.
     """
     is_constant = _is_traced(loss) and not _is_traced(loss_scale_state.loss_scale)
-    if can_change(loss_scale_state) and is_constant and is_kept():
+    if can_change(loss_scale_state) and is_constant and is_trace_reused():
         warnings.warn(
             "The loss scale is a constant of the function that is being traced, because the state that holds it, of "
             "the optimizer or a GradScaler, is not one of its arguments. A compiled function keeps the first scale "

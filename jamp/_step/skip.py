@@ -95,7 +95,7 @@ def _is_safe_on_nan(closed: ClosedJaxpr) -> bool:
     Otherwise the gradients are read without a selection, and their norm can be computed at the same time as the check
     instead of after it.
     """
-    inlined = (e for eqn in closed.jaxpr.eqns for e in walk.inlined(eqn, constructs.inlinable))
+    inlined = (e for eqn in closed.jaxpr.eqns for e in walk.through_calls(eqn, constructs.inlinable))
     return all(ir.name(e) in CHEAP for e in inlined)
 
 

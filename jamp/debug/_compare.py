@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jamp._arguments import Call, check_concrete, named, paths
+from jamp._arguments import Call, check_concrete, leaf_names
 from jamp._cast import is_floating
 from jamp.debug._align import AlignedProgram, Entry, align, list_entries, pair_up
 from jamp.debug._compared_array import FLOAT32, JUMP, ComparedArray, agree, differ_by, relative_difference, roundoff
@@ -101,9 +101,7 @@ def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     check_concrete("compare", call.leaves)
     closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
     tree = call.result_structure  # without the new values of an NNX module
-    parameters = list(named(fun, args, kwargs))
-    whole = [parameters[path[1].idx] if hasattr(path[1], "idx") else str(path[1].key) for path in call.paths]
-    names = [path or name for path, name in zip(paths(fun, args, kwargs), whole, strict=True)]
+    names = [name + path for name, path in leaf_names(fun, args, kwargs)]
     operations, results = observe(closed, call.leaves, names)
     return _Run(operations, results[: tree.num_leaves], tree)
 

@@ -22,7 +22,7 @@ class ComparedArray:
     Attributes:
       value, traced: Its elements without rounding, and as the function computes them: float64, complex128 or integers.
       unit: The unit roundoff of the coarsest dtype on the way to it.
-      constant: The same of what float64 does not remove: of constants, and of calls that run as traced.
+      constant: The unit roundoff that float64 does not remove: of constants, and of calls that run as traced.
       scale: The largest finite magnitude on the way to it, without the fills of masks.
     """
 

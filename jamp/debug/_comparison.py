@@ -14,8 +14,8 @@ class ComparedRow:
       operation: The primitive. Of a difference what differs: "mul(_, 0.25) here, mul(_, 0.2) there".
       source, scope, dtype: The user's line, the name scopes, and the dtype of the result.
       other_source, other_scope, other_dtype: The same in the other function.
-      only: "here" or "there" if only one function has the operation. The line of the other one is then that of the next
-        operation that both have.
+      only: "here" or "there" if only one function has the operation. The line in the other function is then the line of
+        the next operation that both have.
       difference: How much the results differ, relative, by the norm of those elements that differ.
       is_explained: Whether rounding explains it.
     """

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jamp._arguments import Call, differentiable, paths
+from jamp._arguments import Call, differentiable, parameter_paths
 from jamp._autocast.api import autocast
 from jamp._autocast.rules import wide_dtype
 from jamp._cast import check_floating, is_floating
@@ -61,7 +61,7 @@ class Errors:
         self._leaves, self._n = call.leaves, len(values)
         self._scale = jnp.float32(_LOSS_SCALES[0] if dtype == jnp.float16 else 1)
         wide = min(self.wide, reference_dtype(), key=lambda x: x.itemsize)  # Without x64, there is no float64.
-        self.program = RoundedProgram(closed, ["", *paths(fun, args, kwargs)], wide)
+        self.program = RoundedProgram(closed, ["", *parameter_paths(fun, args, kwargs)], wide)
         self._exact: tuple[list[Array], dict[Any, Any]] | None = None
 
     def exact(self) -> tuple[list[Array], dict[Any, Any]]:

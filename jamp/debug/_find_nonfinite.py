@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jamp._arguments import Call, check_concrete, differentiable, named, paths
+from jamp._arguments import Call, arguments_by_name, check_concrete, differentiable, parameter_paths
 from jamp._cast import is_inexact
 from jamp._jaxprs import build
 from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
@@ -19,9 +19,9 @@ from jamp.debug._origin import CLEAN, ArrayInStreams, OriginInterpreter, all_fin
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
     """Run a function operation by operation, and name those that made the inf or NaN in its results.
 
-    It names each operation that alone puts an inf or NaN into a result and does not follow from another one. Those of
-    the first result, the loss, come first. A deliberate -inf mask is not reported. A NaN in the code that reaches a
-    result is, and so is an operation that makes NaN of a mask. If no result holds an inf or NaN, it names the
+    It names each operation that alone puts an inf or NaN into a result and does not follow from another one. The
+    operations of the first result, the loss, come first. A deliberate -inf mask is not reported. A NaN in the code that
+    reaches a result is, and so is an operation that makes NaN of a mask. If no result holds an inf or NaN, it names the
     operations whose inf or NaN others hide, and is false.
 
     It enters jit, scan, while, cond, remat and functions with custom derivatives, evaluates each operation at its own
@@ -51,7 +51,7 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
         check_concrete("find_nonfinite", call.leaves)
         held = _nonfinite_inputs(fun, args, kwargs)
         flat = call.traceable(fun)
-        run = functools.partial(_run, leaves=call.leaves, parameters=paths(fun, args, kwargs))
+        run = functools.partial(_run, leaves=call.leaves, parameters=parameter_paths(fun, args, kwargs))
         places = differentiable(args, kwargs, call.leaves) if grad else []
         if not places:
             return _result(run(flat), None, held)
@@ -158,5 +158,5 @@ def _distinct(findings: Sequence[Finding]) -> list[Finding]:
 
 def _nonfinite_inputs(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Return the inputs that are not finite, each with the name of its parameter and its path."""
-    flat = [(path, x) for path, x in jax.tree.leaves_with_path(named(fun, args, kwargs)) if is_inexact(x)]
+    flat = [(path, x) for path, x in jax.tree.leaves_with_path(arguments_by_name(fun, args, kwargs)) if is_inexact(x)]
     return tuple(f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for path, x in flat if not all_finite(x))

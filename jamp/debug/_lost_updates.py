@@ -60,7 +60,7 @@ def lost_updates(params: optax.Params, updates: optax.Updates) -> LostUpdates:
 
     Args:
       params: A pytree. To see what would be lost in bfloat16, pass `jamp.cast_floating(params, jnp.bfloat16)`.
-      updates: A pytree like `params`, from an optimizer's `update`, but not from that of `jamp.stochastic_rounding`.
+      updates: A pytree like `params`, from the `update` of an optimizer other than `jamp.stochastic_rounding`.
 
     Returns:
       `LostUpdates`, whose `shares` are a pytree like `params`, f32[]: of the updates that are not 0, the share that is

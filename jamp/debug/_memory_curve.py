@@ -20,8 +20,8 @@ class MemoryPoint:
     Attributes:
       budget: The budget.
       temporary: The bytes of temporary memory, which hold what is kept for the backward pass.
-      total: These bytes and those of arguments and results. A donated argument counts once.
-      flops: The FLOPs of all products, those that are computed again among them.
+      total: The bytes of temporary memory, arguments and results. A donated argument counts once.
+      flops: The FLOPs of all products, also of products that are computed again.
     """
 
     budget: MemoryBudget

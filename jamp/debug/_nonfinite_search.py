@@ -140,7 +140,7 @@ class NonfiniteSearch:
     `bool()` is whether a result holds an inf or NaN that an operation made or an input brought.
     """
 
-    findings: tuple[Finding, ...]  # None follows from another one. Those of the first result (the loss) come first.
+    findings: tuple[Finding, ...]  # None follows from another one. Findings in the first result (the loss) come first.
     reaches_results: bool  # whether a result holds the inf or NaN of the findings. If not, an operation hides them.
     inputs: tuple[str, ...]  # the inputs of the function that hold inf or NaN
     inputs_reach_results: bool

@@ -33,7 +33,7 @@ class _CompiledSteps:
     """Steps that are compiled together: one that rounds, a loop, or all between two of them.
 
     Attributes:
-      steps, reads, writes: The steps, what they read from others, and what others read.
+      steps, reads, writes: The steps, the variables that they read from others, and the variables that others read.
       active: The floating reads that a rounding can change.
     """
 

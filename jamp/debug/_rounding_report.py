@@ -31,8 +31,8 @@ _NUMBER = re.compile(r"\d+")
 class RoundingRow:
     """One row of a `RoundingReport`: the operations of one primitive and line that round, forward or backward.
 
-    Layers whose name scopes differ in numbers only are one row. Every error is relative, by the norm. Those of the
-    value and of the gradients are predicted to first order.
+    Layers whose name scopes differ in numbers only are one row. Every error is relative, by the norm. The errors
+    of the value and of the gradients are predicted to first order.
 
     Attributes:
       operation: The primitive: "dot_general".
@@ -94,7 +94,7 @@ class RoundingReport:
       rows: One row for each line and layer that rounds, the most damage first.
       compute_dtype: The name of the compute dtype.
       value_error: The measured error of the value of the function, with all roundings.
-      gradient_error: The same of its gradients. NaN if there are none.
+      gradient_error: The measured error of its gradients. NaN if there are none.
       opaque: Lines whose gradients JAX cannot differentiate. Damage that goes through them does not count.
     """
 
@@ -210,7 +210,7 @@ def rounding_report(
     their error. For the first two rows the function also runs with nothing else rounded, to check the prediction. The
     prediction for a scalar value is the expected size of the error. The measurement is one draw.
 
-    The gradients are those of a scalar first result with respect to the floating arrays in the first argument. In
+    The gradients are taken of a scalar first result with respect to the floating arrays in the first argument. In
     float16 they are computed at a loss scale of 2**15, or a lower one if that overflows. Code that rounds without
     autocast is reported too. It costs about ten gradients and keeps all values in memory, so use a small batch. Inside
     `while`, `shard_map`, solvers and kernels it does not tell operations apart.
