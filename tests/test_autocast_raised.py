@@ -242,6 +242,34 @@ def test_accumulate_rounds_the_cotangent_and_float32_does_not():
     assert dots("float32") == [[F32, F32, F32]]
 
 
+CONV = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+SIZES = jnp.int32([8, 4, 0, 4])
+OTHERS = {
+    "conv_general_dilated": (
+        lambda w, x: lax.conv_general_dilated(x.reshape(2, 4, 8, 8), w["layers"].reshape(4, 4, 8, 32), **CONV)
+    ),
+    "ragged_dot_general": lambda w, x: lax.ragged_dot(x, w["layers"], SIZES),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("category", ["float32", "accumulate"])
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16], ids=["bfloat16", "float16"])
+def test_convolutions_and_grouped_products(name, category, dtype):
+    def fun(w, x):
+        with jax.named_scope("head"):
+            out = OTHERS[name](w, x)
+        return jnp.mean(jnp.sin(out.astype(F32)))
+
+    args = jax.tree.map(lambda x: x.astype(dtype), (W, X))
+    low = jamp.autocast(fun, dtype, rules={f"{name}[head]": category})
+    value, grads = jax.jit(jax.value_and_grad(low))(*args)
+    wanted, exact = jax.jit(jax.value_and_grad(fun))(*jax.tree.map(lambda x: x.astype(F32), args))
+    assert abs(value - wanted) < 0.01 * abs(jax.jit(fun)(*args) - wanted) + 1e-7
+    assert error(grads, exact) < 4e-3
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype(dtype)}
+
+
 def test_other_primitives_compute_in_float32():
     def fun(w, x):
         with jax.named_scope("head"):
@@ -289,6 +317,14 @@ def test_the_report_shows_what_is_raised_and_what_rounds_it_again():
     report = jamp.autocast_report(with_bias, BF16, rules=ALL)(W, X)
     assert not [hint for hint in report.hints if "rounded" in hint]
     assert {row.after for row in report.rows if row.operation == "div[head]"} == {"float32, float32 -> float32"}
+
+
+def test_a_cast_to_float64_reads_it_too():
+    with jax.enable_x64(True):
+        fun = lambda w, x: jnp.sum(head(w, x).astype(jnp.float64))
+        exact = np.sum(np.float64(X) @ np.float64(W["head"]))
+        np.testing.assert_allclose(jamp.autocast(fun, BF16, rules=HEAD)(W, X), exact, rtol=1e-5)
+        assert abs(compiled(fun) - exact) > 1e-4 * abs(exact)
 
 
 def test_a_rule_without_a_match_warns_and_16_bit_code_without_a_rule_is_left_alone():

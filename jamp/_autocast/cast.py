@@ -287,7 +287,7 @@ class _Body:
                 return False
             self._stored[result] = self._read(eqn.invars[0], False, eqn)
             return True
-        is_cast_back = self._target.is_wide(result.aval)
+        is_cast_back = ir.avals([result])[0].dtype.itemsize > 2
         if not any(map(self._is_raised, eqn.invars)) or not (is_cast_back or result in self._read_wide):
             return False
         reads = [self._read_raised(v, eqn) if is_floating(v.aval) else v for v in eqn.invars]

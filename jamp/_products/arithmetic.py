@@ -126,7 +126,7 @@ class Raised(NamedTuple):
         run = lambda eqn, args: self._multiply(eqn.primitive, args, ir.params(eqn), np.dtype(np.float32))
         results = []
         for i, aval in zip(perturbed, types, strict=True):
-            operands = [x.astype(jnp.float32) for x in (g, *(values[j] for j in sorted(values) if j != i))]
+            operands = _in_float32([g, *(values[j] for j in sorted(values) if j != i)])
             wide = aval.update(dtype=np.dtype(np.float32))
             results.append(cotangent(product, i, wide, list(map(jax.typeof, operands)), operands, run))
         return [x.astype(aval.dtype) for x, aval in zip(results, types, strict=True)]
@@ -134,10 +134,15 @@ class Raised(NamedTuple):
     @staticmethod
     def _multiply(primitive: Any, operands: Sequence[Array], params: dict[str, Any], dtype: Any) -> Array:
         if primitive.name != "dot_general" or any(x.dtype == jnp.float32 for x in operands):
-            operands = [x.astype(jnp.float32) if is_floating(x) else x for x in operands]
+            operands = _in_float32(operands)
             if params["precision"] in (None, lax.DotAlgorithmPreset.DEFAULT):
                 params = {**params, "precision": (lax.Precision.HIGHEST,) * 2}
         return multiply(primitive, operands, params, jnp.float32).astype(dtype)
+
+
+def _in_float32(operands: Sequence[Array]) -> list[Array]:
+    """The operands of a product in float32, but for the sizes of groups."""
+    return [x.astype(jnp.float32) if is_floating(x) else x for x in operands]
 
 
 def others_of(product: Product, perturbed: Sequence[int]) -> list[int]:
