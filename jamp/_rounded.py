@@ -24,7 +24,7 @@ def _by_jax(x: Any) -> Any:
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
 
-# Its tangents and cotangents are not rounded, as those of `lax.reduce_precision` are.
+# Its tangents and cotangents are not rounded, as `lax.reduce_precision` rounds its own.
 rounded = core.Primitive(ROUNDED)
 rounded.def_impl(_by_jax)
 rounded.def_abstract_eval(lambda x: x)
@@ -40,7 +40,7 @@ def as_stored(x: Any) -> Any:
 
 
 def may_be_wider(aval: Any) -> bool:
-    """Whether XLA may compute with more digits than a type has: with those of float32 (of float64, those of float32).
+    """Whether XLA may compute with more digits than a type has: with the digits of float32.
 
     JAX cannot round what is still to be summed over devices, and `reduce_precision` makes large float8 E4M3 NaN.
     """

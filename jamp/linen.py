@@ -124,7 +124,7 @@ class TrainState(train_state.TrainState):
         """Return the state after a step, which is skipped if the gradients are not finite.
 
         Args:
-          grads: The true gradients (with `unscale=True`, those of the scaled loss), of the structure of `params`.
+          grads: The true gradients (with `unscale=True`, gradients of the scaled loss), of the structure of `params`.
           extra_args: Extra arguments for the optimizer's `update`, such as `{"value": loss}`. `grads_finite` (bool[])
             replaces the check.
           **collections: New values of your fields, such as `batch_stats=updates["batch_stats"]`. On a skip the fields
@@ -169,7 +169,7 @@ class _Same:
 
 
 def _loss_scaled(tx: Any, *args: Any) -> optax.GradientTransformationExtraArgs:
-    """`loss_scaled`, which equals that of the same arguments: two states of one `tx` have one structure, as in Flax."""
+    """`loss_scaled`, equal for equal arguments: two states of one `tx` have one structure, as in Flax."""
     loss_scale, unscale, axis_name = args
     scaled = loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name)
     try:

@@ -97,7 +97,7 @@ def value_and_grad(
     """`nnx.value_and_grad` with loss scaling inside. On an overflow it also restores the state that `fun` changed.
 
     The state is BatchNorm statistics, RNG counts and anything else that `fun` changes in its arguments. A variable that
-    `fun` creates, or whose structure it changes (such as those of `sow`), is not restored.
+    `fun` creates, or whose structure it changes (such as the Variables of `sow`), is not restored.
 
     Args:
       fun: A function of NNX objects and arrays that returns a scalar loss, or `(loss, aux)` with `has_aux`.

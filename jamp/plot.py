@@ -195,7 +195,7 @@ def memory_curve(curves: "Mapping[str, MemoryCurve]") -> "Figure":
     """Plot the temporary memory of a function over the products that it computes more, a point for each budget.
 
     Args:
-      curves: What `jamp.debug.memory_curve` returns, by names such as those of dtypes. FLOPs are shown to the fewest
+      curves: What `jamp.debug.memory_curve` returns, by names, such as "bfloat16". FLOPs are shown to the fewest
         of all points.
 
     Raises:

@@ -42,10 +42,10 @@ def autocast(
 
     With `jnp.float32`, products of float64 operands get float32 operands and the precision HIGHEST, unless the code
     asks for a lower one. Gradients of weights are computed in float32 and added in float64. Products of two vectors,
-    those of JAX's linear algebra and its derivatives, and those for which the code asks for HIGHEST stay float64. Those
-    that you pass to a solver do not. Values beyond the range of float32 become inf or 0 in a product. Float32 operands
-    are left alone, and without float64 the function is unchanged. [Float64](../frameworks/science.md#float64) says when
-    it pays.
+    products in JAX's linear algebra and its derivatives, and products for which the code asks for HIGHEST stay float64.
+    Products in a function that you pass to a solver do not. Values beyond the range of float32 become inf or 0 in a
+    product. Float32 operands are left alone, and without float64 the function is unchanged.
+    [Float64](../frameworks/science.md#float64) says when it pays.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
@@ -64,7 +64,7 @@ def autocast(
       memory_budget: How much the backward pass may keep, as in `jamp.recompute`. At 1.0 all products are kept.
 
     Returns:
-      A function like `fun`, whose results have the structure, shapes, dtypes and weak types that those of `fun` have.
+      A function like `fun`, whose results have the structure, shapes, dtypes and weak types of the results of `fun`.
       Gradients with respect to float32 arguments are float32. Use it before or after `jax.grad`, `jit`, `vmap`,
       `scan` and `remat`. Outside `jit` it is traced at every call.
 
@@ -92,7 +92,7 @@ def autocast(
       (dtype('float64'), True)
 
     References:
-      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are those of
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are the categories of
       `torch.autocast`.
     """
     check_budget(memory_budget)

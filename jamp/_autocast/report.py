@@ -193,7 +193,7 @@ def autocast_report(
 ) -> Callable[..., AutocastReport]:
     """Report what `autocast` does to a function, without running it.
 
-    Its arguments and errors are those of `autocast`. Arrays may be given as `jax.ShapeDtypeStruct`. For a gradient pass
+    It has the arguments and errors of `autocast`. Arrays may be given as `jax.ShapeDtypeStruct`. For a gradient pass
     `jax.grad(jamp.autocast(loss, dtype))`: a function that has autocast inside is reported as it runs.
 
     Returns:

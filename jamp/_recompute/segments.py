@@ -52,7 +52,7 @@ class Segment:
     """Straight-line code.
 
     Attributes:
-      eqns, inputs, outputs: The equations, the values that they read, and those of their results that later code reads.
+      eqns, inputs, outputs: The equations, the values that they read, and their results that later code reads.
       origins: The origins of the inputs.
       alive: Which outputs have tangents that reach a result of the function.
       context: The constructs around it.

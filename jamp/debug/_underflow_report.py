@@ -21,7 +21,7 @@ from jamp._step.leaves import is_gradient
 
 _STATIC: Any = {"static": True}
 _SHOWN = 20  # leaves
-_HEADROOM = 4  # powers of two below overflow. Gradients of activations often exceed those of parameters.
+_HEADROOM = 4  # powers of two below overflow. Gradients of activations are often larger than gradients of parameters.
 
 
 @jax.tree_util.register_dataclass
