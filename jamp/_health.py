@@ -183,8 +183,8 @@ _NOT_SCALED = (
 _ZERO = "The gradients have all been zero"
 _ZEROS = (
     _ZERO + ": {}. Either the loss does not depend on the parameters (a stop_gradient, a batch "
-    "that is masked out, dead units), or the gradients underflow. Compare them with the gradients of the float32 model, with "
-    "`jamp.debug.underflow_report(grads, opt_state)`, and raise the loss scale."
+    "that is masked out, dead units), or the gradients underflow. Compare them with the gradients of the float32 model, "
+    "with `jamp.debug.underflow_report(grads, opt_state)`, and raise the loss scale."
 )
 
 
@@ -231,6 +231,6 @@ def _check_scaled_norms(history: History) -> Iterator[str]:
     clear = [jump for jump in jumps if jump is not None]
     if len(clear) >= max(3, len(jumps) / 2) and all(abs(jump - 1) < 0.25 for jump in clear):
         yield (
-            f"grad_norm has grown with the loss scale, {len(clear)} times: the gradients are gradients of the scaled loss, "
+            f"grad_norm has grown with the loss scale, {len(clear)} times: they are gradients of the scaled loss, "
             "and nothing unscales them. Take them from jamp.value_and_grad, or make the optimizer with unscale=True."
         )

@@ -50,7 +50,7 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
       (1024.0, 7)
     """
     if not state_dict:
-        raise ValueError("The state dict is empty, like the one of a disabled scaler. Use GradScaler(enabled=False).")
+        raise ValueError("The state dict is empty, as a disabled scaler's is. Use GradScaler(enabled=False).")
     _check_keys(state_dict, _TORCH_KEYS, "state dict of torch's GradScaler")
     return _dynamic(
         scale=state_dict["scale"],

@@ -82,7 +82,7 @@ def test_errors_name_the_cure():
         *((r"exactly one of grads= \(true gradients.*scaled_grads=", step(TX, **given)) for given in ({}, both)),
         *((r"Two scalers on one optimizer.*Step the plain optimizer with", step(tx, grads=ONES)) for tx in wrapped),
         *((r"updated already.*delete this call", lambda f=f: f((small(), ONES, TX.init(ONES)))) for f in steps),
-        (r"empty, like the one of a disabled scaler. Use GradS.*=False\)", load({})),
+        (r"empty, as a disabled scaler's is. Use GradS.*=False\)", load({})),
         (r"lacks scale, _growth_tracker, hysteresis_.*; it has step", load({"step": 3})),
         (r"for one that torch wrote, use jamp\.interop\.from_torch", load(TORCHS)),
         (

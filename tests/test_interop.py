@@ -45,7 +45,7 @@ def test_what_torch_lacks_is_an_error_and_what_it_never_recovers_from_goes_on():
     for loss_scale in (jamp.StaticLossScale(), jamp.AdaptiveLossScale()):
         with pytest.raises(ValueError, match="torch has a dynamic loss scale only, got"):
             interop.to_torch(jamp.GradScaler(loss_scale))
-    with pytest.raises(ValueError, match=r"is empty, like the one of a disabled scaler\. Use GradScaler\(enabled=False"):
+    with pytest.raises(ValueError, match=r"is empty, as a disabled scaler's is\. Use GradScaler\(enabled=False"):
         interop.from_torch({})
     with pytest.raises(ValueError, match=r"lacks growth_factor, growth_interval, _growth_tracker and has scale, backo"):
         interop.from_torch({"scale": 8.0, "backoff_factor": 0.5})

@@ -44,7 +44,7 @@ def from_state_dict(
         )
     if not saved:
         raise ValueError(
-            "The state dict is empty, like the one of a disabled scaler. Use GradScaler(enabled=False), or a new scaler."
+            "The state dict is empty, as a disabled scaler's is. Use GradScaler(enabled=False), or a new scaler."
         )
     missing = [name for name in to_state_dict(loss_scale, state) if name not in saved]
     if missing:
