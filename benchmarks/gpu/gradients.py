@@ -136,7 +136,7 @@ def llama_float8_default_flags(quick: bool, send: Send) -> None:
 def vocabulary(quick: bool, send: Send) -> None:
     """A cross entropy over the vocabulary of Llama 3, in bfloat16."""
     head = SMALL if quick else LARGEST
-    ways = ways_of_head(head.chunks[:2], "where", peers=False)
+    ways = ways_of_head(head.chunks[:2], "where")
     ways = {"whole logits": ways["whole logits"], "whole logits, again": ways["whole logits"]} | ways
     timed = [Way(name, partial(sgd_step, fun), partial(head.make, BF16)) for name, fun in ways.items()]
     measure({"model": "a head of 2560 x 128,256, 32,768 rows"}, timed, quick, send, calls=2)
