@@ -5,6 +5,7 @@ The TPU needs `pip install libtpu`; the GPU, `pip install "jax[cuda13]"` (5 GB).
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -92,6 +93,13 @@ def lowered(target: str, fun: Any, *args: Any, donate: bool = False) -> Any:
     sharding = SingleDeviceSharding(topologies.get_topology_desc(**TARGETS[target]).devices[0])
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     return jax.jit(fun, donate_argnums=0 if donate else ()).lower(*args)
+
+
+def does_not_fit(error: Exception) -> float:
+    """The bytes of temporary memory that the compiler for a TPU names when they are more than it has."""
+    if not (found := re.search(r"HLO temporaries \((\d+\.\d+)G\)", str(error))):
+        raise error
+    return float(found[1]) * 2**30
 
 
 def digest(program: Any) -> str:

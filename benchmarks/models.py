@@ -191,6 +191,11 @@ def train_step(loss: Any, tx: optax.GradientTransformation, is_scaled: bool, car
     return updated(tx, grads, params, state)
 
 
+def sgd_step(loss: Any, params: Any, batch: Any) -> Any:
+    """The gradient, and an update in place."""
+    return jax.tree.map(lambda x, g: x - 1e-6 * g, params, jax.grad(loss)(params, batch))
+
+
 def updated(tx: optax.GradientTransformation, grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
     """The parameters and the optimizer state after a step."""
     updates, state = tx.update(grads, state, params)

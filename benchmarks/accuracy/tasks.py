@@ -1,10 +1,9 @@
-"""What the accuracy studies train: classifiers of handwritten digits and a small language model, in plain JAX."""
+"""What the accuracy studies train: a classifier of handwritten digits and a small language model, in plain JAX."""
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.models import attend_written_out, conv, rms_norm, train_step
+from benchmarks.models import attend_written_out, rms_norm, train_step
 from benchmarks.record import Rows, show
 
 Loss = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
@@ -103,7 +102,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.
     return losses.mean(), jnp.mean(logits.argmax(-1) == labels)
 
 
-def digits(quick: bool, batch: int | None = None) -> Task:
+def digits(quick: bool) -> Task:
     """The network and the data of examples/digits.py, which trains on all 898 images in each step."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -112,30 +111,8 @@ def digits(quick: bool, batch: int | None = None) -> Task:
     halves = train_test_split(images / 16, labels, test_size=0.5, stratify=labels, random_state=0)
     x, test_x, y, test_y = (jnp.asarray(half, half.dtype.char.replace("d", "f").replace("l", "i")) for half in halves)
 
-    def get_batch(data: Any, key: jax.Array) -> Any:
-        return jax.tree.map(lambda a: a[jax.random.permutation(key, len(y))[:batch]], data) if batch else data
-
-    train, test = (x, y), (test_x, test_y)
+    train, test, get_batch = (x, y), (test_x, test_y), lambda data, key: data
     return Task("digits", init_digits, mlp_loss, train, get_batch, test, 1e-2, 4 if quick else 2000, decay=False)
-
-
-def convolutional(quick: bool) -> Task:
-    """Three convolutions and a linear layer, on the images of the digits."""
-
-    def init(key: jax.Array) -> Any:
-        he, sizes = jax.nn.initializers.he_normal(), (1, 8, 16, 16)
-        shapes = [(3, 3, n, m) for n, m in itertools.pairwise(sizes)] + [(sizes[-1], 10)]
-        keys = jax.random.split(key, len(shapes))
-        return [{"w": he(k, shape), "b": jnp.zeros(shape[-1])} for k, shape in zip(keys, shapes, strict=True)]
-
-    def loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        x = batch[0].reshape(-1, 8, 8, 1)
-        for layer in params[:-1]:
-            x = jax.nn.relu(conv(layer["w"], x, 1) + layer["b"])
-        return cross_entropy(x.mean((1, 2)) @ params[-1]["w"] + params[-1]["b"], batch[1])
-
-    task = replace(digits(quick, batch=64), name="convolutional net", init=init, loss=loss)
-    return replace(task, learning_rate=3e-3, steps=4 if quick else 600)
 
 
 def init_digits(key: jax.Array) -> Any:

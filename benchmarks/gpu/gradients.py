@@ -1,4 +1,4 @@
-"""Gradients of GPT-2 and of two layers of a Llama, by hand in bfloat16 and under autocast, with SGD in place."""
+"""Gradients of GPT-2, of two layers of a Llama and of a large head, with SGD in place."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,16 +12,13 @@ from benchmarks import models
 from benchmarks.gpu.measure import Send, Way, measure
 from benchmarks.memory.large_models import fused_attention
 from benchmarks.memory.llama import rms_norm, rotate
-from benchmarks.models import SHAPES, cast, cross_entropy
+from benchmarks.memory.vocabulary import LARGEST, SMALL, ways as ways_of_head
+from benchmarks.models import SHAPES, cast, cross_entropy, sgd_step
 
 BF16, POLICIES = jnp.bfloat16, jax.checkpoint_policies
 REMAT = {"dots_saveable": POLICIES.dots_saveable, "each block again": POLICIES.nothing_saveable}
 # With XLA's default flags, the autotuner tries Triton kernels for each float8 product, and compiles for minutes.
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
-
-
-def step(loss: Any, params: Any, batch: Any) -> Any:
-    return jax.tree.map(lambda x, g: x - 1e-6 * g, params, jax.grad(loss)(params, batch))
 
 
 def gpt2(quick: bool, send: Send) -> None:
@@ -44,7 +41,7 @@ def gpt2(quick: bool, send: Send) -> None:
         del ways["by hand, again, cuDNN's attention"]
     else:
         print("left out: cuDNN's attention, which needs a GPU")
-    timed = [Way(name, partial(step, fun), make) for name, fun in ways.items()]
+    timed = [Way(name, partial(sgd_step, fun), make) for name, fun in ways.items()]
     measure({"model": "GPT-2 124 M, 8 x 1024"}, timed, quick, send)
 
 
@@ -115,7 +112,7 @@ def sizes(quick: bool) -> Llama:
 def llama(quick: bool, send: Send) -> None:
     model = sizes(quick)
     ways = by_hand(model.loss) | autocast(model.loss, 1.0, 0.5, 0.25)
-    measure(LLAMA, [Way(name, partial(step, fun), model.make) for name, fun in ways.items()], quick, send)
+    measure(LLAMA, [Way(name, partial(sgd_step, fun), model.make) for name, fun in ways.items()], quick, send)
 
 
 def llama_float8(quick: bool, send: Send) -> None:
@@ -124,7 +121,7 @@ def llama_float8(quick: bool, send: Send) -> None:
     bf16, float8 = jamp.autocast(model.loss, BF16), jamp.autocast(model.loss, jamp.Float8())
     ways = {"autocast, with the flag": bf16, "autocast, with the flag, again": bf16, "Float8": float8}
     ways["Float8, all products"] = jamp.autocast(model.loss, jamp.Float8(), rules={"dot_general": "compute"})
-    timed = [Way(name, partial(step, fun), model.make, WITHOUT_TRITON) for name, fun in ways.items()]
+    timed = [Way(name, partial(sgd_step, fun), model.make, WITHOUT_TRITON) for name, fun in ways.items()]
     measure(LLAMA, timed, quick, send)
 
 
@@ -133,4 +130,13 @@ def llama_float8_default_flags(quick: bool, send: Send) -> None:
     model = sizes(quick)
     bf16, float8 = jamp.autocast(model.loss, BF16), jamp.autocast(model.loss, jamp.Float8())
     ways = {"autocast": bf16, "autocast, again": bf16, "Float8, default flags": float8}
-    measure(LLAMA, [Way(name, partial(step, fun), model.make) for name, fun in ways.items()], quick, send)
+    measure(LLAMA, [Way(name, partial(sgd_step, fun), model.make) for name, fun in ways.items()], quick, send)
+
+
+def vocabulary(quick: bool, send: Send) -> None:
+    """A cross entropy over the vocabulary of Llama 3, in bfloat16."""
+    head = SMALL if quick else LARGEST
+    ways = ways_of_head(head.chunks[:2], "where")
+    ways = {"whole logits": ways["whole logits"], "whole logits, again": ways["whole logits"]} | ways
+    timed = [Way(name, partial(sgd_step, fun), partial(head.make, BF16)) for name, fun in ways.items()]
+    measure({"model": "a head of 2560 x 128,256, 32,768 rows"}, timed, quick, send, calls=2)

@@ -15,7 +15,6 @@ program for the same target, text for text. With --only, FILE then holds those m
 
 import json
 import os
-import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 
 import jamp
 from benchmarks import mixture, models
-from benchmarks.ahead_of_time import TARGETS, digest, lowered
+from benchmarks.ahead_of_time import TARGETS, digest, does_not_fit, lowered
 from benchmarks.memory import convolutions, llama
 from benchmarks.memory.large_models import fused_attention
 from benchmarks.models import SHAPES, Shape, attend_written_out, problem
@@ -100,10 +99,7 @@ def temporary(program: Any) -> float:
     try:
         return float(program.compile().memory_analysis().temp_size_in_bytes)
     except jax.errors.JaxRuntimeError as error:
-        found = re.search(r"HLO temporaries \((\d+\.\d+)G\)", str(error))
-        if not found:
-            raise
-        return float(found[1]) * 2**30
+        return does_not_fit(error)
 
 
 def measure(target: str, only: list[str], quick: bool, before: Rows) -> Rows:

@@ -44,12 +44,8 @@ def gradients(model: str, quick: bool) -> Rows:
     loss = partial(module.loss_fn, shape=shape)
     params = jax.jit(partial(module.init, shape=shape))(jax.random.key(0))
     args = models.data(jax.random.key(1), shape, batch)
-    cases = [Case(name, partial(_step, fun), params, (args,)) for name, fun in ways_of(loss).items()]
+    cases = [Case(name, partial(models.sgd_step, fun), params, (args,)) for name, fun in ways_of(loss).items()]
     return compare(cases, 1 if quick else 7)
-
-
-def _step(fun: Any, params: Any, batch: Any) -> Any:
-    return jax.tree.map(lambda x, g: x - 1e-6 * g, params, jax.grad(fun)(params, batch))
 
 
 def timed(names: list[str], quick: bool) -> Rows:
