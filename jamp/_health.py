@@ -183,7 +183,7 @@ _NOT_SCALED = (
 _ZERO = "The gradients have all been zero"
 _ZEROS = (
     _ZERO + ": {}. Either the loss does not depend on the parameters (a stop_gradient, a batch "
-    "that is masked out, dead units), or the gradients underflow. Compare them with gradients of the float32 model, with "
+    "that is masked out, dead units), or the gradients underflow. Compare them with gradients in float32, with "
     "`jamp.debug.underflow_report(grads, opt_state)`, and raise the loss scale."
 )
 
