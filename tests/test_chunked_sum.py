@@ -335,7 +335,7 @@ def test_memory_report_counts_the_gradients_and_no_budget_computes_it_again():
 
     params = {"layers": [normal(WIDTH, WIDTH, seed=i) for i in range(4)], "head": W}
     report = jamp.memory_report(loss)(params, X, Y)
-    rows = {row.type: row for row in report.rows if row.operation == "chunked_sum"}
+    rows = {row.type: row for row in report.rows if row.operation == "jamp.chunked_sum"}
     assert {row.nbytes for row in rows.values()} == {W.nbytes, X.nbytes}
     assert all(row.kept for row in rows.values())
     assert "test_chunked_sum.py" in str(report)

@@ -84,6 +84,11 @@ def gradients(transform, *args):
     return both(jax.jit(transform(loss_fn, *args))), both(transform(loss_fn, *args))
 
 
+def in_chunks(params, x):
+    loss_sum = lambda params, x: jnp.sum(jnp.tanh(jnp.dot(x, params["w"]) + params["b"][None]) ** 2)
+    return jamp.chunked_sum(loss_sum, 2)(params, x)
+
+
 ALL = {"dot_general": "compute"}
 MOMENTS, WIDE = jamp.quantized_state(SGD), {"w": normal(64, 128), "b": normal(128)}
 # One small use of each public function. The names before the first space are those of jamp.
@@ -124,6 +129,8 @@ USES = {
     "full_precision": lambda: jamp.full_precision(loss_fn)(PARAMS),
     "autocast_report": lambda: len(jamp.autocast_report(loss_fn, jnp.float16)(PARAMS).rows),
     "recompute": lambda: gradients(jamp.recompute, 0),
+    "chunked_sum": lambda: [jax.grad(fun)(PARAMS, jnp.tile(X, (4, 1))) for fun in (in_chunks, jax.jit(in_chunks))],
+    "chunked_sum, autocast": lambda: jax.grad(jamp.autocast(in_chunks, "float16"))(PARAMS, jnp.tile(X, (4, 1))),
     "memory_report": lambda: jamp.memory_report(loss_fn, 0)(PARAMS).kept,
     "interop": lambda: jamp.interop.unwrap_state(jamp.interop.wrap_state(SGD.init(PARAMS), jamp.StaticLossScale())),
     "interop for torch": lambda: jax.tree.leaves(jamp.interop.from_torch(jamp.interop.to_torch(jamp.GradScaler()))),
@@ -151,7 +158,7 @@ def result(name):
 # accessor, 16-bit parameters, autocast, and a memory budget. The others are slow, and run where dtypes may change.
 KINDS = {
     "all_finite", "value_and_grad", "scaled", "loss_scaled, unscale", "set_loss_scale", "master_params", "autocast",
-    "recompute",
+    "recompute", "chunked_sum",
 }  # fmt: skip
 CASES = [
     pytest.param(name, configuration, marks=[pytest.mark.slow] * (name not in KINDS), id=f"{name}, {configuration}")

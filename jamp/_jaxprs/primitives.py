@@ -98,6 +98,7 @@ _SHOWN = {
         ("barrier", "barrier_unless_tpu", "cotangents_behind_barrier", "in_one_kernel_on_tpu"), "optimization_barrier"
     ),
     **dict.fromkeys(("scaled_call", "scaled_linear_call", "scaled_gradient"), "jamp.scaled"),
+    "chunked_sum": "jamp.chunked_sum",
     "detached": "stop_gradient",
     "rounded": "convert_element_type",
     "row_major": "layout_constraint",

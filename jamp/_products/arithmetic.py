@@ -94,7 +94,7 @@ class Rounded(NamedTuple):
         return x.astype(self.dtype) if x.dtype == jnp.float32 else x
 
 
-class Raised(NamedTuple):
+class Raised:
     """A product of 16-bit operands, or of such an operand and a float32 one, whose result is float32.
 
     A product of two numbers of one 16-bit dtype is exact in float32. So a dot_general of two such operands reads them
