@@ -20,7 +20,7 @@ import optax
 
 import jamp
 from benchmarks import models
-from benchmarks.accuracy.tasks import spread, windows
+from benchmarks.accuracy.windows import spread, windows
 from benchmarks.record import parser, processor, record, show, write
 
 TOKENS = 64

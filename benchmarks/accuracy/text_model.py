@@ -30,7 +30,7 @@ import optax
 import jamp
 from benchmarks import models
 from benchmarks.accuracy.intervals import show_intervals
-from benchmarks.accuracy.tasks import halves, spread, windows
+from benchmarks.accuracy.windows import halves, spread, windows
 from benchmarks.models import updated
 from benchmarks.record import parser, processor, record, show, write
 

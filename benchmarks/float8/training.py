@@ -31,8 +31,8 @@ from jax import Array
 
 import jamp
 from benchmarks.accuracy.intervals import T, interval
-from benchmarks.accuracy.tasks import spread, windows
 from benchmarks.accuracy.text_model import COMPILER_OPTIONS, text
+from benchmarks.accuracy.windows import spread, windows
 from benchmarks.models import attend_written_out, cross_entropy, train_step
 from benchmarks.record import Rows, parser, record, show, write
 from jamp._products.formats import scaled
