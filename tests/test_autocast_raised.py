@@ -45,7 +45,7 @@ def oracle(fun, names, scope="head"):
             is_raised = (name in names or ("*" in names and name not in MOVES)) and scope in str(
                 eqn.source_info.name_stack
             )
-            is_move = name in MOVES and len(floats) == 1 and id(values[floats[0]]) in exact
+            is_move = name in MOVES and all(id(values[i]) in exact for i in floats)
             if not floats or not (is_raised or is_move):
                 return interpret.bind(eqn, values, [v.aval for v in eqn.outvars])
             given = [wide(x) if i in floats else x for i, x in enumerate(values)]
@@ -98,6 +98,14 @@ def read_twice(w, x):
     return loss_of(logits.astype(F32)) + jnp.sum(jnp.tanh(logits)).astype(F32)
 
 
+def joined(w, x):
+    """The gradient splits a cotangent, and adds up the parts."""
+    with jax.named_scope("head"):
+        half = x @ w["head"][:, :32]
+        logits = jnp.concatenate([half, half], -1)
+    return loss_of(logits.astype(F32))
+
+
 def products_in_a_row(w, x):
     with jax.named_scope("head"):
         hidden = x @ w["layers"][0]
@@ -120,7 +128,7 @@ def both(fun):
 
 
 CASES = [(plain, HEAD), (moved, HEAD), (read_twice, HEAD), (products_in_a_row, HEAD), (with_bias, ALL), (plain, ALL)]
-CASES += [(read_twice, ALL), (with_bias, HEAD)]
+CASES += [(read_twice, ALL), (with_bias, HEAD), (joined, HEAD)]
 
 
 @pytest.mark.parametrize(("fun", "rules"), CASES, ids=lambda x: x.__name__ if callable(x) else next(iter(x)))

@@ -288,10 +288,12 @@ class _Body:
             self._stored[result] = self._read(eqn.invars[0], False, eqn)
             return True
         is_cast_back = ir.avals([result])[0].dtype.itemsize > 2
-        if not any(map(self._is_raised, eqn.invars)) or not (is_cast_back or result in self._read_wide):
+        is_read_wide = is_cast_back or not self._read_wide.isdisjoint(eqn.outvars)
+        if not is_read_wide or not any(map(self._is_raised, eqn.invars)):
             return False
         reads = [self._read_raised(v, eqn) if is_floating(v.aval) else v for v in eqn.invars]
-        self._eqns.append(eqn.replace(invars=reads, outvars=[self._define(result, not is_cast_back)]))
+        writes = [self._define(v, not is_cast_back) for v in eqn.outvars]
+        self._eqns.append(eqn.replace(invars=reads, outvars=writes))
         return True
 
     def _read_raised(self, atom: Atom, eqn: JaxprEqn) -> Atom:
