@@ -293,6 +293,7 @@ def test_the_sums_of_a_vmap_keep_no_logits_for_their_gradient():
 def test_forward_mode_and_second_derivatives():
     fun = jamp.chunked_sum(cross_entropy, 16)
     tangents = jnp.cos(W), jnp.sin(X)
+    assert_close(jax.jacfwd(fun)(W, X, Y), jax.grad(cross_entropy)(W, X, Y))  # a vmap that maps no operand
     pushed = lambda fun: jax.jvp(lambda w, x: fun(w, x, Y), (W, X), tangents)
     assert_close(pushed(fun), pushed(cross_entropy))
     grad = lambda fun: jax.grad(lambda w: fun(w, X, Y))

@@ -90,6 +90,7 @@ TRANSFORMED = {
     "argnums": lambda f: jax.grad(f, (0, 1))(W, X),
     "second": lambda f: jax.grad(f, 1)(W, X),
     "jit": lambda f: jax.jit(jax.grad(jax.jit(f)))(W, X),
+    "vmap of nothing": lambda f: jax.vmap(lambda _: f(W, X), out_axes=None)(jnp.ones(2)),
     "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0))(W, X[:, None]),
     "grad of vmap": lambda f: jax.grad(lambda w: jax.vmap(f, (None, 0))(w, X[:, None]).mean())(W),
     "vmap of both": lambda f: jax.grad(lambda w: jax.vmap(f)(w, jnp.stack([X, 2 * X])).sum())(jnp.stack([W, -W])),

@@ -160,8 +160,13 @@ def _differentiate(
     return sums, [tangent.astype(sums[0].dtype), *zeros[1:]]
 
 
-def _batch(axis: Any, operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
+def _batch(
+    axis: Any, operands: Sequence[Any], axes: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[int | None]]:
     """A loop over chunks of the batch. The gradient of a sum for each element would be as large as all of theirs."""
+    if all(x is None for x in axes):
+        results = chunked_sum_p.bind(*operands, **params)
+        return results, [None] * len(results)
     run = functools.partial(_run, computes_again=not params["wanted"], **params)
     mapped = jax.vmap(run, tuple(axes), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
     results = mapped(*operands)

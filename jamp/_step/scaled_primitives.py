@@ -113,7 +113,14 @@ def _primitive(name: str, run: Callable[..., Any], batch: Callable[..., Any], ty
     call.def_effectful_abstract_eval(types)
     call.to_lojax = run  # type: ignore[method-assign]  # under jax_remat3, if the function has a checkpoint
     mlir.register_lowering(call, mlir.lower_fun(run, multiple_results=True))
-    batching.fancy_primitive_batchers[call] = batch
+
+    def batch_mapped(axis: Any, operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
+        if any(x is not None for x in axes):
+            return batch(axis, operands, axes, **params)
+        results = call.bind(*operands, **params)  # JAX asks for the rule also if no operand is mapped.
+        return results, [None] * len(results)
+
+    batching.fancy_primitive_batchers[call] = batch_mapped
     return call
 
 
