@@ -140,6 +140,16 @@ def test_another_axis_and_a_tree_of_rows():
         assert_close(found, jax.grad(cross_entropy)(W, X, Y))
 
 
+def test_numbers_of_python_and_products_with_the_number_of_rows_are_sums():
+    fun = lambda w, x, y: (cross_entropy(w, x, y) + 0.1 * len(x), len(x))
+    total, count = jamp.chunked_sum(fun, 16)(W, X, Y)
+    assert_close(total, cross_entropy(W, X, Y) + 0.1 * ROWS)
+    assert count == ROWS
+    scaled = lambda w, x, y: cross_entropy(w, x, y) * jnp.float32(0.5) + jnp.sum(x) * len(x) / len(x)
+    with pytest.raises(ValueError, match="divides by their number"):
+        jamp.chunked_sum(scaled, 16)(W, X, Y)
+
+
 def test_without_differentiation_nothing_of_the_gradient_is_computed():
     fun = jamp.chunked_sum(cross_entropy, 16)
     count = lambda f: sum(e.primitive.name == "dot_general" for e in equations(in_loop(f, W, X, Y)))

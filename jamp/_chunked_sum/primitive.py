@@ -84,7 +84,7 @@ def _run(
         compute = jax.checkpoint(compute, prevent_cse=False)
 
     def add(totals: list[Array], i: Array) -> tuple[list[Array], None]:
-        found = [x.astype(t.dtype) for x, t in zip(compute(*chunks.of_chunk(operands, i)), totals, strict=True)]
+        found = [jnp.asarray(x, t.dtype) for x, t in zip(compute(*chunks.of_chunk(operands, i)), totals, strict=True)]
         put = lambda x, t, axis: t + x if axis is None else lax.dynamic_update_index_in_dim(t, x, i, axis + 1)
         return list(map(put, found, totals, axes)), None
 
