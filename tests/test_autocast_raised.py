@@ -327,6 +327,18 @@ def test_the_report_shows_what_is_raised_and_what_rounds_it_again():
     assert {row.after for row in report.rows if row.operation == "div[head]"} == {"float32, float32 -> float32"}
 
 
+def test_a_maximum_that_is_not_raised_is_compared_with_rounded_operands():
+    """Else no operand would equal it, and its gradient would be 0."""
+
+    def fun(w, x):
+        with jax.named_scope("head"):
+            largest = jax.ops.segment_max(x @ w["head"], jnp.arange(16) // 2, 8)
+        return jnp.sum(jnp.sin(largest.astype(F32)))
+
+    grads = compiled(jamp.autocast(jax.grad(fun), BF16, rules=ALL))
+    assert error(grads, compiled(jax.grad(fun))) < 1e-2
+
+
 def test_a_cast_to_float64_reads_it_too():
     with jax.enable_x64(True):
         fun = lambda w, x: jnp.sum(head(w, x).astype(jnp.float64))

@@ -150,6 +150,16 @@ def test_numbers_of_python_and_products_with_the_number_of_rows_are_sums():
         jamp.chunked_sum(scaled, 16)(W, X, Y)
 
 
+def test_what_the_function_prints_is_printed_for_each_chunk(capsys):
+    def fun(w, x, y):
+        jax.debug.print("chunk")
+        return cross_entropy(w, x, y)
+
+    assert_close(jamp.autocast(jamp.chunked_sum(fun, 16), jnp.bfloat16)(W, X, Y), cross_entropy(W, X, Y), 1e-2)
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("chunk") == 3
+
+
 def test_without_differentiation_nothing_of_the_gradient_is_computed():
     fun = jamp.chunked_sum(cross_entropy, 16)
     count = lambda f: sum(e.primitive.name == "dot_general" for e in equations(in_loop(f, W, X, Y)))

@@ -44,6 +44,7 @@ from jamp._rounded import rounded
 
 Atom: TypeAlias = Any  # Var | Literal
 _FLOAT32 = np.dtype(np.float32)
+_COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
 Rest: TypeAlias = Callable[[ClosedJaxpr], ClosedJaxpr]
 
 
@@ -171,7 +172,7 @@ class _Body:
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as the update of a scatter, runs only at the dtypes it was traced with.
             is_narrow = self._runs_narrow(eqn, category) and not constructs.has_body(eqn)
-            if self._target.raises(key, eqn):
+            if self._target.raises(key, eqn) and not self._compares_rounded(eqn):
                 self._raise(eqn, key, category)
             elif self._target.raised and self._moves_raised(eqn):
                 self._changed = True
@@ -261,6 +262,12 @@ class _Body:
             for x, v, flag in zip(wide, writes, is_rounded, strict=True):
                 self._eqns.extend(_rounded(x, v, eqn) if flag else [])
         self._changed = True
+
+    def _compares_rounded(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation compares 16-bit values, not all of which are raised. A maximum equals an operand."""
+        is_16_bit = lambda v: is_floating(v.aval) and v.aval.dtype.itemsize == 2
+        operands = [v for v in eqn.invars if not ir.is_literal(v) and is_16_bit(v)]
+        return ir.name(eqn) in _COMPARISONS and not all(map(self._is_raised, operands))
 
     def _why_in_vain(self, result: Var, key: str, dtype: Dtype) -> str:
         """Why the float32 result of a raised product is rounded: which equation reads it in 16 bit."""

@@ -52,8 +52,8 @@ def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Cal
       least float32, and have the dtypes of the params. Auxiliary results have no derivative. Use it under `jax.grad`,
       `jit`, `vmap`, `scan`, `shard_map`, `autocast` and `recompute`, and put `autocast` around or inside. In float16
       each chunk scales its own backward pass, as `jamp.scaled` does. `jax.checkpoint` around it computes all of it
-      again, and so does the gradient of a `vmap` of it (a `vmap` of its gradient does not). Outside `jit`, it is traced
-      at every call.
+      again. So does the gradient of a `vmap` of it, which also needs a loss scale in float16 (a `vmap` of its gradient
+      does neither). Outside `jit`, it is traced at every call.
 
     Raises:
       TypeError: If `fun` is not a function. When called, if it returns something else, or there are no rows.

@@ -34,7 +34,8 @@ def hoisted(closed: ClosedJaxpr, shared: int) -> tuple[ClosedJaxpr, Callable[[Se
             is_detached = zip(eqn.invars, reads_without_derivative(eqn), strict=True)
             differentiated |= _variables([v for v, x in is_detached if not x])
     is_moved = lambda eqn: (
-        shares.issuperset(eqn.outvars)
+        eqn.outvars
+        and shares.issuperset(eqn.outvars)
         and differentiated.isdisjoint(eqn.outvars)
         and not all(reads_without_derivative(eqn))  # else a value would be given twice
     )
@@ -43,7 +44,7 @@ def hoisted(closed: ClosedJaxpr, shared: int) -> tuple[ClosedJaxpr, Callable[[Se
         return closed, lambda values: []
     rest = [eqn for eqn in eqns if not is_moved(eqn)]
     values = sorted(moved & _variables([v for eqn in rest for v in eqn.invars]), key=list(moved).index)
-    before = [eqn for eqn in eqns if (shares | free).issuperset(eqn.outvars)]
+    before = [eqn for eqn in eqns if eqn.outvars and (shares | free).issuperset(eqn.outvars)]
     once, _ = dce_jaxpr(build.closed_jaxpr({}, inputs[:shared], values, before).jaxpr, [True] * len(values), True)
     return build.closed_jaxpr({}, [*values, *inputs], outputs, rest), lambda xs: interpret.call(
         ClosedJaxpr(once, []), xs
