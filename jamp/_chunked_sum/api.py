@@ -31,9 +31,9 @@ def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Cal
     gradients with respect to the params and the floating-point rows. The backward pass multiplies them by the
     cotangent of the sum. Without differentiation, nothing of the gradient is computed.
 
-    A mean over the rows of a chunk is wrong, so divide outside, as in the example. What `fun` divides by the number of
-    its rows, as `jnp.mean` does, is found and an error. A division by the sum of a mask is not found: return this sum
-    as an auxiliary result.
+    A mean over the rows of a chunk is wrong, so divide outside, as in the example. A number that `fun` divides by and
+    that follows the number of its rows, as in `jnp.mean`, is found and an error, if `fun` can be traced with more rows.
+    A division by the sum of a mask, as in `jnp.nanmean`, is not found: return this sum as an auxiliary result.
 
     The form of the loss matters as much as the chunks. `jnp.where(jnp.arange(n) == y[:, None], logits, 0).sum(-1)`
     reads the target's logit in half the memory of `jnp.take_along_axis`, whose gradient is a scatter into zeros.
