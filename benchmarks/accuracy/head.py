@@ -80,7 +80,7 @@ def compare(vocabulary: int, steps: int, seed: int) -> list[dict[str, Any]]:
 def main() -> None:
     form = parser("benchmarks.accuracy.head", __doc__)
     options = form.parse_args()
-    cases = [(128, 4)] if options.quick else [(1024, 300), (32768, 300)]
+    cases = [(128, 4)] if options.quick else [(1024, 100), (32768, 100)]
     seeds = range(1 if options.quick else 3)
     rows = [row for size, steps in cases for seed in seeds for row in compare(size, steps, seed)]
     write(options.json, record("benchmarks.accuracy.head", options.quick, f"cpu, {processor()}") | {"rows": rows})
