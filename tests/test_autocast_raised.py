@@ -206,9 +206,8 @@ CONSTRUCTS = {
 @pytest.mark.parametrize("category", ["float32", "accumulate"])
 def test_a_construct_reads_and_returns_what_is_raised(name, category):
     fun, inlined = CONSTRUCTS[name]
-    bound = (
-        8e-3 if name in ("scan", "map", "operand of scan", "chunked_sum") else 1e-3
-    )  # A loop adds gradients in 16 bit.
+    # A loop adds gradients in 16 bit. So does a vmap in JAX 0.12.
+    bound = 8e-3 if name in ("scan", "map", "vmap", "operand of scan", "chunked_sum") else 1e-3
     rules = {"dot_general[head]": category}
     wanted = both(jamp.autocast(inlined, BF16, rules=rules))
     around, outside = (
