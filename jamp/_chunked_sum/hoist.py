@@ -39,11 +39,12 @@ def hoisted(closed: ClosedJaxpr, shared: int) -> tuple[ClosedJaxpr, Callable[[Se
         and differentiated.isdisjoint(eqn.outvars)
         and not all(reads_without_derivative(eqn))  # else a value would be given twice
     )
-    moved = {v for eqn in eqns if is_moved(eqn) for v in eqn.outvars}
+    moved = [v for eqn in eqns if is_moved(eqn) for v in eqn.outvars]
     if not moved:
         return closed, lambda values: []
     rest = [eqn for eqn in eqns if not is_moved(eqn)]
-    values = sorted(moved & _variables([v for eqn in rest for v in eqn.invars]), key=list(moved).index)
+    read = _variables([v for eqn in rest for v in eqn.invars])
+    values = [v for v in moved if v in read]  # in the order of the code: every process compiles the same program
     before = [eqn for eqn in eqns if eqn.outvars and (shares | free).issuperset(eqn.outvars)]
     once, _ = dce_jaxpr(build.closed_jaxpr({}, inputs[:shared], values, before).jaxpr, [True] * len(values), True)
     return build.closed_jaxpr({}, [*values, *inputs], outputs, rest), lambda xs: interpret.call(

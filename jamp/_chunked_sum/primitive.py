@@ -147,9 +147,9 @@ def _differentiate(
         return found
     results = chunked_sum_p.bind(*operands, wanted=places, **params)
     sums = results[: len(results) - len(places)]
-    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in sums]
+    no_tangents = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in sums]
     if not places:
-        return sums, zeros
+        return sums, no_tangents
     wide = _sum_dtype(sums[0].dtype)
     dot = lambda g, t: jnp.sum(g.astype(_sum_dtype(g.dtype)) * t.astype(_sum_dtype(g.dtype))).real.astype(wide)
     terms = [dot(g, tangents[i]) for i, g in zip(places, results[len(sums) :], strict=True)]
@@ -157,7 +157,7 @@ def _differentiate(
     # A gradient holds what one device adds to a sum over all of them.
     axes = tuple(varying(jax.typeof(tangent)) - varying(jax.typeof(sums[0])))
     tangent = lax.psum(tangent, axes) if axes else tangent
-    return sums, [tangent.astype(sums[0].dtype), *zeros[1:]]
+    return sums, [tangent.astype(sums[0].dtype), *no_tangents[1:]]
 
 
 def _batch(

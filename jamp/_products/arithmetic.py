@@ -69,12 +69,7 @@ class Rounded(NamedTuple):
     def tangent(
         self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
     ) -> Array:
-        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
-        terms = []
-        for i, t in zip(perturbed, tangents, strict=True):
-            operands = {**values, i: self.rounded(t)}
-            terms.append(self.value(product, [operands[j] for j in sorted(operands)]))
-        return sum(terms[1:], start=terms[0])
+        return _sum_of_products(self, product, perturbed, residuals, list(map(self.rounded, tangents)))
 
     def cotangents(
         self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
@@ -114,10 +109,7 @@ class Raised:
     def tangent(
         self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
     ) -> Array:
-        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
-        given = [{**values, i: t} for i, t in zip(perturbed, tangents, strict=True)]
-        terms = [self.value(product, [operands[j] for j in sorted(operands)]) for operands in given]
-        return sum(terms[1:], start=terms[0])
+        return _sum_of_products(self, product, perturbed, residuals, tangents)
 
     def cotangents(
         self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
@@ -138,6 +130,20 @@ class Raised:
             if params["precision"] in (None, lax.DotAlgorithmPreset.DEFAULT):
                 params = {**params, "precision": (lax.Precision.HIGHEST,) * 2}
         return multiply(primitive, operands, params, jnp.float32).astype(dtype)
+
+
+def _sum_of_products(
+    arithmetic: Arithmetic,
+    product: Product,
+    perturbed: Sequence[int],
+    residuals: Sequence[Array],
+    tangents: Sequence[Any],
+) -> Array:
+    """The tangent of a product: for each perturbed operand, the product with its tangent in its place."""
+    values = dict(zip(others_of(product, perturbed), residuals, strict=True))
+    given = [{**values, i: t} for i, t in zip(perturbed, tangents, strict=True)]
+    terms = [arithmetic.value(product, [operands[j] for j in sorted(operands)]) for operands in given]
+    return sum(terms[1:], start=terms[0])
 
 
 def _in_float32(operands: Sequence[Array]) -> list[Array]:
