@@ -45,7 +45,7 @@ def autocast(
     products in JAX's linear algebra and its derivatives, and products for which the code asks for HIGHEST stay float64.
     Products in a function that you pass to a solver do not. Values beyond the range of float32 become inf or 0 in a
     product. Float32 operands are left alone, and without float64 the function is unchanged.
-    [Float64](../frameworks/science.md#float64) says when it pays.
+    [Float64](../float64.md) says when it pays.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not

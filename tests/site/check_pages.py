@@ -9,7 +9,7 @@ from pages import PAGES, ROOT, programs, run_programs
 # Their programs are run, and more is asserted of them, by tests of their own.
 ELSEWHERE = {
     "distributed.md": "distributed/test_mapped.py",
-    "from-mindspore.md": "test_mindspore.py",
+    "appendix/mindspore.md": "test_mindspore.py",
     "quick-start.md": "integrations/test_docs.py",
 }
 
