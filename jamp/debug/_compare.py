@@ -13,8 +13,12 @@ from jamp.debug._compared_array import FLOAT32, JUMP, ComparedArray, agree, diff
 from jamp.debug._comparison import ComparedRow, Comparison
 from jamp.debug._observe import Operation, observe
 from jamp.debug._parting import find_differences, find_region, make_row
+from jamp.debug._usage import called_as, naming_states
+
+_CALL = "jamp.debug.compare(fun, other)(params, batch)"
 
 
+@called_as(_CALL, functions=2)
 def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Comparison]:
     """Say whether the results of two functions differ by more than rounding explains, and where the functions part.
 
@@ -99,7 +103,8 @@ class _Run(NamedTuple):
 def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     call = Call(args, kwargs)
     check_concrete("compare", call.leaves)
-    closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
+    with naming_states(_CALL, args):
+        closed = jax.make_jaxpr(call.traceable(fun))(*call.leaves)
     tree = call.result_structure  # without the new values of an NNX module
     names = [name + path for name, path in leaf_names(fun, args, kwargs)]
     operations, results = observe(closed, call.leaves, names)

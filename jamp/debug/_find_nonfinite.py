@@ -1,8 +1,9 @@
 """`find_nonfinite`, which names the operation that made inf or NaN."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,12 @@ from jamp._cast import is_inexact
 from jamp._jaxprs import build
 from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
 from jamp.debug._origin import CLEAN, ArrayInStreams, OriginInterpreter, all_finite, has_new
+from jamp.debug._usage import called_as, naming_states
+
+_CALL = "jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)"
 
 
+@called_as(_CALL, functions=1)
 def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[..., NonfiniteSearch]:
     """Run a function operation by operation, and name those that made the inf or NaN in its results.
 
@@ -37,7 +42,7 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
       A function of the arguments of `fun` that returns a `NonfiniteSearch`. Call it outside `jit`.
 
     Raises:
-      TypeError: If it is called inside `jit` or another transformation.
+      TypeError: If it is called inside `jit` or another transformation, or if `fun` is not a function.
 
     Examples:
       >>> import jax.numpy as jnp, jamp.debug
@@ -49,17 +54,29 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
     def search(*args: Any, **kwargs: Any) -> NonfiniteSearch:
         call = Call(args, kwargs)
         check_concrete("find_nonfinite", call.leaves)
-        held = _nonfinite_inputs(fun, args, kwargs)
+        held, kind = _nonfinite_inputs(fun, args, kwargs)
         flat = call.traceable(fun)
         run = functools.partial(_run, leaves=call.leaves, parameters=parameter_paths(fun, args, kwargs))
         places = differentiable(args, kwargs, call.leaves) if grad else []
-        if not places:
-            return _result(run(flat), None, held)
-        with_gradients = run(lambda *leaves: _gradients(flat, leaves, places), gradients=len(places))
-        # What is part of the backward pass is what the function itself does not run.
-        return _result(run(flat) if with_gradients.causes else None, with_gradients, held)
+        with naming_states(_CALL, args), _naming_grad(fun, kwargs):
+            if not places:
+                return _result(run(flat), None, held, kind)
+            with_gradients = run(lambda *leaves: _gradients(flat, leaves, places), gradients=len(places))
+            # What is part of the backward pass is what the function itself does not run.
+            return _result(run(flat) if with_gradients.causes else None, with_gradients, held, kind)
 
     return search
+
+
+@contextlib.contextmanager
+def _naming_grad(fun: Callable[..., Any], kwargs: dict[str, Any]) -> Iterator[None]:
+    """If the body fails because `grad` was given to the function, raise an error that says so."""
+    try:
+        yield
+    except TypeError as error:
+        if "grad" in kwargs and "unexpected keyword argument 'grad'" in str(error):
+            raise TypeError(f"grad is an argument of find_nonfinite. Write {_CALL}.") from error
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +145,7 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Se
     return [*pull_back([jnp.ones_like(x) for x in values]), *results]
 
 
-def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) -> NonfiniteSearch:
+def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...], kind: str) -> NonfiniteSearch:
     """Return the result of a run of the function, a run of its gradients, or both."""
     runs = [run for run in (forward, backward) if run is not None]
     findings = forward.of_results("a result") if forward else []
@@ -148,6 +165,7 @@ def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...]) 
         is_given,
         runs[-1].count,
         is_finite,
+        kind,
     )
 
 
@@ -156,7 +174,18 @@ def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     return list({(x.primitive, x.source, x.scope): x for x in reversed(findings)}.values())[::-1]
 
 
-def _nonfinite_inputs(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Return the inputs that are not finite, each with the name of its parameter and its path."""
-    flat = [(path, x) for path, x in jax.tree.leaves_with_path(arguments_by_name(fun, args, kwargs)) if is_inexact(x)]
-    return tuple(f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for path, x in flat if not all_finite(x))
+def _nonfinite_inputs(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, ...], str]:
+    """Return the inputs that are not finite, each with the name of its parameter and its path.
+
+    And whether one of them is in the first argument that holds floating arrays ("parameters"), or none ("batch").
+    """
+    by_name = arguments_by_name(fun, args, kwargs)
+    flat = [(path, x) for path, x in jax.tree.leaves_with_path(by_name) if is_inexact(x)]
+    bad = [(path, x) for path, x in flat if not all_finite(x)]
+    arguments = {path[0].key for path, _ in flat}
+    first = next((name for name in by_name if name in arguments), "")
+    is_batch = len(arguments) > 1 and all(path[0].key != first for path, _ in bad)
+    held = tuple(f"{path[0].key}{keystr(path[1:])} holds {Values.of(x)}" for path, x in bad)
+    return held, "" if not bad else "batch" if is_batch else "parameters"

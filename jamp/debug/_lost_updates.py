@@ -12,6 +12,7 @@ from jax.tree_util import keystr
 
 from jamp import _table
 from jamp._cast import is_floating
+from jamp.debug._usage import called_as, describe, is_state
 
 _SHOWN = 20  # leaves
 
@@ -52,6 +53,10 @@ _NAN = "next: jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch) names
 _NEXT = "next: keep float32 masters (jamp.master_params), or round at random (jamp.stochastic_rounding)"
 
 
+_CALL = "updates, opt_state = tx.update(grads, opt_state, params), and then jamp.debug.lost_updates(params, updates)"
+
+
+@called_as(_CALL, trees=2)
 def lost_updates(params: optax.Params, updates: optax.Updates) -> LostUpdates:
     """The share of the updates that rounding to nearest loses.
 
@@ -65,6 +70,10 @@ def lost_updates(params: optax.Params, updates: optax.Updates) -> LostUpdates:
     Returns:
       `LostUpdates`, whose `shares` are a pytree like `params`, f32[]: of the updates that are not 0, the share that is
       lost. Leaves without an update have 0. It works under `jit`.
+
+    Raises:
+      TypeError: If an argument is a function or the state of an optimizer.
+      ValueError: If the trees have different structures.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -86,4 +95,10 @@ def lost_updates(params: optax.Params, updates: optax.Updates) -> LostUpdates:
         lost = jnp.sum(is_lost, dtype=jnp.float32) / jnp.maximum(jnp.sum(moves, dtype=jnp.float32), 1)
         return lost + jnp.sum(update - update, dtype=jnp.float32)  # 0, or NaN
 
-    return LostUpdates(jax.tree.map(share, params, updates))
+    if states := [x for x in (params, updates) if is_state(x)]:
+        raise TypeError(f"jamp.debug.lost_updates takes params and updates, got {describe(states[0])}. Write {_CALL}.")
+    try:
+        shares = jax.tree.map(share, params, updates)
+    except ValueError as error:
+        raise ValueError(f"updates has another structure than params ({error}). Write {_CALL}.") from error
+    return LostUpdates(shares)

@@ -1,6 +1,7 @@
 """`memory_curve`: the memory of a compiled function at several memory budgets."""
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,9 @@ from jamp import _table
 from jamp._arguments import arrays_and_types, is_array
 from jamp._products.flops import flops_of_products
 from jamp._recompute.budget import MemoryBudget, check_budget, in_bytes
+from jamp.debug._usage import called_as, describe
+
+_CALL = "jamp.debug.memory_curve(lambda budget: jax.grad(jamp.recompute(loss_fn, budget)))(params, batch)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +26,14 @@ class MemoryPoint:
       temporary: The bytes of temporary memory, which hold what is kept for the backward pass.
       total: The bytes of temporary memory, arguments and results. A donated argument counts once.
       flops: The FLOPs of all products, also of products that are computed again.
+      platform: What it is compiled for: "cpu", "gpu" or "tpu".
     """
 
     budget: MemoryBudget
     temporary: int
     total: int
     flops: float
+    platform: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +72,27 @@ class MemoryCurve:
             (str(x.budget), f"{x.temporary / 1e9:.3f}", f"{x.total / 1e9:.3f}", f"{x.flops / first:.3f}")
             for x in self.points
         ]
-        return "\n".join(_table.with_header(("budget", "temporary, GB", "total, GB", "FLOPs to the first"), rows))
+        table = _table.with_header(("budget", "temporary, GB", "total, GB", "FLOPs to the first"), rows)
+        return "\n".join([*table, *(_table.wrapped(note, 6) for note in self._notes())])
+
+    def _notes(self) -> list[str]:
+        """Why all budgets take the same memory, if they do."""
+        if len(self.points) < 2 or len({x.temporary for x in self.points}) > 1:
+            return []
+        if len({x.flops for x in self.points}) == 1:
+            return [
+                "note: no budget computes anything again. Is the budget passed on, as in jamp.recompute(loss_fn, "
+                "budget), and to the loss, not to its gradient?"
+            ]
+        if self.points[0].platform == "cpu":
+            return [
+                "note: XLA for CPUs often removes checkpoints outside jax.lax.scan: it sees that a value is computed "
+                "twice and keeps the first. Put the layers into jax.lax.scan, or compile for the accelerator"
+            ]
+        return []
 
 
+@called_as(_CALL, functions=1)
 def memory_curve(
     make: Callable[[MemoryBudget], Callable[..., Any]], budgets: Sequence[MemoryBudget] = (1.0, 0.75, 0.5, 0.25, 0.1, 0)
 ) -> Callable[..., MemoryCurve]:
@@ -85,7 +109,7 @@ def memory_curve(
       compile for devices that are not there, give those the shardings of `jax.experimental.topologies`.
 
     Raises:
-      TypeError: If `make` is the compiled step.
+      TypeError: If `make` is not a function from a budget to a function, such as the compiled step.
       ValueError: If a budget is not one.
 
     Examples:
@@ -106,13 +130,28 @@ def memory_curve(
             "memory_curve takes a function from a budget to the step, got a compiled step. Write "
             "memory_curve(lambda budget: jax.jit(make_step(budget)))."
         )
+    if not isinstance(budgets, Sequence) or isinstance(budgets, str):
+        raise TypeError(f"budgets must be a sequence, such as (1.0, 0.5, 0), got {describe(budgets)} {budgets!r}.")
     for budget in budgets:
         check_budget(budget)
+    try:
+        inspect.signature(make).bind(1.0)
+    except TypeError as error:
+        raise TypeError(f"make must be a function of a budget only: {error}. Write {_CALL}.") from None
+    except ValueError:  # a builtin has no signature
+        pass
 
     def compiled(*args: Any, **kwargs: Any) -> MemoryCurve:
-        return MemoryCurve(tuple(_point(budget, make(budget), args, kwargs) for budget in budgets))
+        return MemoryCurve(tuple(_point(budget, _made(make, budget), args, kwargs) for budget in budgets))
 
     return compiled
+
+
+def _made(make: Callable[[MemoryBudget], Any], budget: MemoryBudget) -> Any:
+    fun = make(budget)
+    if not callable(fun):
+        raise TypeError(f"make(budget) must be the function to compile, got {describe(fun)}. Write {_CALL}.")
+    return fun
 
 
 def _point(budget: MemoryBudget, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryPoint:
@@ -128,8 +167,11 @@ def _point(budget: MemoryBudget, fun: Any, args: tuple[Any, ...], kwargs: dict[s
         flops = flops_of_products(jax.make_jaxpr(results)(*values).jaxpr)
         # `jax.jit`, `nnx.jit` and `eqx.filter_jit` know what is donated.
         lowered = fun.lower(*args, **kwargs) if hasattr(fun, "lower") else jax.jit(results).lower(*values)
-    compiled: Any = lowered.compile()
-    found = getattr(compiled, "compiled", compiled).memory_analysis()  # Equinox holds JAX's
+    wrapped: Any = lowered.compile()
+    compiled = getattr(wrapped, "compiled", wrapped)  # Equinox holds JAX's
+    found = compiled.memory_analysis()
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     temporary = int(found.temp_size_in_bytes)
-    return MemoryPoint(budget, temporary, temporary + int(held), flops)
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    platform = next((device.platform for x in shardings for device in x.device_set), "")
+    return MemoryPoint(budget, temporary, temporary + int(held), flops, platform)

@@ -13,6 +13,7 @@ from jax.tree_util import keystr
 
 from jamp import _table
 from jamp._cast import is_inexact
+from jamp.debug._usage import called_as
 
 _STATIC: Any = {"static": True}
 _SHOWN = 20  # leaves
@@ -64,6 +65,7 @@ class NonfiniteReport:
         return f"  {_table.fit(self.paths[i] or 'the array', _table.WIDTH - len(line) - 4)}: {line}"
 
 
+@called_as("jamp.debug.nonfinite_report(grads), or jamp.debug.find_nonfinite(loss_fn)(params, batch)", trees=1)
 def nonfinite_report(tree: Any) -> NonfiniteReport:
     """Count inf, -inf and NaN in each leaf of a tree, to find the parameter or gradient that holds them.
 

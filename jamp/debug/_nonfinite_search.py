@@ -113,8 +113,8 @@ _CURES = (
         "code, use jamp.full_precision",
     ),
     ("^log of 0", "use jax.nn.log_softmax, or add an epsilon that the dtype can hold"),
-    ("^log of a negative", "clip it, or find out why it is not positive"),
-    ("^sqrt of a negative", "a variance from a difference of large numbers: use jnp.var"),
+    ("difference of squares$", "if it is a variance, use jnp.var: E[x**2] - E[x]**2 cancels, and may be negative"),
+    ("^(log|sqrt) of a negative", "clip it, or find out why it is not positive"),
     ("^nan from 0/0", "add an epsilon, or look for a mean over an empty array or mask"),
     (
         "^division by zero",
@@ -129,8 +129,22 @@ _CURES = (
     ("outside|not between|below 1|pole|fractional", "clip the operand, with a margin that the dtype can hold"),
     ("of inf$", "find the operation that made the inf, and clip its result"),
     ("^an index", "check the indices: jnp.take and x[i] return NaN out of bounds"),
+    (
+        "made inside it",
+        "search what it maps: find_nonfinite(jax.vmap(body, axis_name=...)) on arrays with one more axis, which stands "
+        "for the devices",
+    ),
     ("positive definite|singular", "add a small multiple of the identity, and compute it in float32"),
 )
+
+
+# What to do if inputs hold inf or NaN.
+_KEEP = {
+    "parameters": "if an earlier step made these, pass the parameters from before it. To keep them, in any precision: "
+    "tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)). It skips a step whose gradients are not finite, and "
+    "jamp.get_grads_finite(opt_state) is then false",
+    "batch": "repair the example or leave it out of the batch",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +161,7 @@ class NonfiniteSearch:
     constants: bool  # whether a result holds an inf or NaN that is a constant in the code
     operations: int  # the number of operations that ran
     gradients_are_finite: bool = False  # whether the backward pass ran, and gave no inf or NaN that an operation made
+    inputs_kind: str = ""  # "parameters" if the first argument with floating arrays holds inf or NaN, else "batch"
 
     @property
     def finding(self) -> Finding | None:
@@ -159,8 +174,9 @@ class NonfiniteSearch:
     def __str__(self) -> str:
         held = [f"  note    the input {held}" for held in self.inputs[:2]]
         held += [f"  note    and {len(self.inputs) - 2} more inputs hold inf or nan"] if len(self.inputs) > 2 else []
+        held += [f"  next    {_KEEP[self.inputs_kind]}"] if self.inputs_kind else []
         if (finding := self.finding) is None:
-            return "\n".join([self._nothing(), *held])
+            return "\n".join(wrapped(line) for line in [self._nothing(), *held])
         masked = "  note    no result shows it; " + (
             "nor does a gradient"
             if self.gradients_are_finite
@@ -173,8 +189,7 @@ class NonfiniteSearch:
             *(f"  input   {x}" for x in finding.inputs[:3]),
             *(f"  output  {x}" for x in finding.outputs if x.first is not None),
             *([] if self.reaches_results else [masked]),
-            *held,
-        ][:9]
+        ]
         others = self.findings[1:_SHOWN]
         more = len(self.findings) - len(others) - 1
         also = [
@@ -188,7 +203,9 @@ class NonfiniteSearch:
             )
         ]
         also += [f"and {more} more that are independent of these, in `.findings`"] if more else []
-        return "\n".join(wrapped(line) for line in [*lines, f"  next    {finding.cure}", *also])
+        # Of parameters that are NaN the operation is a consequence.
+        cure = [] if self.inputs_kind == "parameters" else [f"  next    {finding.cure}"]
+        return "\n".join(wrapped(line) for line in [*lines, *cure, *held, *also])
 
     def _nothing(self) -> str:
         if self.inputs_reach_results:

@@ -40,12 +40,16 @@ _CASTS = ("convert_element_type", "reduce_precision")
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInStreams:
-    """An array, its other streams where they differ, the path if it is an argument, and whether it is a constant."""
+    """An array, its other streams where they differ, the path if it is an argument, and whether it is a constant.
+
+    `form` is "square" for a square or a mean of squares, and "difference" for the difference of two of them.
+    """
 
     array: Any
     streams: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     parameter: str = ""
     is_constant: bool = False
+    form: str = ""
 
     def stream(self, i: int) -> Any:
         """Return the clean array, or the one in which only cause `i` is not replaced."""
@@ -73,9 +77,10 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
         results = bind(arrays)
         parameter = values[0].parameter if values and ir.name(eqn) in REARRANGES else ""
         is_constant = bool(values) and all(x.is_constant for x in values)
+        form = _form(eqn, values)
         keys = {CLEAN}.union(*(x.streams for x in values)) if any(x.streams for x in values) else set()
         if eqn.effects or (not keys and all(map(all_finite, results))):  # An effect happens once.
-            return [ArrayInStreams(x, parameter=parameter, is_constant=is_constant) for x in results]
+            return [ArrayInStreams(x, parameter=parameter, is_constant=is_constant, form=form) for x in results]
         operands = {i: [x.stream(i) for x in values] for i in keys}
         streams = {i: bind(xs) for i, xs in operands.items()}
         clean = streams.get(CLEAN, results)
@@ -100,7 +105,7 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
                     streams[i] = list(map(_replaced, mine, both))
             streams[CLEAN] = streams.get(CLEAN) or list(map(_replaced, clean, made.masks))
         return [
-            ArrayInStreams(x, _different(x, {i: mine[n] for i, mine in streams.items()}), parameter, is_constant)
+            ArrayInStreams(x, _different(x, {i: mine[n] for i, mine in streams.items()}), parameter, is_constant, form)
             for n, x in enumerate(results)
         ]
 
@@ -114,7 +119,8 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
             shown = [_filled(x, ~mask) if is_inexact(x) else x for x, mask in zip(results, made.masks, strict=True)]
             finding = Finding(
                 operation(eqn),
-                explain(eqn, made.operands, shown),
+                explain(eqn, made.operands, shown)
+                + ", a difference of squares" * (ir.name(eqn) in _ROOTS and values[0].form == "difference"),
                 here.line,
                 tuple(filter(None, map(_step, self.entered))),
                 here.is_backward,
@@ -141,6 +147,25 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
     def stream_of(self, finding: Finding) -> int:
         """Return the stream in which only this cause is not replaced."""
         return min(finding.order, _MOST - 1)
+
+
+def _form(eqn: JaxprEqn, values: Sequence[ArrayInStreams]) -> str:
+    """Return the form of the results of an equation: see `ArrayInStreams`."""
+    name, forms = ir.name(eqn), [x.form for x in values]
+    if name == "square" or (name == "integer_pow" and ir.exponent(eqn) == 2):
+        return "square"
+    if name == "mul" and eqn.invars[0] is eqn.invars[1]:
+        return "square"
+    if name == "sub" and (forms == ["square", "square"] or forms[0] == "difference"):
+        return "difference"
+    if name in REARRANGES or name in _KEEPS_FORM:
+        return next(filter(None, forms), "")
+    return ""
+
+
+# A mean, a cast, a scale or an epsilon.
+_KEEPS_FORM = ("reduce_sum", "div", "mul", "add", "max", "convert_element_type", "psum")
+_ROOTS = ("sqrt", "rsqrt")
 
 
 def _step(entered: interpret.Entered) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _table
-from jamp._arguments import Call, check_concrete
+from jamp._arguments import Call, check_concrete, is_array
 from jamp._autocast.api import autocast
 from jamp._autocast.rules import wide_dtype
 from jamp._jaxprs.primitives import PRODUCTS
@@ -21,6 +21,7 @@ from jamp.debug._program import ON
 from jamp.debug._rules import find_rules
 from jamp.debug._run_steps import Damage
 from jamp.debug._steps import Site
+from jamp.debug._usage import called_as, describe, naming_states
 
 _CHECKED = 2  # rows that are measured, too
 _SHOWN = 12  # rows
@@ -75,13 +76,14 @@ class RoundingRow:
 
     def __str__(self) -> str:
         where = " ".join(filter(None, [self.scope, f"with {self.parameter}" if self.parameter else ""]))
+        named = ("own", self.own_error), ("value", self.value_error), ("gradients", self.gradient_error)
+        errors = [f"{name} {_error(x)}" for name, x in named if _error(x)]
         lines = [
             f"{self.operation}{' in the backward pass' * self.backward}: rounded to {self.dtype}",
             f"  line    {self.source or 'unknown'}",
             *([f"  layer   {where}"] if where else []),
             *([f"  step    {_step(self)}"] if self.steps else []),
-            f"  errors  own {_error(self.own_error)}, value {_error(self.value_error)}, gradients "
-            f"{_error(self.gradient_error)}" + " (it overflows)" * self.overflows,
+            f"  errors  {', '.join(errors) or 'none'}" + " (it overflows)" * self.overflows,
         ]
         return "\n".join(lines)
 
@@ -199,6 +201,10 @@ def _error(x: float) -> str:
     return "" if math.isnan(x) or not x else f"{x:.1e}"
 
 
+_CALL = "jamp.debug.rounding_report(loss_fn, jnp.bfloat16)(params, batch)"
+
+
+@called_as(_CALL, functions=1)
 def rounding_report(
     fun: Callable[..., Any], compute_dtype: DTypeLike, *, rules: Mapping[str, str] | None = None
 ) -> Callable[..., RoundingReport]:
@@ -240,12 +246,18 @@ def rounding_report(
         raise ValueError(
             f"rounding_report is for 16 bit or float32, got {compute_dtype}: 8-bit products have no second derivative."
         )
+    if not isinstance(compute_dtype, str) and (
+        isinstance(compute_dtype, Mapping | Sequence) or is_array(compute_dtype)
+    ):
+        got = describe(compute_dtype)
+        raise TypeError(f"jamp.debug.rounding_report takes a dtype as 'compute_dtype', got {got}. Write {_CALL}.")
     autocast(fun, compute_dtype, rules=rules)  # checks the arguments
 
     def report(*args: Any, **kwargs: Any) -> RoundingReport:
         check_concrete("rounding_report", Call(args, kwargs).leaves)
         errors_of = lambda more: Errors(fun, compute_dtype, dict(rules or {}) | more, args, kwargs)
-        errors = errors_of({})
+        with naming_states(_CALL, args):
+            errors = errors_of({})
         program, total, damages = errors.program, errors.total, errors.damages()
         layers: dict[Any, list[int]] = {}  # the sites of each row
         for i, x in enumerate(program.sites):

@@ -18,6 +18,7 @@ from jamp._cast import check_floating
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._step.accessors import get_loss_scale
 from jamp._step.leaves import is_gradient
+from jamp.debug._usage import called_as, describe, is_state
 
 _STATIC: Any = {"static": True}
 _SHOWN = 20  # leaves
@@ -91,6 +92,10 @@ def _room(room: float) -> str:
     return "all are 0" if room == np.inf else "overflows" if room < 0 else f"2**{room:.1f}"
 
 
+_CALL = "jamp.debug.underflow_report(grads, opt_state)"
+
+
+@called_as(_CALL, trees=1)
 def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> UnderflowReport:
     """Measure how many gradients a 16-bit dtype loses, with and without the loss scale.
 
@@ -109,6 +114,7 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
       which has the range of float32, it is 1.
 
     Raises:
+      TypeError: If `grads` is a function or the state of an optimizer.
       ValueError: If `state` holds no loss-scale state or several, or `dtype` is not floating.
 
     Examples:
@@ -119,6 +125,8 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
       ['w']  50.0%      0.0%          0.0%            50.0%              2**16.0
       next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)
     """
+    if is_state(grads):
+        raise TypeError(f"jamp.debug.underflow_report takes gradients first, got {describe(grads)}. Write {_CALL}.")
     checked = check_floating("dtype", dtype)
     flat = [(keystr(path), x) for path, x in jax.tree.leaves_with_path(grads) if is_gradient(path, x)]
     scale = get_loss_scale(state)

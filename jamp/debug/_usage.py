@@ -1,0 +1,101 @@
+"""Checks of how the functions of `jamp.debug` are called. Each error shows the line to write."""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from jamp._arguments import is_array
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def called_as(call: str, *, functions: int = 0, trees: int = 0) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check the arguments of a function: their number, and that the first ones are functions, or trees of arrays.
+
+    Args:
+      call: The call that an error shows.
+      functions: How many of the first arguments must be functions.
+      trees: How many of the first arguments must be pytrees, and no functions.
+    """
+
+    def checked(fun: Callable[P, R]) -> Callable[P, R]:
+        signature, name = inspect.signature(fun), f"jamp.debug.{fun.__name__}"
+
+        @functools.wraps(fun)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{name} {_reason(str(error))}. Write {call}.") from None
+            names = list(signature.parameters)
+            for parameter in names[:functions]:
+                if got := not_a_function(given[parameter]):
+                    raise TypeError(f"{name} takes a function as {parameter!r}, got {got}. Write {call}.")
+            for parameter in names[:trees]:
+                if callable(x := given[parameter]) and not any(map(is_array, jax.tree.leaves(x))):
+                    raise TypeError(f"{name} takes a pytree of arrays as {parameter!r}, got a function. Write {call}.")
+            return fun(*args, **kwargs)
+
+        return wrapper
+
+    return checked
+
+
+def _reason(text: str) -> str:
+    """What is wrong with a call, from the message of `inspect.Signature.bind`."""
+    return "got too many arguments" if text.startswith("too many") else f"is {text}" if "missing" in text else text
+
+
+def not_a_function(x: Any) -> str:
+    """What `x` is if it cannot be transformed as a function, else an empty text."""
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(x, linen.Module) and x.scope is None:
+        return f"the Linen module {type(x).__name__}, whose function is model.apply"
+    if isinstance(x, type) and issubclass(x, np.generic):
+        return f"the dtype {x.__name__}"
+    if isinstance(x, type(jax.numpy.float16)):
+        return f"the dtype {x.dtype}"
+    return "" if callable(x) else describe(x)
+
+
+def describe(x: Any) -> str:
+    """A value in a few words: "an array float32[2, 3]", "a dict"."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return f"an array {x.dtype}{list(x.shape)}"
+    name = type(x).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+@contextlib.contextmanager
+def naming_states(call: str, args: tuple[Any, ...]) -> Iterator[None]:
+    """If the body fails and the first argument is the state of an optimizer, raise an error that says so."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if args and is_state(args[0]):
+            raise TypeError(
+                f"The function failed ({type(error).__name__}: {error}), and its first argument is the state of an "
+                f"optimizer ({type(args[0]).__name__}). Write {call}."
+            ) from error
+        raise
+
+
+def is_state(x: Any) -> bool:
+    """Whether a value is the state of an optimizer from jamp or Optax, or a tuple of such states."""
+    if not isinstance(x, tuple) or not x:
+        return False
+    if type(x) is tuple:
+        return all(map(_is_part_of_state, x))
+    return _is_part_of_state(x)
+
+
+def _is_part_of_state(x: Any) -> bool:
+    package = type(x).__module__.partition(".")[0]
+    return is_state(x) if type(x) is tuple else isinstance(x, tuple) and package in ("jamp", "optax")

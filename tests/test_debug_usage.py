@@ -1,0 +1,250 @@
+"""Wrong calls of `jamp.debug` are errors that show the call, and reports that end with a next step."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from jamp.debug import compare, find_nonfinite, lost_updates, memory_curve, nonfinite_report, rounding_report
+
+underflow_report = jamp.debug.underflow_report
+PARAMS, BATCH = {"w": jnp.ones((4, 4))}, jnp.ones((2, 4))
+TX = jamp.loss_scaled(optax.adam(1e-3))
+STATE = TX.init(PARAMS)
+ADAM = optax.adam(1e-3).init(PARAMS)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def make(budget):
+    return jax.grad(jamp.recompute(loss_fn, budget))
+
+
+SEARCH = "Write jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)."
+ROUNDING = "Write jamp.debug.rounding_report(loss_fn, jnp.bfloat16)(params, batch)."
+COMPARE = "Write jamp.debug.compare(fun, other)(params, batch)."
+COUNT = "Write jamp.debug.nonfinite_report(grads)"
+UNDERFLOW = "Write jamp.debug.underflow_report(grads, opt_state)."
+LOST = (
+    "Write updates, opt_state = tx.update(grads, opt_state, params), and then jamp.debug.lost_updates(params, updates)."
+)
+CURVE = "Write jamp.debug.memory_curve(lambda budget: jax.grad(jamp.recompute(loss_fn, budget)))(params, batch)."
+
+WRONG = {
+    "the arguments in the first call": (lambda: find_nonfinite(loss_fn, PARAMS, BATCH), "too many arguments", SEARCH),
+    "grad by position": (lambda: find_nonfinite(loss_fn, True)(PARAMS, BATCH), "too many arguments", SEARCH),
+    "grad in the second call": (lambda: find_nonfinite(loss_fn)(PARAMS, BATCH, grad=True), "grad is an arg", SEARCH),
+    "a loss": (lambda: find_nonfinite(loss_fn(PARAMS, BATCH)), "got an array float32[]", SEARCH),
+    "a batch": (lambda: find_nonfinite(BATCH)(PARAMS), "got an array float32[2, 4]", SEARCH),
+    "params as a function": (lambda: find_nonfinite(PARAMS)(BATCH), "got a dict", SEARCH),
+    "a dtype": (lambda: find_nonfinite(jnp.float16), "got the dtype float16", SEARCH),
+    "NumPy's dtype": (lambda: find_nonfinite(np.float16), "got the dtype float16", SEARCH),
+    "opt_state for params": (lambda: find_nonfinite(loss_fn)(STATE, BATCH), "optimizer (LossScaledState)", SEARCH),
+    "Adam's state": (lambda: find_nonfinite(loss_fn, grad=True)(ADAM, BATCH), "state of an optimizer (tuple)", SEARCH),
+    "no dtype": (lambda: rounding_report(loss_fn)(PARAMS, BATCH), "missing a required argument", ROUNDING),
+    "dtype=": (lambda: rounding_report(loss_fn, dtype="bfloat16"), "'compute_dtype'", ROUNDING),
+    "params for a dtype": (lambda: rounding_report(loss_fn, PARAMS)(BATCH), "takes a dtype", ROUNDING),
+    "an array for a dtype": (lambda: rounding_report(loss_fn, BATCH), "takes a dtype", ROUNDING),
+    "the dtype first": (lambda: rounding_report(jnp.bfloat16, loss_fn), "got the dtype bfloat16", ROUNDING),
+    "all at once": (lambda: rounding_report(loss_fn, jnp.bfloat16, PARAMS, BATCH), "too many", ROUNDING),
+    "a report of opt_state": (lambda: rounding_report(loss_fn, "float16")(STATE, BATCH), "of an optimizer", ROUNDING),
+    "one function": (lambda: compare(loss_fn)(PARAMS, BATCH), "missing a required argument: 'other'", COMPARE),
+    "two losses": (lambda: compare(loss_fn(PARAMS, BATCH), jnp.ones(())), "as 'fun', got an array", COMPARE),
+    "params to compare": (lambda: compare(loss_fn, PARAMS)(BATCH), "as 'other', got a dict", COMPARE),
+    "opt_state to compare": (lambda: compare(loss_fn, loss_fn)(STATE, BATCH), "state of an optimizer", COMPARE),
+    "a function to count": (lambda: nonfinite_report(loss_fn), "got a function", COUNT),
+    "swapped": (lambda: underflow_report(STATE, PARAMS), "takes gradients first, got a LossScaledState", UNDERFLOW),
+    "no state": (lambda: underflow_report(PARAMS), "missing a required argument: 'state'", UNDERFLOW),
+    "gradients of a function": (lambda: underflow_report(loss_fn, STATE), "got a function", UNDERFLOW),
+    "opt_state for updates": (lambda: lost_updates(PARAMS, STATE), "got a LossScaledState", LOST),
+    "what update returns": (lambda: lost_updates(PARAMS, (PARAMS, STATE)), "another structure", LOST),
+    "no updates": (lambda: lost_updates(PARAMS), "missing", LOST),
+    "a function for updates": (lambda: lost_updates(PARAMS, loss_fn), "as 'updates', got a function", LOST),
+    "a gradient": (lambda: memory_curve(jax.grad(loss_fn))(PARAMS, BATCH), "a function of a budget only", CURVE),
+    "the arguments to compile": (lambda: memory_curve(make, PARAMS, BATCH), "too many arguments", CURVE),
+    "a result": (lambda: memory_curve(lambda budget: BATCH)(BATCH), "make(budget) must be the function", CURVE),
+    "one budget": (lambda: memory_curve(make, 0.5), "must be a sequence, such as (1.0, 0.5, 0), got a float 0.5", ""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_an_error_that_shows_the_right_one(name):
+    call, reason, line = WRONG[name]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert reason in str(caught.value)
+    assert line in str(caught.value)
+
+
+def test_a_function_that_fails_for_another_reason_keeps_its_error():
+    for call in (lambda: find_nonfinite(loss_fn)(), lambda: find_nonfinite(loss_fn)({}, BATCH)):
+        with pytest.raises((TypeError, KeyError), match=r"params|'w'"):
+            call()
+    of_state = lambda state, batch: jnp.sum(batch) * jamp.get_loss_scale(state)
+    assert not find_nonfinite(of_state)(STATE, BATCH)  # It may be an argument.
+
+
+def test_a_callable_model_with_parameters_is_a_function_and_a_tree():
+    @jax.tree_util.register_pytree_node_class
+    class Model:
+        def __init__(self, w):
+            self.w = w
+
+        def __call__(self, x):
+            return jnp.sum(x @ self.w)
+
+        def tree_flatten(self):
+            return (self.w,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, leaves):
+            return cls(*leaves)
+
+    model = Model(jnp.full((4, 4), jnp.nan))
+    assert nonfinite_report(model)
+    assert find_nonfinite(model)(BATCH)
+
+
+def test_of_parameters_that_are_nan_the_next_step_is_to_keep_the_last_finite_ones():
+    bad = {"w": PARAMS["w"].at[0, 1].set(jnp.nan)}
+    text = str(find_nonfinite(loss_fn, grad=True)(bad, BATCH))
+    words = " ".join(text.split())
+    assert "next if an earlier step made these, pass the parameters from before it" in words
+    assert "tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))" in words
+    assert "jamp.get_grads_finite(opt_state)" in words
+    assert max(map(len, text.splitlines())) <= 100
+    # Of inf, an operation makes NaN. What the report says of it does not hide where it comes from.
+    masked = lambda params, batch: jax.nn.softmax(batch @ params["w"]).sum()
+    text = str(find_nonfinite(masked)({"w": PARAMS["w"] * jnp.inf}, BATCH))
+    assert "nan from inf - inf" in text
+    assert "mask" not in text
+    assert "StaticLossScale" in text
+    text = str(find_nonfinite(loss_fn, grad=True)(PARAMS, BATCH.at[1, 0].set(jnp.inf)))
+    assert text.splitlines()[-1] == "  next    repair the example or leave it out of the batch"
+    assert "StaticLossScale" not in text
+
+
+def test_what_the_next_step_says_is_true():
+    """A step is skipped in float32 too, and donated parameters are the last finite ones."""
+    tx, params = (
+        jamp.loss_scaled(optax.sgd(0.1, momentum=0.9), jamp.StaticLossScale(1.0)),
+        jax.tree.map(jnp.copy, PARAMS),
+    )
+    opt_state = tx.init(params)
+
+    def train_step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    step = jax.jit(train_step, donate_argnums=(0, 1))
+    params, opt_state, _ = step(params, opt_state, BATCH)
+    assert jamp.get_grads_finite(opt_state)
+    kept = jax.device_get((params, opt_state.inner_state))
+    params, opt_state, loss = step(params, opt_state, BATCH * jnp.inf)
+    assert not jnp.isfinite(loss)
+    assert not jamp.get_grads_finite(opt_state)
+    jax.tree.map(np.testing.assert_array_equal, (params, opt_state.inner_state), kept)
+
+
+def test_the_hint_about_a_variance_is_given_where_there_is_one():
+    x = jnp.float32([1000.0, 1000.0, 1000.1])
+    variance = lambda x: jnp.mean(x**2) - jnp.mean(x) ** 2 - 1
+    product = lambda x: jnp.mean(x * x) + 1e-6 - jnp.square(x.mean()) - 1
+    for fun in (
+        lambda x: jnp.sqrt(variance(x)),
+        lambda x: jax.lax.rsqrt(product(x) + 1e-6),
+        lambda x: jax.jit(jnp.sqrt)(jnp.maximum(variance(x), -1.0)),
+    ):
+        found = find_nonfinite(fun)(x).finding
+        assert found.cause.endswith("a difference of squares")
+        assert "jnp.var" in found.cure
+    for fun in (
+        lambda x: jnp.sqrt(x - 2000),
+        lambda x: jnp.sqrt(1 - x**2),
+        lambda x: jax.lax.rsqrt(x.min() - x.mean() ** 2),
+        lambda x: jnp.log(variance(x)),
+    ):
+        found = find_nonfinite(fun)(x).finding
+        assert "squares" not in found.cause
+        assert "var" not in found.cure
+        assert found.cure.startswith("clip it")
+
+
+def scanned(ws, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w.T), None), x, ws)[0] ** 2)
+
+
+def point(budget, temporary, flops, platform="cpu"):
+    return jamp.debug.MemoryPoint(budget, temporary, temporary, flops, platform)
+
+
+def test_a_curve_whose_rows_are_equal_says_why():
+    text = lambda *points: str(jamp.debug.MemoryCurve(points))
+    assert "XLA for CPUs often removes checkpoints outside jax.lax.scan" in text(point(1.0, 8, 1), point(0, 8, 2))
+    assert "Is the budget passed on" in text(point(1.0, 8, 1), point(0, 8, 1))
+    for points in (
+        [point(1.0, 8, 1), point(0, 7, 2)],
+        [point(1.0, 8, 1)],
+        [point(1.0, 8, 1, "gpu"), point(0, 8, 2, "gpu")],
+    ):
+        assert "note" not in text(*points)
+    shapes = jax.ShapeDtypeStruct((4, 16, 16), jnp.float32), jax.ShapeDtypeStruct((512, 16), jnp.float32)
+    curve = memory_curve(lambda budget: jax.grad(jamp.recompute(scanned, budget)), (1.0, 0))(*shapes)
+    assert {x.platform for x in curve.points} == {jax.default_backend()}
+    assert "note" not in str(curve)
+    ignored = memory_curve(lambda budget: jax.grad(scanned), (1.0, 0))(*shapes)
+    assert "Is the budget passed on" in str(ignored)
+
+
+def test_what_the_note_of_a_curve_says_is_true_of_xla_for_cpus():
+    def loop(ws, x):
+        for w in ws:
+            x = jnp.tanh(jnp.tanh(x @ w) @ w.T)
+        return jnp.mean(x**2)
+
+    if jax.default_backend() != "cpu":
+        pytest.skip("for CPUs")
+    types = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    bytes_of = lambda fun: jax.jit(jax.grad(fun)).lower(*types).compile().memory_analysis().temp_size_in_bytes
+    scan = lambda ws, x: jnp.mean(jax.lax.scan(jax.checkpoint(lambda x, w: (loop([w], x) + x, None)), x, ws)[0])
+    assert bytes_of(loop) == bytes_of(jax.checkpoint(loop))
+    assert bytes_of(scan) > 0
+
+
+# The names of jamp's own primitives, which are no words of a user's program. "rounded" is a word of reports.
+INTERNAL = (
+    "attach|detached|product|product_tangent|scale_tangent|scaled_sums|barrier|barrier_unless_tpu|row_major|"
+    "cotangents_behind_barrier|in_one_kernel_on_tpu"
+)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jamp.Float8(min_size=8), jamp.MXFP8(min_size=32)], ids=str)
+def test_no_report_shows_the_name_of_an_internal_primitive(dtype):
+    params = {"w": jnp.ones((32, 32)), "v": jnp.full((32, 32), 0.1)}
+    two = lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2)
+    cast, x, texts = jamp.autocast(two, dtype), jnp.ones((32, 32)), []
+    for scale in (1.0, 1e5, 3e38):
+        search = find_nonfinite(cast, grad=True)({name: p * jnp.float32(scale) for name, p in params.items()}, x)
+        texts += [str(search), *(f"{y.primitive} {y.path} {y.cause}" for y in search.findings)]
+    pairs = (two, cast), (jax.grad(two), jax.grad(cast)), (cast, lambda p, x: 2 * cast(p, x.T + 1))
+    for fun, other in pairs:
+        found = compare(fun, other)(params, x)
+        texts += [str(found), *map(str, found.rows + found.differences)]
+    report = rounding_report(cast if dtype == jnp.float16 else two, jnp.bfloat16)(params, x)
+    texts += [str(report), *map(str, report.rows)]
+    assert len(texts) > 12
+    for text in texts:
+        assert not re.findall(rf"(?<![\w.])({INTERNAL})(?!\w)", text)
+
+
+def test_a_row_of_rounding_names_the_errors_that_there_are():
+    report = rounding_report(lambda x: jnp.sin(x.astype(jnp.float16)).astype(jnp.float32), "float16")(jnp.ones(4) / 3)
+    assert report.rows
+    assert not [row for row in report.rows if re.search(r" ,| $", str(row))]
