@@ -13,14 +13,11 @@ from jamp.debug._nonfinite_search import format_number, to_host
 from jamp.debug._wider import try_wider
 
 
-NOT_ENTERED = "made inside it, where the search does not look"
-
-
 def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
     """Return one line on the first inf or NaN in the outputs of an equation."""
     name = ir.name(eqn)
     if name == "shard_map":
-        return NOT_ENTERED
+        return _NOT_ENTERED
     output = next(x for x in outputs if is_inexact(x) and not np.isfinite(to_host(x)).all())
     values = to_host(output)
     clean = all(np.isfinite(to_host(x)).all() for x in inputs if is_inexact(x))
@@ -86,6 +83,7 @@ _DOMAINS: list[tuple[set[str], Callable[[float, float], bool], str]] = [
     ({"acosh"}, lambda x, y: x < 1, "acosh of a number below 1: {x}"),
     ({"lgamma", "digamma"}, lambda x, y: x <= 0, "{name} has a pole at {x}"),
 ]
+_NOT_ENTERED = "made inside it, where the search does not look"
 # What `explain` gets has no NaN where a constant has one.
 _CONSTANT = "nan is a constant in the code"
 # They return elements of their operands.
