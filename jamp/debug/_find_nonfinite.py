@@ -33,6 +33,8 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
     dtype, and waits for each, so use it for diagnosis and not for training. `fun` may be any function that JAX can
     trace, with or without `jamp.autocast`. To include the loss scale, pass `jamp.value_and_grad(loss_fn, opt_state)`.
 
+    [A loss that is NaN](../nan.md) shows how to find the step, and how to keep the parameters from before it.
+
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
       grad: Whether to run the backward pass too. It differentiates the first result if that is a scalar (a loss), else
