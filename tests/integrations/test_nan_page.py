@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+import pytest
+from flax import linen as nn, nnx
 from processes import run_python
 
 import jamp
@@ -49,3 +50,10 @@ def test_nnx_draws_the_same_dropout_mask_after_a_bad_step():
     same = lambda x, y: np.testing.assert_array_equal(*map(jax.random.key_data, (x, y)))
     for x, y in zip(*map(jax.tree.leaves, (before, nnx.as_pure(nnx.state(model)))), strict=True):
         (same if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.testing.assert_array_equal)(x, y)
+
+
+def test_a_linen_module_in_place_of_a_function_is_an_error_that_names_apply():
+    with pytest.raises(TypeError, match=r"got the Linen module Dense, whose function is model\.apply"):
+        jamp.debug.find_nonfinite(nn.Dense(1))
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    assert not jamp.debug.find_nonfinite(model)(jnp.ones((1, 2)))  # An NNX module is a function.
