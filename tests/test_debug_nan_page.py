@@ -111,3 +111,19 @@ def test_inside_shard_map_the_report_says_to_search_what_it_maps():
     assert "find_nonfinite(jax.vmap(body, axis_name=...))" in text
     in_its_place = jax.vmap(body, axis_name="data")
     assert find_nonfinite(in_its_place)(jnp.zeros((8, 1))).finding.primitive == "log"
+
+
+def test_the_flag_of_replicas_is_one():
+    """All replicas skip if the gradient of one is not finite."""
+    tx, params = jamp.loss_scaled(optax.sgd(0.1), jamp.StaticLossScale(1.0)), jnp.ones(3)
+    opt_state = tx.init(params)
+
+    def step(x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.sum(jnp.sqrt(p * x)))(params)
+        finite = jamp.all_finite((loss, grads), axis_name="data")
+        updates, state = tx.update(grads, opt_state, params, grads_finite=finite)
+        return optax.apply_updates(params, updates), jamp.get_grads_finite(state)
+
+    after, finite = jax.vmap(step, axis_name="data")(jnp.float32([1, 2, 0, 4]))
+    assert not finite.any()
+    np.testing.assert_array_equal(after, jnp.ones((4, 3)))
