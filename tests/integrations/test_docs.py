@@ -4,14 +4,11 @@ import ast
 import pkgutil
 import re
 
-import numpy as np
 import yaml
 from long_description import relative, rendered
-from pages import DOCS, PAGES, ROOT, run_programs
+from pages import DOCS, PAGES, README, ROOT, run_programs
 
 from jamp._autocast.rules import CATEGORIES
-
-README = (ROOT / "README.md").read_text()
 
 
 def test_the_programs_of_the_quick_start_run_in_their_order_and_print_what_it_says(tmp_path, monkeypatch, capsys):
@@ -55,7 +52,7 @@ def test_every_page_is_in_the_navigation():
         """mkdocs.yml may name Python objects."""
 
     pages = re.findall(r"[\w/-]+\.md", str(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]))
-    assert sorted(pages) == sorted(PAGES)
+    assert sorted(pages) == sorted(page for page in PAGES if not page.startswith("appendix/"))
 
 
 def test_the_page_of_examples_has_each_with_its_command():
@@ -64,22 +61,8 @@ def test_the_page_of_examples_has_each_with_its_command():
     assert all((DOCS / name).exists() for name in re.findall(r"!\[.+\]\((.+)\)", PAGES["examples.md"]))
 
 
-def test_the_program_of_the_readme_prints_what_it_says(capsys):
-    program, said = re.search(
-        r"```python\n(.*?)```\n\nOn a CPU with JAX 0.10.2:\n\n```text\n(.*?)```", README, re.DOTALL
-    ).groups()
-    exec(compile(program, "model.py", "exec"), {})
-    printed = capsys.readouterr().out
-    number = r"(?<![\w.=])\d+\.\d+"
-    assert re.sub(number, "", printed) == re.sub(number, "", said)
-    first, last, memory = (slice(i, None, 3) for i in range(3))
-    mine, page = (np.array(re.findall(number, text), float) for text in (printed, said))
-    np.testing.assert_allclose(mine[first], page[first], rtol=0.01)
-    np.testing.assert_allclose(mine[last], page[last], rtol=0.05)  # another CPU rounds otherwise
-    plain, _, half, bounded, _ = mine[memory]
-    assert plain > half > bounded
-    np.testing.assert_allclose(plain, page[memory][0], rtol=0.1)
-    np.testing.assert_allclose(mine[memory], page[memory], rtol=0.5)  # a CPU with bfloat16 makes no copies in float32
+def test_the_programs_of_the_readme_run_in_their_order_and_print_what_it_says(capsys):
+    run_programs("README.md", capsys)
 
 
 def test_the_page_of_the_release_has_no_relative_link_and_names_paths_that_exist():
