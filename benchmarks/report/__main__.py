@@ -90,8 +90,8 @@ def put(root: Path, mark: str, table: str, results: list[dict[str, Any]]) -> Non
     marked = [page for page in pages if is_marked(page.read_text(), mark)]
     if not marked:
         raise ValueError(f"No page has the marks <!-- {mark} --> and <!-- /{mark} -->: add both, each on its line.")
+    text = "\n\n".join([table, *dict.fromkeys(map(origin, results))])
     for page in marked:
-        text = "\n\n".join([table, *dict.fromkeys(map(origin, results))])
         page.write_text(fill(page.read_text(), mark, text))
 
 
