@@ -29,7 +29,7 @@ TABLES: dict[str, tuple[dict[str, str], Callable[..., str]]] = {
 # The same of files of `benchmarks.gpu`: the parts, and what makes the table of the parts' rows.
 # "llama_1024" and "steps" are finished studies, whose code has the commit that stands beside their rows.
 ONE_GPU: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-    "facts": (("gpt2",), tables.facts),
+    "facts": (("llama", "llama_float8"), tables.facts),
     "gpu_steps": (("steps",), tables.step),
     "gpu_models": (("gpt2", "llama_1024", "llama"), tables.models),
 }
