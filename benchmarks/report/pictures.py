@@ -107,7 +107,7 @@ def budgets(rows: Rows) -> Figure:
                 if all(abs(x[i] - x[j]) > 0.5 or abs(y[i] - y[j]) > 0.05 * max(y) for j in range(i)):
                     side = "right" if x[i] > 7 and kind.startswith("bfloat16") else "left"
                     options = {"textcoords": "offset points", "size": 7, "color": color, "ha": side}
-                    axes.annotate(label, (x[i], y[i]), offset, **options)
+                    axes.annotate(label, (x[i], y[i]), (5, -11) if label == "no batch dims" else offset, **options)
         axes.set_title(model, size=9)
         axes.set(xlabel="more FLOPs of products than without a checkpoint, %", ylabel="GB")
         axes.margins(x=0.1, y=0.15)
