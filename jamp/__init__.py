@@ -47,7 +47,7 @@ from ._step.state import LossScaledState as LossScaledState
 from .grad_scaler import GradScaler as GradScaler
 from .history import History as History
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> object:

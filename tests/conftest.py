@@ -29,16 +29,24 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `benchmarks`; at the end:
 
 def pytest_addoption(parser):
     parser.addoption("--one-each", action="store_true", help="run the first case of each parametrized test")
+    parser.addoption(
+        "--in-turn", metavar="DAY/N", help="run every N-th case of each parametrized test, others on another day"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after the tests that are marked slow were left out
 def pytest_collection_modifyitems(config, items):
-    """With `--one-each`, a release of JAX meets each test, but not each of its cases."""
-    if config.getoption("--one-each"):
-        first = {(item.path, getattr(item, "originalname", item.name)): item for item in reversed(items)}
-        kept = set(first.values())
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+    """With `--one-each` or `--in-turn`, each test is run, but not each of its cases."""
+    in_turn = config.getoption("--in-turn")
+    if not (config.getoption("--one-each") or in_turn):
+        return
+    day, n = map(int, in_turn.split("/")) if in_turn else (0, len(items))
+    tests = {}
+    for item in items:
+        tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    kept = {item for cases in tests.values() for item in cases[day % n :: n] or [cases[day % len(cases)]]}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_finish(session):

@@ -1,4 +1,4 @@
-"""Which values the policies of `jax.checkpoint` keep: the table of docs/a-model-that-does-not-fit.md, for this JAX."""
+"""Which values the policies of `jax.checkpoint` keep: docs/appendix/checkpoint-policies.md, for this JAX."""
 
 from pathlib import Path
 
@@ -115,7 +115,7 @@ def page_rows():
 
 
 def test_the_page_has_this_table():
-    page = Path(__file__).parents[1] / "docs" / "a-model-that-does-not-fit.md"
+    page = Path(__file__).parents[1] / "docs" / "appendix" / "checkpoint-policies.md"
     assert "\n".join(page_rows()) in page.read_text()
 
 

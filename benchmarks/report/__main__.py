@@ -1,8 +1,9 @@
 """Tables and pictures of the documentation, made of results: `python -m benchmarks.report docs/benchmarks/*.json`.
 
-A table stands between `<!-- name -->` and `<!-- /name -->`, and under it when, where and by which command its results
-were measured. It is made again if all of its results are given. A table of GPUs is made if a `gpu_<card>.json` has its
-first part, and may have a column for each of these cards. Results of `--quick` are refused.
+A table stands between `<!-- name -->` and `<!-- /name -->` in README.md or in any page below docs, and under it when,
+where and by which command its results were measured. It is made again if all of its results are given. A table of GPUs
+is made if a `gpu_<card>.json` has its first part, and may have a column for each of these cards. Results of `--quick`
+are refused.
 """
 
 import argparse
@@ -15,29 +16,30 @@ from matplotlib.figure import Figure
 
 from benchmarks.record import Rows
 from benchmarks.report import pictures, tables
-from benchmarks.report.markdown import fill, origin
+from benchmarks.report.markdown import fill, is_marked, origin
 
-PAGE, FIT = "docs/benchmarks/index.md", "docs/a-model-that-does-not-fit.md"
 GPU = "gpu_h200"
-# By its mark: the page of a table, the files of results and the key of their rows, and what makes the table of them.
-TABLES: dict[str, tuple[str, dict[str, str], Callable[..., str]]] = {
-    "counted": (PAGE, {"tpu_v5e": "tpu", "h200": "h200"}, tables.counted),
-    "step": (PAGE, {"step": "step"}, tables.step),
-    "budgets": (FIT, {"budget_h200": "rows", "budget_tpu": "rows"}, tables.budgets),
+# By its mark: the files of results and the key of their rows, and what makes the table of them.
+TABLES: dict[str, tuple[dict[str, str], Callable[..., str]]] = {
+    "counted": ({"tpu_v5e": "tpu", "h200": "h200"}, tables.counted),
+    "step": ({"step": "step"}, tables.step),
+    "budgets": ({"budget_h200": "rows", "budget_tpu": "rows"}, tables.budgets),
+    "budgets_in_short": ({"budget_h200": "rows"}, tables.budgets_in_short),
 }
-# The same of files of `benchmarks.gpu`: the page of a table, the parts, and what makes the table of the parts' rows.
+# The same of files of `benchmarks.gpu`: the parts, and what makes the table of the parts' rows.
 # "llama_1024" and "steps" are finished studies, whose code has the commit that stands beside their rows.
-ONE_GPU: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
-    "facts": ("README.md", ("gpt2",), tables.facts),
-    "gpu_steps": (PAGE, ("steps",), tables.step),
-    "gpu_models": (PAGE, ("gpt2", "llama_1024", "llama"), tables.models),
+ONE_GPU: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "facts": (("llama", "llama_float8"), tables.facts),
+    "gpu_steps": (("steps",), tables.step),
+    "gpu_models": (("gpt2", "llama_1024", "llama"), tables.models),
 }
 # The same, of the rows of each card, by the name of its device.
-GPUS: dict[str, tuple[str, tuple[str, ...], Callable[..., str]]] = {
-    "gpu_loop": (PAGE, ("loop",), tables.loop),
-    "gpu_optimizers": ("docs/optimizer-memory.md", ("optimizers",), tables.optimizers),
-    "gpu_llama": ("docs/8-bit.md", ("llama", "llama_float8", "llama_float8_default_flags"), tables.llama_float8),
-    "gpu_linen": ("docs/8-bit.md", ("linen",), tables.linen),
+GPUS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "gpu_loop": (("loop",), tables.loop),
+    "gpu_optimizers": (("optimizers",), tables.optimizers),
+    "gpu_optimizers_in_short": (("optimizers",), tables.optimizers_in_short),
+    "gpu_llama": (("llama", "llama_float8", "llama_float8_default_flags"), tables.llama_float8),
+    "gpu_linen": (("linen",), tables.linen),
 }
 # By its file in docs/images: the file of results and the key of their rows, and what draws them.
 PICTURES: dict[str, tuple[str, str, Callable[[Any], Figure]]] = {
@@ -58,18 +60,18 @@ def read(files: list[Path]) -> dict[str, dict[str, Any]]:
 
 def write(root: Path, found: dict[str, dict[str, Any]]) -> None:
     """Fill the tables of all pages below `root`."""
-    for mark, (page, files, make) in TABLES.items():
+    for mark, (files, make) in TABLES.items():
         if files.keys() <= found.keys():
             table = make(*(found[name][key] for name, key in files.items()))
-            put(root / page, mark, table, [found[name] for name in files])
+            put(root, mark, table, [found[name] for name in files])
     cards = {name: results for name, results in found.items() if "parts" in results}
-    for mark, (page, parts, make) in ONE_GPU.items():
+    for mark, (parts, make) in ONE_GPU.items():
         if GPU in cards and parts[0] in cards[GPU]["parts"]:
-            put(root / page, mark, make(rows_of(cards[GPU], parts)), measured(cards[GPU], parts))
-    for mark, (page, parts, make) in GPUS.items():
+            put(root, mark, make(rows_of(cards[GPU], parts)), measured(cards[GPU], parts))
+    for mark, (parts, make) in GPUS.items():
         if having := [results for results in cards.values() if parts[0] in results["parts"]]:
             table = make({results["machine"]["device"]: rows_of(results, parts) for results in having})
-            put(root / page, mark, table, [about for results in having for about in measured(results, parts)])
+            put(root, mark, table, [about for results in having for about in measured(results, parts)])
 
 
 def rows_of(results: dict[str, Any], parts: tuple[str, ...]) -> Rows:
@@ -82,10 +84,15 @@ def measured(results: dict[str, Any], parts: tuple[str, ...]) -> list[dict[str, 
     return [results | results["parts"][part] for part in parts if part in results["parts"]]
 
 
-def put(page: Path, mark: str, table: str, results: list[dict[str, Any]]) -> None:
-    """Fill a table, with a line for each run that its results are of."""
+def put(root: Path, mark: str, table: str, results: list[dict[str, Any]]) -> None:
+    """Fill a table on the pages that have its marks, with a line for each run that its results are of."""
+    pages = [page for page in (root / "README.md", *sorted((root / "docs").rglob("*.md"))) if page.exists()]
+    marked = [page for page in pages if is_marked(page.read_text(), mark)]
+    if not marked:
+        raise ValueError(f"No page has the marks <!-- {mark} --> and <!-- /{mark} -->: add both, each on its line.")
     text = "\n\n".join([table, *dict.fromkeys(map(origin, results))])
-    page.write_text(fill(page.read_text(), mark, text))
+    for page in marked:
+        page.write_text(fill(page.read_text(), mark, text))
 
 
 if __name__ == "__main__":

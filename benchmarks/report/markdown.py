@@ -33,12 +33,18 @@ def names(rows: Iterable[dict[str, Any]], key: str = "name") -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
+def is_marked(page: str, name: str) -> bool:
+    """Whether a page has both marks of a table."""
+    return bool(_between(name).search(page))
+
+
 def fill(page: str, name: str, text: str) -> str:
     """Put a text between its two marks."""
-    mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    if not mark.search(page):
-        raise ValueError(f"The page has no marks <!-- {name} --> and <!-- /{name} -->: add both, each on its line.")
-    return mark.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", page)
+    return _between(name).sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", page)
+
+
+def _between(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
 
 
 def origin(found: dict[str, Any]) -> str:

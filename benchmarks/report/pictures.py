@@ -38,6 +38,7 @@ def text_model(rows: Rows) -> Figure:
     return drawn
 
 
+DRAWN = ("GPT-2 124 M, 8 x 1024, scanned", "Llama, 8 layers of 1024, 8 x 1024, scanned", "Mixture", "ResNet-50")
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line that it may lie on
 
 
@@ -73,26 +74,44 @@ def steps(rows: Rows) -> Figure:
 
 
 def budgets(rows: Rows) -> Figure:
-    """Temporary memory over FLOPs: at several memory budgets, and by hand."""
-    models = names(rows, "model")
+    """Temporary memory over FLOPs: at several memory budgets, and by hand. Each point has its name."""
+    models = [name for name in names(rows, "model") if name.startswith(DRAWN)]
+    by_hand = {
+        "by hand": "no checkpoint",
+        "by hand, dots_saveable": "dots_saveable",
+        "by hand, dots_with_no_batch_dims": "no batch dims",
+        "by hand, each block again": "each block",
+    }
     with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8, 2.7 * -(-len(models) // 2)), layout="constrained")
+        figure = Figure(figsize=(8, 2.9 * -(-len(models) // 2)), layout="constrained")
         panels = list(figure.subplots(-(-len(models) // 2), 2, squeeze=False).flat)
     for axes in panels[len(models) :]:
         axes.set_visible(False)
     for axes, model in zip(panels, models, strict=False):
-        found = select(rows, model=model)
-        first = found[0]["gigaflops"]
-        kinds = {
-            "by hand": ("by hand", "o", "tab:orange"),
-            "autocast at budgets 1 to 0": ("autocast, budget", "o-", "tab:blue"),
+        found = {row["variant"]: row for row in select(rows, model=model)}
+        least = next(iter(found.values()))["gigaflops"]
+        budgets = {
+            name: name.removeprefix("autocast, budget ") for name in found if name.startswith("autocast, budget")
         }
-        for label, (start, style, color) in kinds.items():
-            points = [row for row in found if row["variant"].startswith(start) and row["gigaflops"] >= first]
-            x, y = ([row[key] for row in points] for key in ("gigaflops", "temporary_megabytes"))
-            axes.plot([v / first for v in x], [v / 1e3 for v in y], style, color=color, label=label, lw=1, ms=4)
+        kinds = (
+            (by_hand, "o", "tab:orange", "bfloat16 by hand, with a policy of jax.checkpoint", (5, 5)),
+            (budgets, "o-", "tab:blue", "autocast to bfloat16, at a memory budget", (-2, -12)),
+        )
+        for labels, style, color, kind, offset in kinds:
+            points = [(found[name], label) for name, label in labels.items() if name in found]
+            x = [100 * (row["gigaflops"] / least - 1) for row, _ in points]
+            y = [row["temporary_megabytes"] / 1e3 for row, _ in points]
+            axes.plot(x, y, style, color=color, label=kind, lw=1, ms=4)
+            for i, (_, label) in enumerate(points):
+                # Two budgets may make nearly one program.
+                if all(abs(x[i] - x[j]) > 0.5 or abs(y[i] - y[j]) > 0.05 * max(y) for j in range(i)):
+                    side = "right" if x[i] > 7 and kind.startswith("bfloat16") else "left"
+                    options = {"textcoords": "offset points", "size": 7, "color": color, "ha": side}
+                    axes.annotate(label, (x[i], y[i]), (5, -11) if label == "no batch dims" else offset, **options)
         axes.set_title(model, size=9)
-        axes.set(xlabel="FLOPs of products, to those by hand", ylabel="GB", ylim=(0, None))
+        axes.set(xlabel="more FLOPs of products than without a checkpoint, %", ylabel="GB")
+        axes.margins(x=0.1, y=0.15)
+        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return figure

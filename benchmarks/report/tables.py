@@ -61,7 +61,7 @@ def step(rows: Rows) -> str:
     plain = lambda key: [number(found["optax", column][key]) for column in columns]
     limits = (found["jamp", column]["limit_ratio"] for column in columns)  # None where it is not known
     body = [["parameters, millions", *plain("millions")], ["plain Optax, ms", *plain("milliseconds")]]
-    body.append(["**one extra read**", *(f"{limit:.2f}" if limit else "" for limit in limits)])
+    body.append(["one more read of the gradients, by bytes", *(f"{limit:.2f}" if limit else "" for limit in limits)])
     for name in names(shown):
         if name not in ("optax", "jamp, NoOpLossScale", SKIPPED, *SAME):
             cells = (cell(found.get((name, column))) for column in columns)
@@ -74,58 +74,58 @@ def is_timed(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
     return row is not None and "milliseconds" in row
 
 
-def beside(row: dict[str, Any], base: dict[str, Any]) -> float:
-    """The ratio round by round where it was measured, else that of the medians."""
-    return row["ratio"] if "ratio" in row else row["milliseconds"] / base["milliseconds"]
-
-
 def gigabytes(row: dict[str, Any]) -> str:
     return f"{number(row['temporary_gigabytes'])} GB"
 
 
-def models(rows: Rows) -> str:
-    """Time of gradients on a GPU beside the model by hand, and their temporary memory, by model and attention.
+def time_and_memory(row: dict[str, Any] | None) -> str:
+    return f"{row['milliseconds']:.1f} ms, {row['temporary_gigabytes']:.1f} GB" if is_timed(row) else ""
 
-    The baseline of a model is that with attention written out, if it was measured.
-    """
+
+WAYS = {
+    "float32": "float32",
+    "by hand": "bfloat16 by hand",
+    "by hand, dots_saveable": "by hand, `dots_saveable` policy",
+    "by hand, each block again": "by hand, a checkpoint around each block",
+    "autocast, budget 1.0": "autocast (budget 1.0)",
+    "autocast, budget 0.5": "with `memory_budget=0.5`",
+    "autocast, budget 0.1": "with `memory_budget=0.1`",
+}
+
+
+def models(rows: Rows) -> str:
+    """Time and temporary memory of a gradient and an update on a GPU, by the way, the model and the attention."""
     found = {(row["model"], row["name"]): row for row in rows if not is_again(row)}
-    kernels = [
+    columns = [
         (model, end) for model in names(rows, "model") for end in ("", CUDNN) if (model, "by hand" + end) in found
     ]
-
-    def cells_of(way: str) -> list[str]:
-        of = [(found.get((model, way + end)), found[model, "by hand"]) for model, end in kernels]
-        return [f"{beside(row, base):.2f}, {gigabytes(row)}" if is_timed(row) else "" for row, base in of]
-
-    base = [number(found[model, "by hand"]["milliseconds"]) for model, _ in kernels]
-    ways = dict.fromkeys(name.removesuffix(CUDNN) for _, name in found)
-    head = ["", *(model.rpartition(", ")[0] + end for model, end in kernels)]
-    return table(head, [["by hand, ms", *base], *([way, *cells_of(way)] for way in ways)])
+    head = ["", *(model.rpartition(", ")[0] + end for model, end in columns)]
+    body = [
+        [title, *(time_and_memory(found.get((model, way + end))) for model, end in columns)]
+        for way, title in WAYS.items()
+    ]
+    return table(head, body)
 
 
 def facts(rows: Rows) -> str:
-    """The time and the temporary memory of a step of GPT-2 on a GPU, by the way and by the attention."""
-    found = {row["name"]: row for row in select(rows, model=GPT)}
-    ways = {
-        "float32": "float32",
-        "bfloat16 by hand": "by hand",
-        "by hand, `dots_saveable` policy": "by hand, dots_saveable",
-        "by hand, a checkpoint around each block": "by hand, each block again",
-        "autocast (budget 1.0)": "autocast, budget 1.0",
-        "with `memory_budget=0.5`": "autocast, budget 0.5",
-        "with `memory_budget=0.1`": "autocast, budget 0.1",
+    """The time and the temporary memory of a step of a Llama on a GPU, by the way: the README's table."""
+    titles = {
+        "by hand": "bfloat16 by hand",
+        "by hand, dots_saveable": "bfloat16 by hand, each block in a `jax.checkpoint` with the policy `dots_saveable`",
+        "by hand, each block again": "bfloat16 by hand, each block in a `jax.checkpoint`",
+        "autocast, budget 1.0": "`jamp.autocast(loss_fn, jnp.bfloat16)`",
+        "autocast, budget 0.5": "`jamp.autocast(loss_fn, jnp.bfloat16, memory_budget=0.5)`",
+        "Float8": "`jamp.autocast(loss_fn, jamp.Float8())`",
     }
-
-    def cell_of(name: str) -> str:
-        row = found.get(name)
-        return f"{row['milliseconds']:.1f} ms, {row['temporary_gigabytes']:.1f} GB" if is_timed(row) else ""
-
-    head = [
-        "Time and temporary memory of a gradient and SGD update of GPT-2 (124 M, 8 x 1024 tokens)",
-        "attention written out",
-        "cuDNN's attention, in bfloat16",
-    ]
-    return table(head, [[way, cell_of(name), cell_of(name + CUDNN)] for way, name in ways.items()])
+    found = {row["name"]: row for row in rows if is_timed(row)}
+    columns = []
+    for key, unit in (("milliseconds", "ms"), ("temporary_gigabytes", "GB")):
+        values = [found[name][key] for name in titles if name in found]
+        texts = [f"{value:.1f}&nbsp;{unit}" for value in values]
+        least = values.index(min(values))
+        columns.append([*texts[:least], f"**{texts[least]}**", *texts[least + 1 :]])
+    body = zip((title for name, title in titles.items() if name in found), *columns, strict=True)
+    return table(["", "time", "temporary memory"], list(body))
 
 
 def by_card(head: str, ways: dict[str, str], cards: dict[str, Rows], cell_of: Callable[..., str]) -> str:
@@ -168,11 +168,27 @@ OPTIMIZERS = {
 }
 
 
-def optimizers(cards: dict[str, Rows]) -> str:
-    """The time of AdamW's step in every format, beside float32's."""
-    return by_card(
-        "AdamW, 537 M parameters", OPTIMIZERS, cards, lambda row, ratio: f"{row['milliseconds']:.2f} ms{ratio}"
-    )
+FORMATS = (
+    "float32",
+    "masters",
+    "split masters",
+    "stochastic",
+    "stochastic, bfloat16 state",
+    "float32, 8-bit state",
+    "split masters, 8-bit state",
+    "stochastic, 8-bit state",
+)
+
+
+def optimizers(cards: dict[str, Rows], ways: Iterable[str] = OPTIMIZERS) -> str:
+    """The time of AdamW's step in several ways, and its ratio to float32's."""
+    cell_of = lambda row, ratio: f"{row['milliseconds']:.2f} ms{ratio}"
+    return by_card("AdamW, 537 M parameters", {way: OPTIMIZERS[way] for way in ways}, cards, cell_of)
+
+
+def optimizers_in_short(cards: dict[str, Rows]) -> str:
+    """The same of the formats of parameters and state alone."""
+    return optimizers(cards, FORMATS)
 
 
 def loop(cards: dict[str, Rows]) -> str:
@@ -184,20 +200,17 @@ def loop(cards: dict[str, Rows]) -> str:
 
 
 def gradient(row: dict[str, Any], ratio: str) -> str:
-    """The time, the temporary memory and the seconds of compilation."""
-    return f"{row['milliseconds']:.1f} ms{ratio}, {gigabytes(row)}, {row['compile_seconds']:.0f} s"
+    """The time and the temporary memory."""
+    return f"{row['milliseconds']:.1f} ms{ratio}, {gigabytes(row)}"
 
 
 def llama_float8(cards: dict[str, Rows]) -> str:
     """Gradients of two layers of a Llama in 16 and in 8 bit."""
     ways = {
         "by hand": "bfloat16 by hand",
-        "by hand, again": "bfloat16 by hand again (A/A)",
         "by hand, dots_saveable": "by hand, `dots_saveable`",
         "by hand, each block again": "by hand, a checkpoint around each block",
         "autocast, budget 1.0": "autocast in bfloat16",
-        "autocast, budget 0.5": "with `memory_budget=0.5`",
-        "autocast, budget 0.25": "with `memory_budget=0.25`",
         "autocast, with the flag": "autocast in bfloat16, with the flag",
         "Float8": "`Float8()`, with the flag",
         "Float8, all products": "`Float8()`, the head too, with the flag",
@@ -210,7 +223,6 @@ def linen(cards: dict[str, Rows]) -> str:
     """Gradients of Linen MLPs by each library for float8."""
     ways = {
         "bfloat16 by hand": "`dtype=bfloat16`",
-        "bfloat16 by hand, again": "`dtype=bfloat16` again (A/A)",
         "bfloat16 by hand, default flags": "`dtype=bfloat16`, XLA's default flags",
         "autocast": "autocast in bfloat16",
         "Float8, float32 model": "`Float8()`, a float32 model",
@@ -236,14 +248,35 @@ def budgets(h200: Rows, tpu: Rows) -> str:
     body = []
     for device, found in (("H200", h200), ("v5e", tpu)):
         for model in names(found, "model"):
-            name, *rest = model.split(", ")
-            form = [f"{device}: {name}", *(part for part in rest if part in ("unrolled", "cuDNN's attention"))]
+            form = [f"{device}: {title_of(model)}"]
             rows = {row["variant"]: row for row in select(found, model=model)}
-            body.append([", ".join(form), *memory(rows, *BY_HAND, *(f"autocast, {x}" for x in BUDGETS))])
+            body.append([*form, *memory(rows, *BY_HAND, *(f"autocast, {x}" for x in BUDGETS))])
             for way in ("float32", "bfloat16 by hand"):
                 if any(cells := memory(rows, *(f"{way}, {x}" for x in BUDGETS))):
                     body.append([", ".join([*form, f"`recompute` in {way}"]), *[""] * len(BY_HAND), *cells])
     return table(["", *BY_HAND.values(), *BUDGETS], body)
+
+
+def budgets_in_short(h200: Rows) -> str:
+    """The same of the models in a loop, in few columns."""
+    ways = {
+        "by hand": "by hand",
+        "by hand, dots_with_no_batch_dims": "`dots_with_no_batch_dims_saveable`",
+        "by hand, each block again": "a checkpoint around each block",
+        "autocast, budget 0.5": "autocast, budget 0.5",
+        "autocast, budget 0.1": "autocast, budget 0.1",
+    }
+    body = []
+    for model in names(h200, "model"):
+        if "unrolled" not in model:
+            rows = {row["variant"]: row for row in select(h200, model=model)}
+            body.append([title_of(model), *memory(rows, *ways)])
+    return table(["", *ways.values()], body)
+
+
+def title_of(model: str) -> str:
+    name, *rest = model.split(", ")
+    return ", ".join([name, *(part for part in rest if part in ("unrolled", "cuDNN's attention"))])
 
 
 def memory(rows: dict[str, Any], *variants: str) -> list[str]:
@@ -251,6 +284,6 @@ def memory(rows: dict[str, Any], *variants: str) -> list[str]:
     cells = []
     for row in map(rows.get, variants):
         flops = row["gigaflops"] / rows["by hand"]["gigaflops"] if row else 1
-        again = f" ({flops:.2f})" if flops > 1.005 else ""
+        again = f" (+{100 * (flops - 1):.0f} %)" if flops > 1.005 else ""
         cells.append(number(row["temporary_megabytes"] / 1e3) + again if row else "")
     return cells

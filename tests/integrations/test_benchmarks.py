@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,23 +64,30 @@ def test_every_ratio_has_its_interval():
 
 def test_the_tables_of_every_page_are_those_that_the_results_give(tmp_path):
     every = report.TABLES | report.ONE_GPU | report.GPUS
-    pages = {page for page, *_ in every.values()}
-    for page in pages:
-        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / page, tmp_path / page)
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    texts = {page.relative_to(ROOT): page.read_text() for page in pages}
     found = report.read(sorted(RESULTS.glob("*.json")))
-    assert {name for _, files, _ in report.TABLES.values() for name in files} <= found.keys()
-    for page in pages:  # empty, so that a table that is not made is missed
-        text = (tmp_path / page).read_text()
-        for mark in every:
+    assert {name for files, _ in report.TABLES.values() for name in files} <= found.keys()
+    for page, text in texts.items():
+        for mark in every:  # empty, so that a table that is not made is missed
             text = re.sub(rf"(<!-- {mark} -->\n).*(<!-- /{mark} -->)", r"\1\2", text, flags=re.DOTALL)
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text(text)
     report.write(tmp_path, found)
-    for page in pages:
-        assert (tmp_path / page).read_text() == (ROOT / page).read_text()
-    (tmp_path / report.FIT).write_text("# No marks\n")
-    with pytest.raises(ValueError, match="has no marks <!-- budgets -->"):
-        report.write(tmp_path, found)
+    for page, text in texts.items():
+        assert (tmp_path / page).read_text() == text, page
+
+
+def test_a_table_is_filled_on_whichever_page_has_its_marks_and_must_have_one(tmp_path):
+    put = lambda: report.put(tmp_path, "budgets", "| new |", [])
+    page = tmp_path / "docs" / "below" / "page.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("a\n<!-- budgets -->\n| old |\n<!-- /budgets -->\nb\n")
+    put()
+    assert page.read_text() == "a\n<!-- budgets -->\n\n| new |\n\n<!-- /budgets -->\nb\n"
+    page.write_text("<!-- budgets -->\n| old |\n")  # without its end
+    with pytest.raises(ValueError, match="No page has the marks <!-- budgets --> and <!-- /budgets -->"):
+        put()
 
 
 def test_every_result_is_shown_and_says_when_and_how_it_was_made():
@@ -116,7 +122,7 @@ def test_the_gpu_tables_hold_ratios_and_memory():
         )
     ]
     table = tables.step(timing.summary(runs))
-    assert "| **one extra read** | 1.14 |" in table
+    assert "| one more read of the gradients, by bytes | 1.14 |" in table
     assert "| jamp | 1.15 (1.10-1.20) |" in table
     ways = {"by hand": 1.0, "autocast, budget 1.0": 0.5}
     rows = [
@@ -129,8 +135,30 @@ def test_the_gpu_tables_hold_ratios_and_memory():
         for name, ratio in ways.items()
     ]
     table = tables.models(rows)
-    assert "| by hand, ms | 4 |" in table
-    assert "| autocast, budget 1.0 | 0.50, 12 GB |" in table
+    assert table.splitlines()[0] == "|  | ViT-B/16 |"
+    assert "| bfloat16 by hand | 4.0 ms, 12.0 GB |" in table
+    assert "| autocast (budget 1.0) | 2.0 ms, 12.0 GB |" in table
+
+
+def test_the_table_of_formats_has_those_alone_and_the_long_one_has_every_row():
+    rows = [{"name": name, "milliseconds": 1.0 + i} for i, name in enumerate(tables.OPTIMIZERS)]
+    short, long = (
+        [line.split(" | ")[0].strip("| ") for line in make({"A": rows}).splitlines()[2:]]
+        for make in (tables.optimizers_in_short, tables.optimizers)
+    )
+    assert long == list(tables.OPTIMIZERS.values())
+    assert short == [tables.OPTIMIZERS[name] for name in tables.FORMATS]
+
+
+def test_the_short_table_of_budgets_says_which_flops_are_added():
+    rows = [
+        {"model": model, "variant": variant, "temporary_megabytes": megabytes, "gigaflops": gigaflops}
+        for model in ("GPT-2 124 M, 8 x 1024, scanned", "GPT-2 124 M, 8 x 1024, unrolled")
+        for variant, megabytes, gigaflops in (("by hand", 4000.0, 100.0), ("autocast, budget 0.5", 1230.0, 112.0))
+    ]
+    lines = tables.budgets_in_short(rows).splitlines()
+    assert lines[0] == "|  | by hand | autocast, budget 0.5 |"
+    assert lines[2:] == ["| GPT-2 124 M | 4 | 1.23 (+12 %) |"]
 
 
 def test_a_gpu_table_has_a_column_for_each_card_and_says_what_did_not_compile():
@@ -143,7 +171,7 @@ def test_a_gpu_table_has_a_column_for_each_card_and_says_what_did_not_compile():
     hung = {"name": "Float8, default flags", "outcome": "did not compile in 20 s"}
     table = tables.llama_float8({"A": [row("by hand", 4.0), row("Float8", 3.0)], "B": [row("Float8", 5.0), hung]})
     assert table.splitlines()[0].endswith(" | A | B |")
-    assert "| 3.0 ms (0.75), 2 GB, 3 s | 5.0 ms, 2 GB, 3 s |" in table  # B has no baseline
+    assert "| 3.0 ms (0.75), 2 GB | 5.0 ms, 2 GB |" in table  # B has no baseline
     assert "|  | did not compile in 20 s |" in table
     assert "dots_saveable" not in table  # what no card has measured
 

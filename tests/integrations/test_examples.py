@@ -146,6 +146,24 @@ def test_digits_with_jamp_is_as_good_as_float32_and_without_it_gradients_vanish(
 
 
 @pytest.mark.slow
+def test_train_compares_four_ways_in_a_table_and_a_picture(tmp_path):
+    """`.ci/run` runs it as the README does. Here it takes 40 steps."""
+    output, progress = finish("train.py", "--steps", 40, "--out", tmp_path)
+    ways = "float32", "bfloat16", "float16", "bfloat16, 8-bit Adam"
+    row = r"^{} +(\S+) +(\S+) ms +(\S+) MB +(\S+) MB$"
+    rows = [re.search(row.format(way), output, re.MULTILINE).groups() for way in ways]
+    losses, _, temporary, states = zip(*(map(float, row) for row in rows), strict=True)
+    assert losses == pytest.approx([losses[0]] * 4, rel=0.02)
+    assert max(losses) < 3.5  # nats per byte; 5.5 of 256 bytes that are equally likely
+    assert max(temporary[1:]) < 0.8 * temporary[0]
+    assert states[:3] == (states[0],) * 3
+    assert states[3] < 0.6 * states[0]
+    for way in ways:
+        assert f"{way}: 100%" in progress
+    assert matplotlib.image.imread(tmp_path / "train.png").shape[1::-1] == (800, 600)
+
+
+@pytest.mark.slow
 def test_linen_transformer_shows_progress_and_makes_a_picture_and_scalars(run, tmp_path, capsys):
     args = "--steps", 2, "--out", tmp_path, "--logdir", tmp_path / "logs"
     output, progress = run("linen_transformer.py", *args, Transformer={"layers": 1, "width": 16})
