@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
-from jamp._cast import is_inexact
+from jamp._cast import as_dtype, is_dtype, is_inexact
 from jamp._jaxprs import build, interpret
 from jamp._staging import is_trace_reused, traced_anew
 
@@ -91,7 +91,16 @@ class Call:
                 f"{caller} traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
                 f"cannot leave such a trace. Wrap the transformed function: jamp.{caller}(hk.transform(net).apply)."
             )
-        closed: ClosedJaxpr = jax.make_jaxpr(self.traceable(fun))(*(types or self.leaves))
+        try:
+            closed: ClosedJaxpr = jax.make_jaxpr(self.traceable(fun))(*(types or self.leaves))
+        except Exception as error:
+            if type(error).__name__ != "TraceContextError":  # of Flax NNX
+                raise
+            raise TypeError(
+                f"{_name(fun)} changes the state of an NNX module (random keys, statistics) that is not one of its "
+                f"arguments, so {caller} would lose the change. Pass the module as an argument: "
+                f"jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
+            ) from error
         self._types = closed.out_avals
         return closed
 
@@ -249,6 +258,16 @@ def _is_box(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Variable)
 
 
+def nnx_state(x: Any) -> str:
+    """The names of the kinds of Flax NNX's Variables in a tree that change without a gradient, such as `RngKey`."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return ""
+    kinds = nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate
+    found = (type(y).__name__ for y in jax.tree.leaves(x, is_leaf=_is_box) if isinstance(y, kinds))
+    return ", ".join(dict.fromkeys(found))
+
+
 def _flatten_result(fun: Callable[..., Any], result: Any) -> tuple[list[Any], Any]:
     flat, tree = tree_flatten_with_path(result)
     for path, x in flat:
@@ -276,3 +295,23 @@ def _inside_haiku() -> bool:
 
 def _name(fun: Callable[..., Any]) -> str:
     return str(getattr(fun, "__name__", fun))
+
+
+def check_function(fun: Any, call: str, hint: str = "") -> None:
+    """Raise TypeError unless `fun` is a function to transform.
+
+    The error shows the right `call`, such as "jamp.recompute({}, 0.5)", and the `hint`.
+    """
+    name, given, of = call.partition("(")[0].removeprefix("jamp."), "loss_fn", "(params, batch)"
+    linen = sys.modules.get("flax.linen")
+    if is_dtype(fun):
+        got = repr(fun) if isinstance(fun, str) else str(as_dtype(fun) or getattr(fun, "__name__", fun))
+        got = f"a str, {got}" if isinstance(fun, str) else got
+    elif linen is not None and isinstance(fun, linen.Module) and fun.scope is None and fun.parent is None:
+        got, given, of = f"the Linen module {type(fun).__name__} without its variables", "model.apply", "(variables, x)"
+    elif callable(fun):
+        return
+    else:
+        got = f"an array, {fun.dtype}{list(fun.shape)}" if is_array(fun) else f"a {type(fun).__name__}"
+        got = repr(fun) if fun is None or isinstance(fun, (int, float)) else got
+    raise TypeError(f"{name} takes a function, got {got}.{hint} Write {call.format(given)}{of}.")

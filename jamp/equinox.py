@@ -15,6 +15,9 @@ try:
 except ImportError as error:
     raise ImportError("jamp.equinox needs Equinox: pip install 'jamp-jax[equinox]'.") from error
 
+__all__ = ["apply_gradients", "filter_value_and_grad"]
+__dir__ = lambda: __all__
+
 
 def filter_value_and_grad(fun: Callable[..., Any], state: Any, *, has_aux: bool = False) -> Callable[..., Any]:
     """`eqx.filter_value_and_grad` with loss scaling inside.

@@ -26,6 +26,13 @@ from jamp._step.leaves import contains
 from jamp._step.state import AnyLossScaledState, wrap_inner
 from jamp.grad_scaler import GradScaler
 
+__all__ = [
+    "check_checkpoint_config", "checkpoint_config", "dequantize_state", "from_flax", "from_jmp", "from_mindformers",
+    "from_torch", "join_masters", "quantize_state", "split_masters", "to_mindformers", "to_torch", "unwrap_state",
+    "wrap_state",
+]  # fmt: skip
+__dir__ = lambda: __all__
+
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -49,6 +56,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
       >>> float(scaler.get_scale()), int(scaler.state.growth_count)
       (1024.0, 7)
     """
+    if hasattr(state_dict, "state_dict"):
+        raise TypeError("from_torch takes a state dict: jamp.interop.from_torch(scaler.state_dict()).")
     if not state_dict:
         raise ValueError("The state dict is empty, as a disabled scaler's is. Use GradScaler(enabled=False).")
     _check_keys(state_dict, _TORCH_KEYS, "state dict of torch's GradScaler")
@@ -77,6 +86,11 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
       >>> jamp.interop.to_torch(jamp.GradScaler())["scale"]
       65536.0
     """
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"to_torch takes a GradScaler, got a {type(scaler).__name__}. Of a loss-scaled optimizer, save the state "
+            "itself, or write jamp.interop.to_torch(jamp.GradScaler())."
+        )
     saved = scaler.state_dict()
     if saved and not isinstance(scaler.loss_scale, DynamicLossScale):
         raise ValueError(f"torch has a dynamic loss scale only, got {scaler.loss_scale!r}.")
@@ -103,6 +117,7 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
       >>> jamp.interop.from_flax(dynamic_scale).loss_scale.growth_interval
       2001
     """
+    _check_has(dynamic_scale, "fin_steps", "from_flax(DynamicScale()), with one of flax.training.dynamic_scale")
     return _dynamic(
         scale=dynamic_scale.scale,
         growth_count=dynamic_scale.fin_steps,
@@ -132,6 +147,7 @@ def from_jmp(loss_scale: Any) -> GradScaler:
       >>> float(jamp.interop.from_jmp(types.SimpleNamespace(**rule, loss_scale=2.0**15, counter=7)).get_scale())
       32768.0
     """
+    _check_has(loss_scale, "counter", "from_jmp(jmp.DynamicLossScale(...))")
     return _dynamic(
         scale=loss_scale.loss_scale,
         growth_count=loss_scale.counter,
@@ -261,7 +277,14 @@ def _dynamic(scale: Any, growth_count: Any, **config: Any) -> GradScaler:
     return scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(growth_count)})
 
 
+def _check_has(x: Any, name: str, call: str) -> None:
+    if not hasattr(x, name):
+        raise TypeError(f"Got a {type(x).__name__}, which has no {name}. Write jamp.interop.{call}.")
+
+
 def _check_keys(mapping: Mapping[str, Any], keys: Sequence[str] | Mapping[str, Any], what: str) -> None:
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"A {what} is a mapping, got a {type(mapping).__name__}.")
     missing = [key for key in keys if key not in mapping]
     if missing:
         raise ValueError(f"This is not a {what}: it lacks {', '.join(missing)} and has {', '.join(map(str, mapping))}.")

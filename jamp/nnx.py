@@ -22,6 +22,9 @@ try:
 except ImportError as error:
     raise ImportError("jamp.nnx needs Flax: pip install 'jamp-jax[flax]'.") from error
 
+__all__ = ["Optimizer", "value_and_grad"]
+__dir__ = lambda: __all__
+
 
 class Optimizer(nnx.Optimizer[Any]):
     """`nnx.Optimizer` with a loss scale. It skips a step whose gradients overflowed.

@@ -93,6 +93,16 @@ def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bo
         if isinstance(result, tuple) and not has_aux:
             raise TypeError("A loss must be floating, got a tuple. For (loss, aux), pass has_aux=True.")
         loss, aux = result if has_aux else (result, None)
+        if not is_inexact(loss) or jnp.shape(loss):
+            got = (
+                f"{jnp.result_type(loss)}{list(jnp.shape(loss))}"
+                if hasattr(loss, "dtype")
+                else f"a {type(loss).__name__}"
+            )
+            raise TypeError(
+                f"A loss must be one floating number, got {got}. Return jnp.mean(losses) in float32, and what else "
+                "is computed as aux: jamp.value_and_grad(loss_fn, opt_state, has_aux=True)."
+            )
         return _scale_by(loss, loss_scale_state), (loss, aux)
 
     return scaled
