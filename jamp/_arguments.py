@@ -96,10 +96,10 @@ class Call:
         except Exception as error:
             if type(error).__name__ != "TraceContextError":  # of Flax NNX
                 raise
+            name = getattr(fun, "__name__", type(fun).__name__)
             raise TypeError(
-                f"{_name(fun)} changes the state of an NNX module (random keys, statistics) that is not one of its "
-                f"arguments, so {caller} would lose the change. Pass the module as an argument: "
-                f"jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
+                f"{name} changes the state of an NNX module (random keys, statistics) that is not among its arguments. "
+                f"Pass the module as an argument: jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
             ) from error
         self._types = closed.out_avals
         return closed

@@ -70,6 +70,8 @@ def _find(tree: Any) -> Any:
     found = optax.tree.get_all_with_path(tree, "learning_rate", is_number)
     if len(found) == 1:
         return found[0][1]
+    if isinstance(tree, optax.GradientTransformation):
+        raise ValueError("This is an optimizer. The learning rate is in its state: opt_state = tx.init(params).")
     if not found:
         raise ValueError(
             f"Found no learning_rate in this {type(tree).__name__}. Use one of jamp.optimizers, or make the optimizer "

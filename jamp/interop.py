@@ -48,6 +48,7 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
 
     Raises:
       ValueError: If it is empty or lacks keys. The message names them.
+      TypeError: If it is not a mapping.
 
     Examples:
       >>> import jamp
@@ -80,6 +81,7 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
 
     Raises:
       ValueError: If the scaler has another kind of loss scale.
+      TypeError: If `scaler` is not a `GradScaler`.
 
     Examples:
       >>> import jamp
@@ -87,10 +89,7 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
       65536.0
     """
     if not isinstance(scaler, GradScaler):
-        raise TypeError(
-            f"to_torch takes a GradScaler, got a {type(scaler).__name__}. Of a loss-scaled optimizer, save the state "
-            "itself, or write jamp.interop.to_torch(jamp.GradScaler())."
-        )
+        raise TypeError(f"Got a {type(scaler).__name__}. Write jamp.interop.to_torch(scaler) for a jamp.GradScaler.")
     saved = scaler.state_dict()
     if saved and not isinstance(scaler.loss_scale, DynamicLossScale):
         raise ValueError(f"torch has a dynamic loss scale only, got {scaler.loss_scale!r}.")
@@ -117,7 +116,6 @@ def from_flax(dynamic_scale: Any) -> GradScaler:
       >>> jamp.interop.from_flax(dynamic_scale).loss_scale.growth_interval
       2001
     """
-    _check_has(dynamic_scale, "fin_steps", "from_flax(DynamicScale()), with one of flax.training.dynamic_scale")
     return _dynamic(
         scale=dynamic_scale.scale,
         growth_count=dynamic_scale.fin_steps,
@@ -147,7 +145,6 @@ def from_jmp(loss_scale: Any) -> GradScaler:
       >>> float(jamp.interop.from_jmp(types.SimpleNamespace(**rule, loss_scale=2.0**15, counter=7)).get_scale())
       32768.0
     """
-    _check_has(loss_scale, "counter", "from_jmp(jmp.DynamicLossScale(...))")
     return _dynamic(
         scale=loss_scale.loss_scale,
         growth_count=loss_scale.counter,
@@ -275,11 +272,6 @@ def _dynamic(scale: Any, growth_count: Any, **config: Any) -> GradScaler:
     # At a scale of 0, training had stopped. It starts again from the floor.
     scaler = GradScaler(DynamicLossScale(init_scale=config["min_scale"] if scale == 0 else scale, **config))
     return scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(growth_count)})
-
-
-def _check_has(x: Any, name: str, call: str) -> None:
-    if not hasattr(x, name):
-        raise TypeError(f"Got a {type(x).__name__}, which has no {name}. Write jamp.interop.{call}.")
 
 
 def _check_keys(mapping: Mapping[str, Any], keys: Sequence[str] | Mapping[str, Any], what: str) -> None:

@@ -157,18 +157,19 @@ def _misfit(init: Any, grads: Any, state: Any, params: Any) -> str:
         )
     if init is None:
         return ""
-    missing = [path for path, x in leaves(grads) if x is None]
-    if missing := [path for path in missing if any(p[: len(path)] == path for p, _ in leaves(params))]:
+    given = [path for path, x in leaves(params) if x is not None]
+    missing = [path for path, x in leaves(grads) if x is None and any(p[: len(path)] == path for p in given)]
+    if missing:
         return (
             f"The gradient of params{keystr(missing[0])} is None. For a parameter that stays as it is, give zeros "
             "(jnp.zeros_like), or leave it out of params and of tx.init(params) too. optax.partition freezes by label."
         )
-    paths = [[path for path, x in leaves(tree) if x is not None] for tree in (grads, params)]
-    if params is not None and paths[0] != paths[1]:
-        odd = next((p for p in paths[0] + paths[1] if (p in paths[0]) != (p in paths[1])), ())
+    found = [path for path, x in leaves(grads) if x is not None]
+    if params is not None and found != given:
+        odd = next((path for path in found + given if (path in found) != (path in given)), ())
         return (
-            f"The gradients have not the structure of params: {keystr(odd)} is in only one of them. Take both from one "
-            "call: loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params); tx.update(grads, opt_state, params)."
+            f"The gradients do not have the structure of params: {keystr(odd) or 'an array'} is in one of them only. "
+            "Write loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params); tx.update(grads, opt_state, params)."
         )
     expected = state if params is None else jax.eval_shape(init, params)
     structures: list[Any] = list(map(jax.tree.structure, (expected, state)))
