@@ -29,8 +29,8 @@ __all__ = ["TrainState"]
 __dir__ = lambda: __all__
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class TrainState(train_state.TrainState):
@@ -122,8 +122,8 @@ class TrainState(train_state.TrainState):
         )
 
     def value_and_grad(
-        self, fun: Callable[P, R], argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any
-    ) -> Callable[P, tuple[R, Any]]:
+        self, fun: Callable[_P, _R], argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any
+    ) -> Callable[_P, tuple[_R, Any]]:
         """`jamp.value_and_grad(fun, self.opt_state, ...)`: the true loss and true float32 gradients."""
         return gradients.value_and_grad(fun, self.opt_state, argnums, has_aux, **kwargs)
 

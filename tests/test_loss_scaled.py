@@ -179,7 +179,7 @@ def test_what_it_is_what_it_refuses_and_which_leaves_are_like_params():
     assert state._fields == ("loss_scale_state", "stats", "grads_finite", "inner_state")
     assert avals(jax.eval_shape(SCALED.init, PARAMS)) == avals(state)
     for inner in (None, 0.1, optax.adam, "adam", optax.GradientTransformation(None, None), SCHEDULE):
-        with pytest.raises(TypeError, match=r"inner must be an optax gradient transformation, got .*optax\.adamw"):
+        with pytest.raises(TypeError, match=r"inner must be an optimizer, got .*optax\.adamw"):
             jamp.loss_scaled(inner)
     for loss_scale in (1024.0, 2**16, None, "dynamic", jamp.DynamicLossScale, jamp.NoOpLossScale):
         with pytest.raises(TypeError, match=r"loss_scale must be a loss scale, got .*jamp\.DynamicLossScale\(\)"):

@@ -138,7 +138,7 @@ def check_optimizer(inner: Any, call: str) -> None:
         got, cure = repr(inner), "Pass the loss scale as loss_scale=: jamp.loss_scaled(tx, loss_scale=...)."
     elif callable(inner) and hasattr(inner, "__name__"):
         got = f"the function {inner.__name__}, not its result"
-    elif is_scaler_state(inner) or hasattr(inner, "_fields"):
+    elif hasattr(inner, "_fields") and not hasattr(inner, "update"):
         cure = f"The state comes later: tx = {call.format('tx')}, then opt_state = tx.init(params)."
     raise TypeError(f"inner must be an optimizer, got {got}. {cure}")
 
