@@ -309,6 +309,8 @@ def check_function(fun: Any, call: str, hint: str = "") -> None:
         got = f"a str, {got}" if isinstance(fun, str) else got
     elif linen is not None and isinstance(fun, linen.Module) and fun.scope is None and fun.parent is None:
         got, given, of = f"the Linen module {type(fun).__name__} without its variables", "model.apply", "(variables, x)"
+    elif isinstance(fun, type):
+        got = f"the class {fun.__name__}: decorate its method"
     elif callable(fun):
         return
     else:

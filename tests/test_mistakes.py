@@ -41,6 +41,10 @@ def kept(loss_scale_state):
     return jax.jit(jamp.value_and_grad(loss_fn, loss_scale_state)).lower(PARAMS)
 
 
+def scaled_step(state):
+    return TX.update(jax.grad(lambda p: jamp.scale_loss(loss_fn(p), state))(PARAMS), state, PARAMS)
+
+
 autocast, value_and_grad = functools.partial(jamp.autocast, loss_fn), functools.partial(jamp.value_and_grad, loss_fn)
 step = functools.partial(SCALER.step, ADAM, PLAIN, PARAMS)
 matched = lambda **rules: autocast(BF16, rules=rules)
@@ -66,6 +70,7 @@ MISTAKES = {
     "autocast of a list": (lambda: jamp.autocast([loss_fn, loss_fn], BF16), A_CAST),
     "autocast of a result": (lambda: jamp.autocast(loss_fn(PARAMS), BF16), A_CAST),
     "a decorator of params": (lambda: jamp.autocast(BF16)(PARAMS), A_CAST),
+    "a decorator of a class of functions": (lambda: jamp.autocast(BF16)(type("Model", (), {})), "decorate its method"),
     "a decorator without a dtype": (lambda: jamp.autocast(None), A_DECORATOR),
     # autocast: dtypes and rules.
     "autocast to float64": (lambda: autocast(jnp.float64), "leave autocast out"),
@@ -139,6 +144,7 @@ MISTAKES = {
     "has_aux without a pair": (lambda: value_and_grad(STATE, has_aux=True)(PARAMS), "(loss, aux)"),
     "a state outside the step": (lambda: kept(STATE), "Pass the state to the jitted step"),
     # scale_loss and unscale_and_check.
+    "a scaled loss that nothing unscales": (lambda: jax.jit(scaled_step)(STATE), A_GRAD),
     "scale_loss, swapped": (lambda: jamp.scale_loss(STATE, jnp.float32(1)), "jamp.scale_loss(loss, opt_state)"),
     "scale_loss of a function": (
         lambda: jamp.scale_loss(loss_fn, STATE),

@@ -11,6 +11,7 @@ a `jit` of its own, are other arrays, of which nothing is known.
 """
 
 import contextlib
+import traceback
 import warnings
 import weakref
 from collections import defaultdict
@@ -143,6 +144,9 @@ def naming_misfits(init: Any = None, grads: Any = None, state: Any = None, param
     try:
         yield
     except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"].startswith("jamp."):  # An error of jamp's own says it better.
+            raise
         if message := _misfit(init, grads, state, params):
             raise ValueError(message) from error
         raise
