@@ -91,6 +91,7 @@ class Call:
                 f"{caller} traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
                 f"cannot leave such a trace. Wrap the transformed function: jamp.{caller}(hk.transform(net).apply)."
             )
+        before = self._stored(fun)
         try:
             closed: ClosedJaxpr = jax.make_jaxpr(self.traceable(fun))(*(types or self.leaves))
         except Exception as error:
@@ -101,8 +102,20 @@ class Call:
                 f"{name} changes the state of an NNX module (random keys, statistics) that is not among its arguments. "
                 f"Pass the module as an argument: jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
             ) from error
+        if {id(x) for x in self._stored(fun)} - {id(x) for x in before}:
+            raise TypeError(
+                f"{_name(fun)} stores parameters or statistics in a Linen module, and they cannot leave the trace of "
+                f"{caller}. In place of a method, transform apply: jamp.{caller}(model.apply, ...)(variables, x)."
+            )
         self._types = closed.out_avals
         return closed
+
+    def _stored(self, fun: Any) -> list[Any]:
+        """The arrays in the Linen modules among the arguments, and in that of a method."""
+        linen = sys.modules.get("flax.linen")
+        modules = [] if linen is None else [fun, getattr(fun, "__self__", None), *self._nodes]
+        bound = (x for x in modules if isinstance(x, linen.Module) and x.scope is not None)
+        return [x for module in bound for x in jax.tree.leaves(module.variables)]
 
     @property
     def result_structure(self) -> Any:

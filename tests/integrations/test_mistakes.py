@@ -40,6 +40,22 @@ class Model(nnx.Module):
         return x
 
 
+class LinenMethod(nn.Module):
+    @jamp.autocast("bf16")
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(x)
+
+
+class Inside(nn.Module):
+    transform: object
+    argument: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.transform(nn.Dense(4), self.argument)(x)
+
+
 PLAIN, DROPOUT, NORMED = Model(), Model(dropout=0.5), Model(is_normed=True)
 OPTIMIZER = jamp.nnx.Optimizer(PLAIN, ADAM, wrt=nnx.Param)
 linen_loss = lambda params: jnp.mean(LINEN.apply({"params": params}, X) ** 2)
@@ -77,6 +93,11 @@ MISTAKES = {
     ),
     "apply_gradients of None": (lambda: TRAIN_STATE.apply_gradients(grads=None), "jnp.zeros_like"),
     "a train state in place of params": (lambda: TRAIN_STATE.value_and_grad(linen_loss)(TRAIN_STATE), "state.params"),
+    "init of a decorated method": (lambda: LinenMethod().init(jax.random.key(0), X), "jamp.autocast(model.apply, ...)"),
+    "init of a layer": (
+        lambda: Inside(jamp.recompute, 0.5).init(jax.random.key(0), X),
+        "jamp.recompute(model.apply, ...)",
+    ),
     # NNX.
     "autocast of Dropout": (lambda: jamp.autocast(DROPOUT, "bf16")(X), "jamp.autocast" + A_MODULE),
     "autocast of BatchNorm": (lambda: jax.jit(jamp.autocast(NORMED, "bf16"))(X), "jamp.autocast" + A_MODULE),
@@ -179,6 +200,37 @@ def test_modules_that_are_functions_pass():
             return jamp.full_precision(nn.Dense(4))(x)
 
     assert Inside().init_with_output(jax.random.key(0), X)[0].shape == (2, 4)
+
+
+class NnxMethod(Model):
+    @jamp.autocast(jnp.bfloat16)
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class EqxMethod(eqx.Module):
+    linear: eqx.nn.Linear
+
+    @jamp.autocast("bfloat16")
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def test_a_method_may_be_decorated():
+    multiplied = lambda fun, *args: str(jax.make_jaxpr(fun)(*args)).count("preferred_element_type=bfloat16")
+    variables = {"params": {"Dense_0": VARIABLES["params"]}}
+    assert multiplied(LinenMethod().apply, variables, X) == 1
+    with pytest.raises(
+        TypeError, match=r"__call__ stores parameters.*jamp\.autocast\(model\.apply, \.\.\.\)"
+    ) as caught:
+        LinenMethod().init(jax.random.key(0), X)
+    assert "Linen" in str(caught.value)
+    model = NnxMethod(dropout=0.5)
+    assert not jnp.array_equal(model(X), model(X))
+    assert nnx.grad(lambda model: model(X).sum())(model) is not None
+    linear = EqxMethod(eqx.nn.Linear(4, 4, key=jax.random.key(0)))
+    assert multiplied(linear, X[0]) == 1
+    assert eqx.filter_grad(lambda model: model(X[0]).sum())(linear).linear.weight.shape == (4, 4)
 
 
 def test_gradients_of_an_nnx_module_of_parameters_alone_are_those_of_jamp_nnx():
