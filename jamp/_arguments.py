@@ -113,7 +113,9 @@ class Call:
     def _stored(self, fun: Any) -> list[Any]:
         """The arrays in the Linen modules among the arguments, and in that of a method."""
         linen = sys.modules.get("flax.linen")
-        modules = [] if linen is None else [fun, getattr(fun, "__self__", None), *self._nodes]
+        if linen is None:
+            return []
+        modules = fun, getattr(fun, "__self__", None), *self._nodes
         bound = (x for x in modules if isinstance(x, linen.Module) and x.scope is not None)
         return [x for module in bound for x in jax.tree.leaves(module.variables)]
 
