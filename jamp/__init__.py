@@ -49,6 +49,18 @@ from .history import History as History
 
 __version__ = "0.3.0"
 
+__all__ = [
+    "MXFP8", "AdaptiveLossScale", "AdaptiveLossScaleState", "DynamicLossScale", "DynamicLossScaleState", "Float8",
+    "GradScaler", "History", "Int8", "LossScale", "LossScaleError", "LossScaleStats", "LossScaledState",
+    "MasterParamsState", "NoOpLossScale", "NoOpLossScaleState", "QuantizedState", "StaticLossScale",
+    "StaticLossScaleState", "StochasticRoundingState", "all_finite", "autocast", "autocast_report", "cast_floating",
+    "check_castable", "check_health", "chunked_sum", "convert_loss_scale", "debug", "full_precision",
+    "get_grads_finite", "get_loss_scale", "get_stats", "grad", "grad_scaler", "history", "interop", "loss_scale_for",
+    "loss_scale_from_config", "loss_scaled", "master_params", "memory_report", "metrics", "optimizers",
+    "quantized_state", "recompute", "reset", "scale_loss", "scaled", "set_loss_scale", "stochastic_rounding",
+    "unscale_and_check", "value_and_grad",
+]  # fmt: skip
+
 
 def __getattr__(name: str) -> object:
     """Import `jamp.debug` when it is first used."""
@@ -57,3 +69,7 @@ def __getattr__(name: str) -> object:
 
         return importlib.import_module("jamp.debug")
     raise AttributeError(f"module 'jamp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "debug"})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
-from jamp._cast import is_inexact
+from jamp._cast import as_dtype, is_dtype, is_inexact
 from jamp._jaxprs import build, interpret
 from jamp._staging import is_trace_reused, traced_anew
 
@@ -91,9 +91,33 @@ class Call:
                 f"{caller} traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
                 f"cannot leave such a trace. Wrap the transformed function: jamp.{caller}(hk.transform(net).apply)."
             )
-        closed: ClosedJaxpr = jax.make_jaxpr(self.traceable(fun))(*(types or self.leaves))
+        before = self._stored(fun)
+        try:
+            closed: ClosedJaxpr = jax.make_jaxpr(self.traceable(fun))(*(types or self.leaves))
+        except Exception as error:
+            if type(error).__name__ != "TraceContextError":  # of Flax NNX
+                raise
+            name = getattr(fun, "__name__", type(fun).__name__)
+            raise TypeError(
+                f"{name} changes the state of an NNX module (random keys, statistics) that is not among its arguments. "
+                f"Pass the module as an argument: jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
+            ) from error
+        if {id(x) for x in self._stored(fun)} - {id(x) for x in before}:
+            raise TypeError(
+                f"{_name(fun)} stores parameters or statistics in a Linen module, and they cannot leave the trace of "
+                f"{caller}. In place of a method, transform apply: jamp.{caller}(model.apply, ...)(variables, x)."
+            )
         self._types = closed.out_avals
         return closed
+
+    def _stored(self, fun: Any) -> list[Any]:
+        """The arrays in the Linen modules among the arguments, and in that of a method."""
+        linen = sys.modules.get("flax.linen")
+        if linen is None:
+            return []
+        modules = fun, getattr(fun, "__self__", None), *self._nodes
+        bound = (x for x in modules if isinstance(x, linen.Module) and x.scope is not None)
+        return [x for module in bound for x in jax.tree.leaves(module.variables)]
 
     @property
     def result_structure(self) -> Any:
@@ -249,6 +273,16 @@ def _is_box(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Variable)
 
 
+def nnx_state(x: Any) -> str:
+    """The names of the kinds of Flax NNX's Variables in a tree that change without a gradient, such as `RngKey`."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return ""
+    kinds = nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate
+    found = (type(y).__name__ for y in jax.tree.leaves(x, is_leaf=_is_box) if isinstance(y, kinds))
+    return ", ".join(dict.fromkeys(found))
+
+
 def _flatten_result(fun: Callable[..., Any], result: Any) -> tuple[list[Any], Any]:
     flat, tree = tree_flatten_with_path(result)
     for path, x in flat:
@@ -276,3 +310,25 @@ def _inside_haiku() -> bool:
 
 def _name(fun: Callable[..., Any]) -> str:
     return str(getattr(fun, "__name__", fun))
+
+
+def check_function(fun: Any, call: str, hint: str = "") -> None:
+    """Raise TypeError unless `fun` is a function to transform.
+
+    The error shows the right `call`, such as "jamp.recompute({}, 0.5)", and the `hint`.
+    """
+    name, given, of = call.partition("(")[0].removeprefix("jamp."), "loss_fn", "(params, batch)"
+    linen = sys.modules.get("flax.linen")
+    if is_dtype(fun):
+        got = repr(fun) if isinstance(fun, str) else str(as_dtype(fun) or getattr(fun, "__name__", fun))
+        got = f"a str, {got}" if isinstance(fun, str) else got
+    elif linen is not None and isinstance(fun, linen.Module) and fun.scope is None and fun.parent is None:
+        got, given, of = f"the Linen module {type(fun).__name__} without its variables", "model.apply", "(variables, x)"
+    elif isinstance(fun, type):
+        got = f"the class {fun.__name__}: decorate its method"
+    elif callable(fun):
+        return
+    else:
+        got = f"an array, {fun.dtype}{list(fun.shape)}" if is_array(fun) else f"a {type(fun).__name__}"
+        got = repr(fun) if fun is None or isinstance(fun, (int, float)) else got
+    raise TypeError(f"{name} takes a function, got {got}.{hint} Write {call.format(given)}{of}.")

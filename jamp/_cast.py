@@ -58,12 +58,14 @@ def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
 
     Raises:
       ValueError: If `dtype` is not floating.
+      TypeError: If `tree` is a dtype.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
       >>> jamp.cast_floating({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.float16)["w"].dtype
       dtype('float16')
     """
+    _check_order("cast_floating", tree)
     target = check_floating("dtype", dtype)
     return jax.tree.map(lambda x: jnp.asarray(x, target) if is_floating(x) else x, tree)
 
@@ -83,6 +85,7 @@ def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
 
     Raises:
       ValueError: If `dtype` is not floating.
+      TypeError: If `params` is a dtype.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -90,6 +93,7 @@ def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
       >>> jamp.check_castable(params, jnp.float16), jamp.check_castable(params, jnp.bfloat16)
       (["['w']"], [])
     """
+    _check_order("check_castable", params)
     target = check_floating("dtype", dtype)
 
     def overflows(x: Any) -> bool:
@@ -99,6 +103,14 @@ def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
             return bool(jnp.any(is_finite & ~jnp.isfinite(jnp.asarray(x, target))))
 
     return [keystr(path) for path, x in jax.tree.leaves_with_path(params) if is_floating(x) and overflows(x)]
+
+
+def _check_order(caller: str, tree: Any) -> None:
+    if is_dtype(tree):
+        raise TypeError(
+            f"{caller} takes arrays first and a dtype second, got the dtype {tree!r} first. Write "
+            f"jamp.{caller}(params, jnp.float16)."
+        )
 
 
 def as_dtype(dtype: DTypeLike | None) -> np.dtype[Any] | None:
@@ -111,17 +123,24 @@ def as_dtype(dtype: DTypeLike | None) -> np.dtype[Any] | None:
         dtype = _SHORT.get(dtype, dtype)
     try:
         return None if dtype is None else jnp.dtype(dtype)  # np.dtype(None) is float64
-    except TypeError:
+    except (TypeError, ValueError):  # a ValueError for a dictionary
         return None
+
+
+def is_dtype(x: Any) -> bool:
+    """Whether an argument can only be a dtype, or the name of one, and not a function or an array."""
+    is_scalar_type = isinstance(x, type) and issubclass(x, (np.generic, bool, int, float, complex))
+    return is_scalar_type or isinstance(x, (str, np.dtype, type(jnp.float16)))
 
 
 def check_floating(name: str, dtype: DTypeLike | None) -> np.dtype[Any]:
     """The NumPy dtype of a floating dtype or its name. Otherwise raise a ValueError about argument `name`."""
     checked = as_dtype(dtype)
     if checked is None or not _is_float(checked):
-        got = dtype if checked is None else checked.name
+        is_named = dtype is None or isinstance(dtype, (str, int, float))
+        got = repr(checked.name) if checked is not None else repr(dtype) if is_named else f"a {type(dtype).__name__}"
         names = f" Short names: {', '.join(_SHORT)}, half." if checked is None else ""
-        raise ValueError(f"{name} must be floating, such as jnp.float16, got {name}={got!r}.{names}")
+        raise ValueError(f"{name} must be floating, such as jnp.float16, got {name}={got}.{names}")
     return checked
 
 

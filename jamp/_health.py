@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import SequenceKey, keystr
 
 from jamp._cast import is_inexact
-from jamp._loss_scale.static import LossScale
+from jamp._loss_scale.static import LossScale, check_loss_scale
 from jamp._loss_scale.stats import LossScaleStats
 from jamp._optimizer_state.moments import averages_and_sums
 from jamp._step.accessors import get_loss_scale, get_stats
@@ -63,7 +63,7 @@ def check_health(
     Raises:
       LossScaleError: With policy "raise", if anything was found. The message names the likely cause and the cure.
       ValueError: If the tree holds no loss-scaled state or several, or the policy is unknown.
-      TypeError: Inside `jit`.
+      TypeError: Inside `jit`, or if `loss_scale` or `history` is of another kind.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jamp
@@ -85,6 +85,10 @@ def check_health(
             "check_health works on the host. Inside `jit`: jax.debug.callback(lambda state: "
             "jamp.check_health(state, policy=print), opt_state._replace(inner_state=()))"
         )
+    if history is not None and not isinstance(history, History):
+        raise TypeError(f"history must be a jamp.History, got a {type(history).__name__}.")
+    if loss_scale is not None:
+        check_loss_scale(loss_scale)
     state = find_scaler_state(tree)
     members = _check_members(state, max_consecutive_overflows, loss_scale)
     problems = [*members, *_check_outside(tree), *_check_recent(history)]

@@ -51,6 +51,8 @@ def set_learning_rate(tree: Any, value: ArrayLike) -> Any:
       >>> float(jamp.optimizers.get_learning_rate(state))
       0.25
     """
+    if hasattr(value, "_fields") or isinstance(value, (tuple, dict)):
+        raise TypeError("The state comes first: jamp.optimizers.set_learning_rate(opt_state, 1e-3).")
     check_not_negative(learning_rate=value)
     old = _find(tree)
     if len(optax.tree.get_all_with_path(tree, "learning_rate")) > 1:
@@ -68,6 +70,8 @@ def _find(tree: Any) -> Any:
     found = optax.tree.get_all_with_path(tree, "learning_rate", is_number)
     if len(found) == 1:
         return found[0][1]
+    if isinstance(tree, optax.GradientTransformation):
+        raise ValueError("This is an optimizer. The learning rate is in its state: opt_state = tx.init(params).")
     if not found:
         raise ValueError(
             f"Found no learning_rate in this {type(tree).__name__}. Use one of jamp.optimizers, or make the optimizer "
@@ -78,7 +82,14 @@ def _find(tree: Any) -> Any:
 
 
 def check_not_negative(**numbers: Any) -> None:
-    """Raise ValueError if a number of Python or NumPy is negative or NaN. JAX's arrays would wait for the device."""
+    """Raise ValueError if a number of Python or NumPy is negative or NaN. JAX's arrays would wait for the device.
+
+    Raise TypeError for what is not a number. A learning rate may be a schedule.
+    """
     for name, value in numbers.items():
+        is_rate = name == "learning_rate"
+        if not (isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or (is_rate and callable(value))):
+            hint = "or a schedule; the parameters are for init: tx = jamp.optimizers.adamw(1e-3); tx.init(params)"
+            raise TypeError(f"{name} must be a number{', ' + hint if is_rate else ''}. Got a {type(value).__name__}.")
         if isinstance(value, (int, float, np.generic, np.ndarray)) and not np.all(np.asarray(value) >= 0):
             raise ValueError(f"{name} must not be negative, got {name}={value!r}.")

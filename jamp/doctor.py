@@ -9,6 +9,9 @@ from importlib import metadata
 import jax
 import jax.numpy as jnp
 
+__all__ = ["report"]
+__dir__ = lambda: __all__
+
 _DTYPES = ("float16", "bfloat16", "float32")
 _PACKAGES = ("jamp-jax", "jax", "jaxlib", "optax", "flax", "equinox", "numpy")
 _FASTER = 1.2  # times float32. Below that 16 bit is not worth using.

@@ -9,11 +9,15 @@ import optax
 from jamp._step.find import is_step_applied
 from jamp._step.gradients import value_and_grad
 from jamp._step.skip import apply_or_keep
+from jamp._step.state import check_optimizer
 
 try:
     import equinox as eqx
 except ImportError as error:
     raise ImportError("jamp.equinox needs Equinox: pip install 'jamp-jax[equinox]'.") from error
+
+__all__ = ["apply_gradients", "filter_value_and_grad"]
+__dir__ = lambda: __all__
 
 
 def filter_value_and_grad(fun: Callable[..., Any], state: Any, *, has_aux: bool = False) -> Callable[..., Any]:
@@ -78,6 +82,7 @@ def apply_gradients(
       >>> bool(jamp.get_grads_finite(opt_state))
       False
     """
+    check_optimizer(tx, "jamp.equinox.apply_gradients({}, grads, opt_state, model)")
     params, rest = eqx.partition(model, eqx.is_inexact_array)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     # Not `eqx.apply_updates`, which would cast 16-bit parameters to the updates' float32.

@@ -16,6 +16,9 @@ from jamp._step.find import find_scaler_state
 from jamp._step.leaves import replace_leaves
 from jamp._step.state import ScalerState, get_scaler
 
+__all__ = ["History"]
+__dir__ = lambda: __all__
+
 
 class History:
     """Record `jamp.metrics` and other scalars of each step without waiting for the device.
@@ -40,6 +43,10 @@ class History:
 
     def __init__(self, every: int = 100, *, first_step: int = 0):
         every, first_step = as_number(every), as_number(first_step)
+        if not isinstance(every, (int, float, str)):
+            raise TypeError(
+                "A History takes states one at a time: history = jamp.History(); history.append(opt_state)."
+            )
         check_count("every", every)
         check_count("first_step", first_step, least=0)
         self.first_step = first_step
@@ -120,7 +127,7 @@ def _row(state: ScalerState, scalars: Mapping[str, ArrayLike]) -> dict[str, Arra
     values |= {name: jnp.asarray(x) for name, x in scalars.items()}
     for name, x in values.items():
         if x.shape:
-            raise ValueError(f"{name} must be a scalar, got {x.dtype}{list(x.shape)}.")
+            raise ValueError(f"{name} must be a scalar, got {x.dtype}{list(x.shape)}. Write {name}=jnp.mean({name}).")
     return values
 
 

@@ -26,6 +26,13 @@ from jamp._step.leaves import contains
 from jamp._step.state import AnyLossScaledState, wrap_inner
 from jamp.grad_scaler import GradScaler
 
+__all__ = [
+    "check_checkpoint_config", "checkpoint_config", "dequantize_state", "from_flax", "from_jmp", "from_mindformers",
+    "from_torch", "join_masters", "quantize_state", "split_masters", "to_mindformers", "to_torch", "unwrap_state",
+    "wrap_state",
+]  # fmt: skip
+__dir__ = lambda: __all__
+
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -41,6 +48,7 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
 
     Raises:
       ValueError: If it is empty or lacks keys. The message names them.
+      TypeError: If it is not a mapping.
 
     Examples:
       >>> import jamp
@@ -49,6 +57,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> GradScaler:
       >>> float(scaler.get_scale()), int(scaler.state.growth_count)
       (1024.0, 7)
     """
+    if hasattr(state_dict, "state_dict"):
+        raise TypeError("from_torch takes a state dict: jamp.interop.from_torch(scaler.state_dict()).")
     if not state_dict:
         raise ValueError("The state dict is empty, as a disabled scaler's is. Use GradScaler(enabled=False).")
     _check_keys(state_dict, _TORCH_KEYS, "state dict of torch's GradScaler")
@@ -71,12 +81,15 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
 
     Raises:
       ValueError: If the scaler has another kind of loss scale.
+      TypeError: If `scaler` is not a `GradScaler`.
 
     Examples:
       >>> import jamp
       >>> jamp.interop.to_torch(jamp.GradScaler())["scale"]
       65536.0
     """
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(f"Got a {type(scaler).__name__}. Write jamp.interop.to_torch(scaler) for a jamp.GradScaler.")
     saved = scaler.state_dict()
     if saved and not isinstance(scaler.loss_scale, DynamicLossScale):
         raise ValueError(f"torch has a dynamic loss scale only, got {scaler.loss_scale!r}.")
@@ -262,6 +275,8 @@ def _dynamic(scale: Any, growth_count: Any, **config: Any) -> GradScaler:
 
 
 def _check_keys(mapping: Mapping[str, Any], keys: Sequence[str] | Mapping[str, Any], what: str) -> None:
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"A {what} is a mapping, got a {type(mapping).__name__}.")
     missing = [key for key in keys if key not in mapping]
     if missing:
         raise ValueError(f"This is not a {what}: it lacks {', '.join(missing)} and has {', '.join(map(str, mapping))}.")

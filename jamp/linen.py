@@ -4,7 +4,7 @@ import copyreg
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,13 @@ try:
     from flax.training import train_state
 except ImportError as error:
     raise ImportError("jamp.linen needs Flax: pip install 'jamp-jax[flax]'.") from error
+
+__all__ = ["TrainState"]
+__dir__ = lambda: __all__
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class TrainState(train_state.TrainState):
@@ -115,8 +122,8 @@ class TrainState(train_state.TrainState):
         )
 
     def value_and_grad(
-        self, fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any
-    ) -> Callable[..., Any]:
+        self, fun: Callable[_P, _R], argnums: int | Sequence[int] = 0, has_aux: bool = False, **kwargs: Any
+    ) -> Callable[_P, tuple[_R, Any]]:
         """`jamp.value_and_grad(fun, self.opt_state, ...)`: the true loss and true float32 gradients."""
         return gradients.value_and_grad(fun, self.opt_state, argnums, has_aux, **kwargs)
 

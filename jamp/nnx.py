@@ -16,11 +16,15 @@ from jamp._step.leaves import split_gradients
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import select_new
+from jamp._step.state import check_optimizer
 
 try:
     from flax import nnx
 except ImportError as error:
     raise ImportError("jamp.nnx needs Flax: pip install 'jamp-jax[flax]'.") from error
+
+__all__ = ["Optimizer", "value_and_grad"]
+__dir__ = lambda: __all__
 
 
 class Optimizer(nnx.Optimizer[Any]):
@@ -70,6 +74,7 @@ class Optimizer(nnx.Optimizer[Any]):
         unscale: bool = False,
         axis_name: Any = None,
     ) -> None:
+        check_optimizer(tx, "jamp.nnx.Optimizer(model, {}, wrt=nnx.Param)")
         super().__init__(model, loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name), wrt=wrt)
         self.axis_name = axis_name
 
@@ -80,6 +85,8 @@ class Optimizer(nnx.Optimizer[Any]):
         the check. Gradients that come unchanged from `value_and_grad` are not checked again. The method returns the
         updates that it added to the parameters.
         """
+        if isinstance(grads, nnx.Module) and not isinstance(model, nnx.Module):
+            raise TypeError("The model comes first: optimizer.update(model, grads).")
         if kwargs.get("grads_finite") is None:
             kwargs["grads_finite"] = _known_check(self, grads)
         before = nnx.as_pure((nnx.state(model, self.wrt), self.step))
@@ -137,8 +144,10 @@ def value_and_grad(
         if argnums is None and not hasattr(optimizer, "wrt"):
             raise TypeError(
                 "value_and_grad takes a jamp.nnx.Optimizer, whose wrt says what is differentiated, got a "
-                f"{type(optimizer).__name__}. Pass one, or argnums."
+                f"{type(optimizer).__name__}. Pass one, or argnums=nnx.DiffState(0, nnx.Param)."
             )
+        if argnums is None and args and isinstance(args[0], jax.Array):
+            raise TypeError("The model comes first: jamp.nnx.value_and_grad(loss_fn, optimizer)(model, batch).")
         scale, scaled = read_scale(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
         differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
         before = _values((args, kwargs))

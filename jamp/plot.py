@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from jamp.debug import Comparison, MemoryCurve, UnderflowReport
     from jamp.history import History
 
+__all__ = ["differences", "gradient_range", "layer_ranges", "loss_scale_history", "memory_curve"]
+__dir__ = lambda: __all__
+
 # Readable on white and on black.
 _BLUE, _ORANGE, _RED, _GREY = "#3b8ed0", "#f08c2e", "#e0433c", "#8c8c8c"
 _LOWEST = -60.0  # the power of two below which all magnitudes share a bin
@@ -181,7 +184,7 @@ def differences(comparisons: "Mapping[str, Comparison]") -> "Figure":
         axes.semilogy([i for i, _ in rows], [row.difference for _, row in rows], color=color, label=name, linewidth=1)
         first = [(i, row) for i, row in rows if row is found.first]
         for i, row in first:
-            label = _table.fit(f"first in {name}: {row.operation} at {row.source.partition(' > ')[0]}", 60)
+            label = f"first in {name}: {row.operation} at {_table.fit(row.source.partition(' > ')[0], 30)}"
             axes.semilogy([i], [row.difference], "v", color=color, label=label)
         is_drawn |= bool(rows)
     if not is_drawn:

@@ -244,7 +244,9 @@ def test_float64_complex_integers_and_keys_are_never_cast(x64):
         return d @ d, c @ c, i @ i, jax.random.normal(key, (3,), jnp.float64), d.sum(), jnp.exp(c)
 
     args = np.eye(3) / 3, np.eye(3) * 1j, np.eye(3, dtype=int), jax.random.key(0)
-    for mine, plain in zip(jamp.autocast(fun, jnp.float16)(*args), fun(*args), strict=True):
+    with pytest.warns(UserWarning, match="changes no product.*its operands are float64"):
+        cast = jamp.autocast(fun, jnp.float16)(*args)
+    for mine, plain in zip(cast, fun(*args), strict=True):
         assert mine.dtype == plain.dtype
         np.testing.assert_array_equal(mine, plain)
 
@@ -557,8 +559,12 @@ def test_an_unknown_rule_or_compute_dtype_is_an_error_that_says_what_there_is(dt
             make(jnp.exp, dtype, rules=rules)
 
 
-def test_the_compute_dtype_has_no_default_and_python_names_the_missing_argument():
-    for make in (jamp.autocast, jamp.autocast_report, jamp.debug.rounding_report):
+def test_the_compute_dtype_has_no_default_and_the_error_names_the_missing_argument():
+    with pytest.raises(
+        TypeError, match=r"a function and a compute_dtype, got exp alone.*@jamp\.autocast\(jnp\.bfloat16"
+    ):
+        jamp.autocast(jnp.exp)
+    for make in (jamp.autocast_report, jamp.debug.rounding_report):
         with pytest.raises(TypeError, match=rf"{make.__name__}\(\) missing 1 required .*argument: 'compute_dtype'"):
             make(jnp.exp)
 

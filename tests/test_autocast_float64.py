@@ -388,6 +388,32 @@ def test_a_memory_budget_bounds_float64_code(budget):
     assert jamp.memory_report(autocast(fun), budget)(W, x) is not None
 
 
+def test_autocast_to_float32_keeps_what_is_between_products_because_it_is_for_time():
+    deep, x = lambda w, x: jnp.sum(jax.nn.softmax(jnp.sin(x @ w) ** 2) @ w), random(64, 16)
+
+    def nbytes(**options):
+        kept = jax.eval_shape(lambda w: jax.vjp(autocast(deep, **options), w, x)[1], W)
+        return sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(kept))
+
+    assert nbytes() == nbytes(recompute=False) > 1.5 * nbytes(recompute=True)
+    assert nbytes(memory_budget=0.5) <= nbytes(recompute=True)  # a budget computes again
+    program = lambda **options: str(
+        jax.make_jaxpr(jax.grad(jamp.autocast(deep, jnp.bfloat16, **options)))(np.float32(W), np.float32(x))
+    )
+    assert program() == program(recompute=True) != program(recompute=False)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jamp.Float8(min_size=1)])
+def test_16_bit_of_float64_code_is_a_warning(dtype):
+    with pytest.warns(
+        UserWarning, match=r"changes no product.*float64.*jamp\.cast_floating\(params, jnp\.float32\)"
+    ) as caught:
+        jax.eval_shape(jamp.autocast(energy, dtype), W, X)
+    assert [w.filename for w in caught] == [__file__]
+    one_is_float32 = lambda w, x: jnp.sum(jnp.float32(x) @ jnp.float32(w) @ jnp.float32(w)) + jnp.sum(x @ w)
+    jax.eval_shape(jamp.autocast(one_is_float32, dtype), W, X)
+
+
 def test_nested_autocast_composes():
     inner = lambda w, x: jamp.autocast(energy, jnp.bfloat16)(np.float32(1) * w.astype(F32), x.astype(F32)).astype(F64)
     assert products(autocast(lambda w, x: inner(w, x) + energy(w, x)), W, X) == {jnp.dtype(jnp.bfloat16), F32}

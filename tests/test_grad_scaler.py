@@ -99,8 +99,12 @@ def test_errors_name_the_cure():
     ):
         with pytest.raises(ValueError, match=match):
             call()
-    for wrong in (2.0**16, jamp.DynamicLossScale, "dynamic"):
-        with pytest.raises(TypeError, match=r"GradScaler\.static\(scale\) for a constant"):
+    for wrong, cure in (
+        (2.0**16, r"jamp\.GradScaler\.static\(65536\.0\)"),
+        (jamp.DynamicLossScale, r"jamp\.DynamicLossScale\(\)"),
+        ("dynamic", r"GradScaler\.static\(scale\) for a constant"),
+    ):
+        with pytest.raises(TypeError, match=cure):
             scaler(wrong)
     with pytest.raises(TypeError, match=r"A loss must be floating.*compute it in float32"):
         small().scale(jnp.int32(3))

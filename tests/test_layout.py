@@ -75,14 +75,30 @@ def test_the_kit_alone_knows_primitives_and_nothing_private_jax_and_casts_know_n
 
 
 def test_init_is_a_table_of_contents():
-    """Relative imports of `name as name`, and the version."""
+    """Relative imports of `name as name`, the version, and the names again, for `dir` and `import *`."""
     _, *body = ast.parse(SOURCES["jamp"]).body
     imported = [node for node in body if isinstance(node, ast.ImportFrom) and node.level == 1]
     assert all(alias.asname == alias.name for node in imported for alias in node.names)
-    version, lazy = (node for node in body if node not in imported)
-    assert (ast.unparse(version.targets), lazy.name) == ("__version__", "__getattr__")
+    version, names, lazy, listing = (node for node in body if node not in imported)
+    assert [ast.unparse(node.targets) for node in (version, names)] == ["__version__", "__all__"]
+    assert (lazy.name, listing.name) == ("__getattr__", "__dir__")
     listed = {alias.name for node in imported for alias in node.names}
     assert {name for name in dir(jamp) if not name.startswith("_") and callable(getattr(jamp, name))} <= listed
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if "._" not in name and not name.endswith("__main__")])
+def test_a_public_module_shows_its_own_names_alone(module):
+    """In `dir`, for completion, and in `__all__`, for `import *` and type checkers: no `jnp` and no `Any`."""
+    if not importable(module):
+        pytest.skip("needs an extra")
+    found = importlib.import_module(module)
+    assert sorted(set(found.__all__)) == sorted(found.__all__)
+    public = {name for name in dir(found) if not name.startswith("_")}
+    modules = {name.rpartition(".")[2] for name in SOURCES if name.rpartition(".")[0] == module}
+    assert set(found.__all__) <= public <= {*found.__all__, *modules}
+    for name in found.__all__:
+        value = getattr(found, name)
+        assert (value.__name__ if inspect.ismodule(value) else value.__module__).partition(".")[0] == "jamp", name
 
 
 def test_import_jamp_imports_jax_and_optax_only_and_touches_no_device():

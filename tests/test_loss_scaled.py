@@ -179,10 +179,17 @@ def test_what_it_is_what_it_refuses_and_which_leaves_are_like_params():
     assert state._fields == ("loss_scale_state", "stats", "grads_finite", "inner_state")
     assert avals(jax.eval_shape(SCALED.init, PARAMS)) == avals(state)
     for inner in (None, 0.1, optax.adam, "adam", optax.GradientTransformation(None, None), SCHEDULE):
-        with pytest.raises(TypeError, match=r"inner must be an optax gradient transformation, got .*optax\.adamw"):
+        with pytest.raises(TypeError, match=r"inner must be an optimizer, got .*optax\.adamw"):
             jamp.loss_scaled(inner)
-    for loss_scale in (1024.0, 2**16, None, "dynamic", jamp.DynamicLossScale, jamp.NoOpLossScale):
-        with pytest.raises(TypeError, match=r"loss_scale must be a loss scale, got .*jamp\.DynamicLossScale\(\)"):
+    for loss_scale, cure in (
+        (1024.0, "jamp.StaticLossScale(1024.0)"),
+        (2**16, "jamp.StaticLossScale(65536.0)"),
+        (None, "jamp.DynamicLossScale()"),
+        ("dynamic", "jamp.DynamicLossScale()"),
+        (jamp.DynamicLossScale, "jamp.DynamicLossScale()"),
+        (jamp.NoOpLossScale, "jamp.NoOpLossScale()"),
+    ):
+        with pytest.raises(TypeError, match=f"loss_scale must be a loss scale, got .*{re.escape(cure)}"):
             jamp.loss_scaled(SGD, loss_scale)
     tx = jamp.loss_scaled(optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(SCHEDULE), optax.trace(0.9)))
     state = tx.init(PARAMS)

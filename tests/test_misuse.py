@@ -82,7 +82,11 @@ MISUSE = {
     "scaled's scale": (ValueError, r"scale must be a positive number.*got scale=0", lambda: jamp.scaled(loss_fn, 0)),
     "scaled's inf": (ValueError, r"got scale=inf", lambda: jamp.scaled(loss_fn, np.inf)),
     "scaled's retries": (ValueError, r"got retries=-1", lambda: jamp.scaled(loss_fn, retries=-1)),
-    "scaled's function": (TypeError, r"scaled takes a function.*got fun=3", lambda: jamp.scaled(3)),
+    "scaled's function": (
+        TypeError,
+        r"scaled takes a function, got 3\. Write jamp\.scaled\(loss_fn\)",
+        lambda: jamp.scaled(3),
+    ),
     "scale_loss in value_and_grad": (
         ValueError,
         r"jamp\.scale_loss inside jamp\.value_and_grad: .*twice.*jamp\.value_and_grad\(loss_fn, opt_state\) alone",
@@ -158,7 +162,7 @@ MISUSE = {
     # torch's ways of writing.
     "with": (
         TypeError,
-        r"not a context.*got float16.*jamp\.autocast\(loss_fn",
+        r"got float16.*not a context.*jamp\.autocast\(loss_fn",
         lambda: jamp.autocast(jnp.float16, jnp.float16),
     ),
     "with NumPy's": (TypeError, "got float16", lambda: jamp.autocast(np.float16, jnp.float16)),
@@ -432,10 +436,23 @@ def test_short_names_of_dtypes_are_dtypes_everywhere():
     assert jamp.cast_floating(w, "fp16").dtype == jnp.float16
     assert jamp.autocast_report(lambda x: x @ x, "half")(w).compute_dtype == "float16"
     assert jamp.loss_scale_for("bf16") == jamp.StaticLossScale(1.0)
+    assert jamp.autocast("bfloat16")(lambda x: x @ x)(w).dtype == jnp.float32
+    assert jamp.Float8(carrier="fp16").carrier == jnp.float16
+    assert jamp.Float8(forward="float8_e5m2") == jamp.Float8(forward=jnp.float8_e5m2)
+    assert jamp.check_castable({"w": w * 1e5}, "fp16") == ["['w']"]
+    assert jamp.unscale_and_check(w, state(SCALED), dtype="bf16")[0].dtype == jnp.bfloat16
+    assert jamp.master_params(SGD, "f32").init(w.astype(jnp.float16)).master_params.dtype == jnp.float32
+    rounded = jamp.stochastic_rounding(optax.adam(0.1), state_dtype="bf16").init(w.astype(jnp.bfloat16))
+    assert rounded.inner_state[0].mu.dtype == jnp.bfloat16
     for call in (lambda x: jamp.cast_floating(w, x), jamp.loss_scale_for, lambda x: jamp.autocast(jnp.sin, x)):
-        for wrong in ("fp17", "int8", None):
+        for wrong in ("fp17", "int8"):
             with pytest.raises(ValueError, match="dtype must be float"):
                 call(wrong)
+    for call in (lambda x: jamp.cast_floating(w, x), jamp.loss_scale_for):
+        with pytest.raises(ValueError, match="dtype must be float"):
+            call(None)
+    with pytest.raises(TypeError, match="autocast takes a function and a compute_dtype, got sin alone"):
+        jamp.autocast(jnp.sin, None)
 
 
 def test_products_that_are_not_entered_warn_once_with_their_share():

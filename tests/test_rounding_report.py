@@ -314,7 +314,7 @@ def test_equal_segments_are_compiled_once(caplog):
 def test_the_table_fits_100_columns_and_says_what_to_do_next():
     def deep(w, x):
         for name in "abcdefgh":
-            with jax.named_scope(f"a_layer_with_quite_a_long_name_{name}"), jax.named_scope("and_another_scope_in_it"):
+            with jax.named_scope(f"h_{name}/a_layer_with_quite_a_long_name"), jax.named_scope("and_parts/in"):
                 x = jnp.tanh(x @ w[0] + x)
         return jnp.mean(x**2)
 
@@ -322,6 +322,7 @@ def test_the_table_fits_100_columns_and_says_what_to_do_next():
     lines = str(report).splitlines()
     assert lines[0].startswith("rounding to bfloat16: error of the value ")
     assert max(map(len, lines)) <= 100
+    assert all(any(f"  h_{name}.../in  " in line for line in lines) for name in "abc")
     *_, rest, last = lines
     assert rest == f"... and {len(report.rows) - 12} rows with less damage, in `.rows`"
     assert last == (

@@ -3,14 +3,17 @@
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jamp._arguments import check_function
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
-from jamp._autocast.passes import marked_by_passes, passes
+from jamp._autocast.passes import NO_CONTEXT, is_format_class, marked_by_passes, passes
 from jamp._autocast.warn import warnings_of
+from jamp._cast import as_dtype, is_dtype
 from jamp._jaxprs import interpret
 from jamp._jaxprs.source import users_stacklevel
 from jamp._numbers import as_number
@@ -20,18 +23,63 @@ from jamp._recompute.budget import MemoryBudget, check_budget
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_USAGE = (
+    "Write jamp.autocast(loss_fn, jnp.bfloat16)(params, batch), or @jamp.autocast(jnp.bfloat16) above the function."
+)
 
+
+class _Decorator:
+    """What `autocast` returns for a compute dtype without a function."""
+
+    def __init__(self, compute_dtype: Any, arguments: dict[str, Any]):
+        self._compute_dtype, self._arguments = compute_dtype, arguments
+        self(lambda: None)  # checks the arguments
+
+    def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
+        return autocast(fun, self._compute_dtype, **self._arguments)
+
+    def __enter__(self) -> None:
+        raise TypeError(f"autocast cannot be entered with `with`. {NO_CONTEXT} {_USAGE}")
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@overload
 def autocast(
     fun: Callable[P, R],
     compute_dtype: DTypeLike | Format,
     *,
     rules: Mapping[str, str] | None = None,
-    recompute: bool = True,
+    recompute: bool | None = None,
     memory_budget: MemoryBudget = 1.0,
-) -> Callable[P, R]:
+) -> Callable[P, R]: ...
+
+
+@overload
+def autocast(
+    compute_dtype: DTypeLike | Format,
+    /,
+    *,
+    rules: Mapping[str, str] | None = None,
+    recompute: bool | None = None,
+    memory_budget: MemoryBudget = 1.0,
+) -> _Decorator: ...
+
+
+def autocast(
+    fun: Any = None,
+    compute_dtype: Any = None,
+    *,
+    rules: Mapping[str, str] | None = None,
+    recompute: bool | None = None,
+    memory_budget: MemoryBudget = 1.0,
+    **_unknown: Any,
+) -> Any:
     """Run the matrix products of a function in 16 bit, and the operations between them in float32.
 
     For code in float64, the compute dtype float32 runs the products in float32. Everything else stays float64.
+
+    `@jamp.autocast(jnp.bfloat16)` above a function is the same as `jamp.autocast(fun, jnp.bfloat16)`.
 
     `fun` is traced. Its matrix products and convolutions get operands in the compute dtype and give results in it. The
     operations between two products (norms, activations, softmax, losses) are computed in float32, and their result is
@@ -49,7 +97,7 @@ def autocast(
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
-        traced.
+        traced. Without it, with the compute dtype in its place, `autocast` returns a decorator.
       compute_dtype: float16 or bfloat16, or its name; or a `Float8`, `Int8` or `MXFP8`, for products in 8 bit; or
         float32, for the products of code in float64.
       rules: Categories for primitives that differ from the default: `{"tanh": "float32"}`. One for a construct, such
@@ -59,8 +107,9 @@ def autocast(
         code, the category that changes nothing is "float64". A rule of yours that says "float32" or "accumulate" also
         raises operations that were traced in 16 bit: the result of such a product is float32 for whatever casts it to
         float32, or is raised too, and rounded for everything else. "accumulate" rounds its cotangent to 16 bit.
-      recompute: False keeps the float32 values that the backward pass needs in memory. Inside your own
-        `jax.checkpoint`, only its policy decides.
+      recompute: False keeps in memory the values between products that the backward pass needs, and True computes
+        them again. The default is True. It is False for the compute dtype float32, whose purpose is to save time,
+        unless there is a memory budget. Inside your own `jax.checkpoint`, only its policy decides.
       memory_budget: How much the backward pass may keep, as in `jamp.recompute`. At 1.0 all products are kept.
 
     Returns:
@@ -70,14 +119,22 @@ def autocast(
 
     Raises:
       ValueError: If the compute dtype is not one of these, or a rule is for an unknown primitive or category.
-      TypeError: If `fun` is not a function. When called, if a result of `fun` cannot be traced, or inside
-        `hk.transform`.
+      TypeError: If `fun` is not a function, or there is no compute dtype. When called, if a result of `fun` cannot be
+        traced, or inside `hk.transform`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
       >>> loss = jamp.autocast(lambda w, x: jnp.mean((x @ w) ** 2), jnp.bfloat16)
       >>> jax.grad(loss)(jnp.ones((2, 2)), jnp.ones((3, 2))).dtype
       dtype('float32')
+
+      As a decorator:
+
+      >>> @jamp.autocast(jnp.bfloat16)
+      ... def predict(w, x):
+      ...     return x @ w
+      >>> predict(jnp.ones((2, 2)), jnp.ones((3, 2))).shape
+      (3, 2)
 
       In float64, with a network in float32 and a factorization that is not:
 
@@ -95,8 +152,19 @@ def autocast(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are the categories of
       `torch.autocast`.
     """
+    if _unknown:
+        raise TypeError(f"autocast has no argument {next(iter(_unknown))}=. {_USAGE}")
+    if fun is None:
+        fun, compute_dtype = compute_dtype, None
+    if compute_dtype is None and (is_dtype(fun) or isinstance(fun, Format) or is_format_class(fun)):
+        return _Decorator(fun, {"rules": rules, "recompute": recompute, "memory_budget": memory_budget})
+    if compute_dtype is None:
+        got = "nothing" if fun is None else f"{getattr(fun, '__name__', f'a {type(fun).__name__}')} alone"
+        raise TypeError(f"autocast takes a function and a compute_dtype, got {got}. {_USAGE}")
     check_budget(memory_budget)
     memory_budget = as_number(memory_budget)
+    if recompute is None:
+        recompute = memory_budget != 1.0 or as_dtype(compute_dtype) != jnp.float32
     if not recompute and memory_budget != 1.0:
         raise ValueError(f"memory_budget={memory_budget!r} computes values again, which recompute=False forbids.")
     trace = passes(fun, compute_dtype, rules)
@@ -124,12 +192,16 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
       The same function. Under `autocast`, its forward and backward pass keep the dtypes they were traced with, and
       operands that are stored in 16 bit are cast back first. Without `autocast` nothing changes.
 
+    Raises:
+      TypeError: If `fun` is not a function.
+
     Examples:
       >>> import jax.numpy as jnp, jamp
       >>> logits = jamp.full_precision(jnp.matmul)
       >>> float(jamp.autocast(lambda x: logits(x, x), jnp.float16)(jnp.float32([[300.0]]))[0, 0])
       90000.0
     """
+    check_function(fun, "jamp.full_precision({})")
 
     @functools.wraps(fun)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:

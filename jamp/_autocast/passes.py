@@ -10,19 +10,25 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
-from jamp._arguments import Call
+from jamp._arguments import Call, check_function
 from jamp._autocast.cast import cast
 from jamp._autocast.decisions import Decisions
 from jamp._autocast.quantize import quantize
 from jamp._autocast.rules import ANY, COMPUTE, GRADIENT, YOURS, Rule, categories, rules_for, wide_dtype
 from jamp._autocast.target import Target
-from jamp._cast import as_dtype
+from jamp._cast import as_dtype, is_dtype
 from jamp._jaxprs import constructs, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._products.formats import Format
 from jamp._products.product import products
 from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.checkpoint import lowered
+
+NO_CONTEXT = (
+    "It is a function transformation, like jax.grad, and not a context: in place of `with autocast():`, transform the "
+    "function that is called inside."
+)
+_CAST = " To cast arrays: jamp.cast_floating(params, jnp.bfloat16)."
 
 
 class Passes(NamedTuple):
@@ -76,7 +82,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def passes(fun: Callable[..., Any], compute_dtype: DTypeLike | Format, rules: Mapping[str, str] | None) -> Trace:
     """The function that traces a call of `fun`, and decides about its products."""
-    _check_fun(fun)
+    check_function(fun, "jamp.autocast({}, jnp.bfloat16)", " " + NO_CONTEXT if is_dtype(fun) else _CAST)
     config: Format | None = None
     if isinstance(compute_dtype, Format):
         config, dtype = compute_dtype, np.dtype(compute_dtype.carrier)
@@ -110,15 +116,9 @@ def passes_of(fun: Any) -> Trace | None:
     return trace if marked is fun else None  # functools.wraps copies attributes
 
 
-def _check_fun(fun: Any) -> None:
-    is_dtype = isinstance(fun, type(jnp.float16)) or (isinstance(fun, type) and issubclass(fun, np.generic))
-    if not callable(fun) or is_dtype:
-        raise TypeError(
-            "autocast is a function transformation, like jax.grad, and not a context: it takes a function, got "
-            f"{fun.__name__ if is_dtype else f'a {type(fun).__name__}'}. In place of `with autocast():`, transform the "
-            "function that is called inside: jamp.autocast(loss_fn, jnp.float16)(params, batch). To cast arrays: "
-            "jamp.cast_floating(params, jnp.float16)."
-        )
+def is_format_class(x: Any) -> bool:
+    """Whether an argument is `Float8`, say, where `Float8()` is meant."""
+    return isinstance(x, type) and issubclass(x, Format)
 
 
 def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
@@ -126,7 +126,7 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     if checked is not None and checked in (jnp.float16, jnp.bfloat16, jnp.float32):
         return checked
     got, why = checked or dtype, "."
-    if isinstance(dtype, type) and issubclass(dtype, Format):
+    if isinstance(dtype, type) and is_format_class(dtype):
         got, why = f"the class {dtype.__name__}", f": pass an instance, jamp.{dtype.__name__}()."
     elif checked is not None and jnp.issubdtype(checked, jnp.floating):
         why = ". To compute in it, leave autocast out."
@@ -136,12 +136,17 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
         why = ": its values need scales, which a cast does not have. Pass jamp.Int8()."
     elif isinstance(dtype, str) and dtype.lower().startswith(("float8", "fp8")):
         got, why = repr(dtype), ": for products in float8, pass jamp.Float8()."
+    elif checked is None:
+        got = repr(dtype) if dtype is None or isinstance(dtype, str) else f"a {type(dtype).__name__}"
+        why = ": write jnp.bfloat16, or its name."
     raise ValueError(f"compute_dtype must be float16, bfloat16 or float32, got {got}{why}")
 
 
 def _merge(rules: Mapping[str, str], wide: np.dtype[Any]) -> dict[str, Rule]:
     """The table with a user's rules in it. A rule for a primitive covers its special cases, but not its gradients."""
     table = rules_for(wide)
+    if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+        raise TypeError(f'rules must map names of operations to categories, {{"tanh": "float32"}}, got {rules!r}.')
     for name, category in rules.items():
         if category not in categories(wide):
             names = ", ".join(categories(wide))

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _table
-from jamp._arguments import of_types, parameter_paths
+from jamp._arguments import check_function, of_types, parameter_paths
 from jamp._autocast.cast import cast
 from jamp._autocast.decisions import Entry, entries
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
@@ -207,6 +207,7 @@ def autocast_report(
       >>> round(report.share_16_bit, 2)
       0.94
     """
+    check_function(fun, "jamp.autocast_report({}, jnp.bfloat16)")
     trace = passes(fun, compute_dtype, rules)
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:

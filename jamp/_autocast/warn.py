@@ -108,6 +108,11 @@ def _unchanged(every: list[Entry], passes: Passes, budget: MemoryBudget) -> list
     why = largest.product.reason if largest.product else ""
     if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in ir.avals(largest.eqn.invars)):
         why = "its operands are 16 bit already, by a cast in the code, by dtype=... of a module, or as arguments"
+    if not why and any(getattr(x, "dtype", None) == np.float64 for x in ir.avals(largest.eqn.invars)):
+        why = (
+            "its operands are float64, and only float32 ones are cast. Cast them first, jamp.cast_floating(params, "
+            "jnp.float32), or run products of float64 code in float32: jamp.autocast(fun, jnp.float32)"
+        )
     if not why:  # The code asked for float32, or for a 16-bit result.
         return []
     place = largest.source or largest.scope

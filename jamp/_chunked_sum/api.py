@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.tree_util import keystr
 
-from jamp._arguments import Call
+from jamp._arguments import Call, check_function
 from jamp._cast import is_floating, is_inexact
 from jamp._chunked_sum.primitive import Chunks, chunked_sum_p
 from jamp._jaxprs import build, ir, walk
@@ -57,8 +57,8 @@ def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Cal
 
     Raises:
       TypeError: If `fun` is not a function. When called, if it returns something else, or there are no rows.
-      ValueError: If `chunk_size` is not positive. When called, if rows differ in size, if `fun` divides by their
-        number, changes a Variable of a module, or closes over arrays inside a `shard_map`.
+      ValueError: If `chunk_size` is not positive, or `axis` is not an int. When called, if rows differ in size, if
+        `fun` divides by their number, changes a Variable of a module, or closes over arrays inside a `shard_map`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -78,14 +78,12 @@ def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Cal
       Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024 (FusedLinearCrossEntropy), for the
       gradient in the forward pass.
     """
-    if not callable(fun):
-        raise TypeError(
-            f"chunked_sum takes a function of params and rows, got a {type(fun).__name__}: "
-            "jamp.chunked_sum(loss_sum, 1024)(params, x, y)."
-        )
+    check_function(fun, "jamp.chunked_sum({}, 1024)")
     chunk_size, axis = as_number(chunk_size), as_number(axis)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size must be a number of rows, 1 or more, got {chunk_size!r}.")
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise ValueError(f"axis must be the number of the rows' axis, such as axis=0, got {axis!r}.")
 
     @functools.wraps(fun)
     def summed(params: Any, *rows: Any) -> R:

@@ -1,6 +1,7 @@
 """The `LossScale` protocol, and the loss scales that never change: `NoOpLossScale` and `StaticLossScale`."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._cast import is_dtype
 from jamp._loss_scale.checks import check_scale
-from jamp._numbers import with_numbers
+from jamp._numbers import as_number, with_numbers
 
 _State = TypeVar("_State")
 
@@ -43,12 +45,21 @@ class LossScale(Protocol):
 
 def check_loss_scale(loss_scale: Any, constant: str = "jamp.StaticLossScale(scale)") -> None:
     """Raise TypeError unless `loss_scale` is a loss scale. The message suggests `constant` for a constant scale."""
-    if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
-        is_scaler = isinstance(getattr(loss_scale, "loss_scale", None), LossScale)
-        got = f"a {type(loss_scale).__name__}: pass its scaler.loss_scale" if is_scaler else f"{loss_scale=}"
-        raise TypeError(
-            f"loss_scale must be a loss scale, got {got}. Use jamp.DynamicLossScale(), or {constant} for a constant."
-        )
+    is_optimizer = hasattr(loss_scale, "_fields") and hasattr(loss_scale, "update")
+    if isinstance(loss_scale, type) or is_optimizer or not isinstance(loss_scale, LossScale):
+        got, number = f"a {type(loss_scale).__name__}", as_number(loss_scale)
+        use = f"Use jamp.DynamicLossScale(), or {constant} for a constant."
+        if isinstance(getattr(loss_scale, "loss_scale", None), LossScale):
+            got += ": pass its scaler.loss_scale"
+        elif isinstance(number, (int, float)) and not isinstance(number, bool):
+            got, use = repr(number), f"Write {constant.replace('(scale)', f'({float(number)!r})')}."
+        elif is_dtype(loss_scale):
+            got, use = repr(loss_scale), "For a dtype, use jamp.loss_scale_for(dtype). " + use
+        elif isinstance(loss_scale, type):
+            got, use = f"the class {loss_scale.__name__}", f"Write jamp.{loss_scale.__name__}()."
+        elif isinstance(loss_scale, Mapping):
+            use = "Write jamp.loss_scale_from_config(mapping)."
+        raise TypeError(f"loss_scale must be a loss scale, got {got}. {use}")
 
 
 def is_noop(state: Any) -> bool:

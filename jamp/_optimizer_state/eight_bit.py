@@ -19,7 +19,7 @@ from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
 from jamp._step.leaves import contains, find_nodes
-from jamp._step.state import check_holds_no_scaler, check_kind
+from jamp._step.state import check_holds_no_scaler, check_kind, check_optimizer
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 _Scales = dict[str, list[Array]]  # of the arrays of each leaf
@@ -103,6 +103,7 @@ def quantized_state(
     References:
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv:2110.02861): blocks.
     """
+    check_optimizer(inner, "jamp.quantized_state({})")
     choices = _Choices(_check_block_size(block_size), keep, never_negative)
     inner = optax.with_extra_args_support(inner)
 
@@ -163,7 +164,7 @@ def quantize_state(
     """Convert a state of `tx` to one of `jamp.quantized_state(tx)`, with the same other arguments.
 
     Raises:
-      ValueError: If `block_size` is not a power of two.
+      ValueError: If `block_size` is not a power of two, or the state is quantized already.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -172,6 +173,8 @@ def quantize_state(
       dtype('uint8')
     """
     choices = _Choices(_check_block_size(block_size), keep, never_negative)
+    if contains(state, _is_codes):
+        raise ValueError("The state is quantized already. Pass it to jamp.quantized_state(tx).update as it is.")
     count = jnp.array(0, jnp.int32)
     return QuantizedState(count, _encode_moments(state, count, choices)[0])
 

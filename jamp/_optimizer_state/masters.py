@@ -16,7 +16,7 @@ from jamp._optimizer_state.split_masters import (
     check_inner,
     with_split_masters,
 )
-from jamp._step.state import check_kind
+from jamp._step.state import check_kind, check_optimizer
 
 _CURE = (
     "If it is that of jamp.master_params(tx, split=True): jamp.interop.join_masters(state, params). If it is that of "
@@ -78,6 +78,7 @@ def master_params(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1. Split: Zamirai et al., Revisiting BFloat16
       Training, arXiv:2010.06192; Gonzalez Ortiz et al., FlashOptim, arXiv:2602.23349.
     """
+    check_optimizer(inner, "jamp.master_params({})")
     if not split:
         return _with_masters(inner, dtype)
     if check_floating("dtype", dtype) != jnp.float32:

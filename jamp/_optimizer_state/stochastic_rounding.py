@@ -21,7 +21,7 @@ from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
 from jamp._optimizer_state.split_masters import MasterParamsState, SplitMasterParamsState
 from jamp._step.leaves import contains
-from jamp._step.state import check_holds_no_scaler, check_kind
+from jamp._step.state import check_holds_no_scaler, check_kind, check_optimizer
 
 _ADVICE = (
     "Stochastic rounding is for bfloat16, which has the range of float32: smaller types would make small parameters 0. "
@@ -106,6 +106,7 @@ def stochastic_rounding(
       Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015. Zamirai et al., Revisiting BFloat16
       Training, arXiv:2010.06192.
     """
+    check_optimizer(inner, "jamp.stochastic_rounding({})")
     if not jnp.issubdtype(jnp.result_type(seed), jnp.integer) or jnp.ndim(seed):
         raise ValueError(f"seed must be an int, got seed={seed!r}. The random bits are a hash of it, and need no key.")
     inner = optax.with_extra_args_support(inner)

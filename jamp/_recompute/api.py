@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jamp import _table
-from jamp._arguments import Call, of_types
+from jamp._arguments import Call, check_function, of_types
 from jamp._autocast.facts import AUTOCAST
 from jamp._autocast.passes import passes_of
 from jamp._autocast.warn import warnings_of
@@ -70,7 +70,7 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
       differently. Under `jamp.autocast` use the argument `memory_budget` of `jamp.autocast`.
 
     Raises:
-      TypeError: If `memory_budget` is not a number or a string.
+      TypeError: If `fun` is not a function, or `memory_budget` is not a number or a string.
       ValueError: If it is not in [0, 1], or has an unknown unit.
       NotImplementedError: If it is not 1.0, under `jax_remat3` with JAX 0.10.2.
 
@@ -94,6 +94,7 @@ def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R
       Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016. Korthikanti et al., Reducing Activation
       Recomputation in Large Transformer Models, 2022. The budget is as in `torch._functorch.config`.
     """
+    check_function(fun, "jamp.recompute({}, 0.5)")
     check_budget(memory_budget)
     memory_budget = as_number(memory_budget)
 
@@ -204,7 +205,7 @@ class MemoryReport:
         sections = []
         for kept, name in ((True, "Kept"), (False, "Dropped by the budget")):
             chosen = [cells for cells, row in zip(lines, self.rows, strict=False) if row.kept == kept]
-            sections += ["", name, *_table.with_header(header, chosen, header[3:])] if chosen else []
+            sections += ["", name, *_table.with_header(header, chosen, header[4:])] if chosen else []
         if self.memory_budget == 1.0:
             next_step = "To keep less: a memory_budget of 0.5."
         elif self.kept <= bytes_of(self.memory_budget, self.without_budget):
@@ -230,6 +231,7 @@ def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) ->
       >>> [(row.operation, row.type, row.nbytes, row.kept) for row in report.rows]
       [('dot_general', 'float32[256,64]', 65536.0, True)]
     """
+    check_function(fun, "jamp.memory_report({}, 0.5)")
     check_budget(memory_budget)
     memory_budget = as_number(memory_budget)
 

@@ -64,6 +64,11 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
       1024.0
     """
     state = find_loss_scale_state(tree)
+    if isinstance(value, (LossScale, str)):
+        raise TypeError(
+            f"The scale must be a number, got {value!r}: jamp.set_loss_scale(opt_state, 1024.0). For another kind of "
+            "loss scale: jamp.convert_loss_scale(opt_state, loss_scale)."
+        )
     if is_noop(state):
         return tree
     # A copy, because the caller may still use the value, and a donated tree must not hold the same buffer twice.

@@ -16,7 +16,7 @@ from jax import Array
 from jax.tree_util import keystr
 
 from jamp._jaxprs.source import users_stacklevel
-from jamp._loss_scale.static import is_noop
+from jamp._loss_scale.static import LossScale, is_noop
 from jamp._step.leaves import Node, contains, find_nodes
 from jamp._step.state import LossScaledState, ScaledGradsState, can_change, is_scaler_state, is_skipping
 
@@ -174,12 +174,27 @@ def _get_only(tree: Any, nodes: list[Node], what: str) -> Any:
     if not nodes:
         raise ValueError(
             "Expected an optimizer state from `jamp.loss_scaled(...).init(params)`, a loss-scale state, or a pytree "
-            f"with one; found no {what} in this {type(tree).__name__}. If the state was split, turned into dicts or "
-            "serialised, merge or restore it first; if the optimizer is not wrapped yet, use "
-            "`tx = jamp.loss_scaled(tx)`."
+            f"with one; found no {what} in this {type(tree).__name__}. {_cure(tree)}"
         )
     paths = ", ".join(keystr(path) for path, _ in nodes)
     raise ValueError(f"Expected exactly one {what}, found {len(nodes)}: at {paths}. Pass the one that is meant.")
+
+
+def _cure(tree: Any) -> str:
+    """What to pass in place of an argument that holds no state."""
+    if isinstance(tree, optax.GradientTransformation):
+        return "It is an optimizer: pass its state, opt_state = tx.init(params)."
+    if isinstance(tree, LossScale):
+        return "It is a configuration: pass its state, loss_scale.init(), or the optimizer's."
+    if tree is not None and (callable(tree) or jax.tree_util.all_leaves([tree])):
+        return (
+            "The calls are jamp.value_and_grad(loss_fn, opt_state), jamp.scale_loss(loss, opt_state) and "
+            "jamp.set_loss_scale(opt_state, 1024.0)."
+        )
+    return (
+        "If the state was split, turned into dicts or serialised, merge or restore it first; if the optimizer is not "
+        "wrapped yet, use `tx = jamp.loss_scaled(tx)`."
+    )
 
 
 def _check_wraps_no_scaler(x: Any) -> None:

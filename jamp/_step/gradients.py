@@ -2,26 +2,32 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
+from jamp._arguments import check_function, nnx_state
+from jamp._cast import is_inexact
 from jamp._step.find import check_not_nnx, find_state_to_unscale, read_scale, warn_of_order
 from jamp._step.leaves import is_numeric
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     state: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[R, Any]]:
     """`jax.value_and_grad` with loss scaling inside.
 
     It scales the loss before the backward pass and unscales the gradients after it, so that float16 cotangents do not
@@ -47,7 +53,8 @@ def value_and_grad(
 
     Raises:
       ValueError: If `state` holds no loss-scale state or several, or is of an optimizer with `unscale=True`.
-      TypeError: When called, if an argument to differentiate holds a leaf that is not an array.
+      TypeError: If `fun` is not a function. When called, if an argument to differentiate holds a leaf that is not an
+        array, or is an NNX module with random keys or statistics.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp
@@ -59,6 +66,7 @@ def value_and_grad(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     """
+    check_function(fun, "jamp.value_and_grad({}, opt_state)")
     loss_scale_state = find_state_to_unscale(state, "value_and_grad")
     check_not_nnx(loss_scale_state)
     warn_of_order(state)
@@ -66,25 +74,26 @@ def value_and_grad(
     differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
-    def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def with_true_gradients(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Any]:
         for i in np.ravel(argnums).tolist():
             if -len(args) <= i < len(args):  # Otherwise JAX raises an error.
-                _check_differentiable(args[i], i)
+                _check_differentiable(args[i], i, allow_int)
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
-        return ((loss, aux) if has_aux else loss), unscale(scaled_grads, scale)
+        value: Any = (loss, aux) if has_aux else loss
+        return value, unscale(scaled_grads, scale)
 
     return with_true_gradients
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     state: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """`jax.grad` with loss scaling inside. It has the arguments and errors of `value_and_grad`.
 
     Returns:
@@ -98,15 +107,28 @@ def grad(
     differentiate = value_and_grad(fun, state, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
-    def with_true_gradients(*args: Any, **kwargs: Any) -> Any:
+    def with_true_gradients(*args: P.args, **kwargs: P.kwargs) -> Any:
+        value: Any
         value, grads = differentiate(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return with_true_gradients
 
 
-def _check_differentiable(arg: Any, i: int) -> None:
+def _check_differentiable(arg: Any, i: int, allow_int: bool) -> None:
+    if variables := nnx_state(arg):
+        raise TypeError(
+            f"Argument {i} holds NNX variables that are not parameters: {variables}. For a module: "
+            "jamp.nnx.value_and_grad(loss_fn, optimizer)(model, batch) with a jamp.nnx.Optimizer. With a GradScaler: "
+            "jamp.nnx.value_and_grad(loss_fn, scaler, argnums=nnx.DiffState(0, nnx.Param))(model, batch)."
+        )
     for path, x in jax.tree.leaves_with_path(arg):
+        if not allow_int and is_numeric(x) and not (is_inexact(x) or jnp.result_type(x) == jax.dtypes.float0):
+            raise TypeError(
+                f"Argument {i} has no gradient: it holds {jnp.result_type(x)}{list(jnp.shape(x))} at {keystr(path)}. "
+                "If it is a state, pass its parameters alone, such as state.params. Parameters must be floating: "
+                "jnp.asarray(x, jnp.float32). Other integers belong in another argument, or need allow_int=True."
+            )
         if not is_numeric(x):
             raise TypeError(
                 f"Argument {i} has no gradient: it holds {x!r} at {keystr(path)}. For an Equinox model: "

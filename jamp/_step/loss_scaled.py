@@ -13,9 +13,9 @@ from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
 from jamp._optimizer_state.params import cast_params, cast_params_for_init, check_rounds_last, warn_if_rounded
 from jamp._step import scale_unscale
-from jamp._step.misuse import check_unscaled, warn_if_scaled
+from jamp._step.misuse import check_not_a_pair, check_unscaled, naming_misfits, warn_if_scaled
 from jamp._step.skip import update_or_skip
-from jamp._step.state import AnyLossScaledState, check_state, check_whole, get_scaler, wrap_inner
+from jamp._step.state import AnyLossScaledState, check_optimizer, check_state, check_whole, get_scaler, wrap_inner
 
 
 def loss_scaled(
@@ -71,7 +71,7 @@ def loss_scaled(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018. `torch.amp.GradScaler.step`.
     """
-    _check_inner(inner)
+    check_optimizer(inner, "jamp.loss_scaled({})")
     check_loss_scale(loss_scale)
     inner = optax.with_extra_args_support(inner)
     example = jax.eval_shape(loss_scale.init)
@@ -79,7 +79,8 @@ def loss_scaled(
 
     def init(params: optax.Params) -> AnyLossScaledState:
         check_whole(params)
-        inner_state = jax.tree.map(_without_weak_type, inner.init(cast_params_for_init(inner.init, params)))
+        with naming_misfits(params=params):
+            inner_state = jax.tree.map(_without_weak_type, inner.init(cast_params_for_init(inner.init, params)))
         check_rounds_last(inner_state)
         if not is_off:
             warn_if_rounded(inner_state, params)
@@ -107,8 +108,10 @@ def loss_scaled(
         grads: Any, state: AnyLossScaledState, params: Any, grads_finite: Any, extra_args: dict[str, Any]
     ) -> tuple[Any, AnyLossScaledState]:
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            return inner.update(grads, inner_state, params, **extra_args)
+            with naming_misfits(inner.init, grads, inner_state, params):
+                return inner.update(grads, inner_state, params, **extra_args)
 
+        check_not_a_pair(grads, params)
         scale = state.loss_scale_state.loss_scale if unscale and not is_off else None
         check = grads_finite is None and not is_off
         true, finite = scale_unscale.true_gradients(grads, scale, check=check, axis_name=axis_name)
@@ -153,13 +156,3 @@ def _as_flag(grads_finite: Any) -> Array:
 def _without_weak_type(x: Any) -> Any:
     # The first update would lose a weak type, and `jit` would compile the second step again.
     return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
-
-
-def _check_inner(inner: Any) -> None:
-    if hasattr(inner, "to_config"):  # It has the methods `init` and `update` too.
-        raise TypeError(f"inner must be an optimizer, got {inner!r}. Pass the loss scale as loss_scale=.")
-    if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
-        raise TypeError(
-            f"inner must be an optax gradient transformation, got inner={inner!r}. "
-            "Pass an optimizer such as optax.adamw(1e-3)."
-        )

@@ -11,6 +11,7 @@ a `jit` of its own, are other arrays, of which nothing is known.
 """
 
 import contextlib
+import traceback
 import warnings
 import weakref
 from collections import defaultdict
@@ -19,10 +20,12 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
+from jax.tree_util import keystr
 
 from jamp._jaxprs.source import users_stacklevel
 from jamp._loss_scale.static import LossScale
 from jamp._staging import is_differentiated, is_recorded, is_trace_reused
+from jamp._step.leaves import is_numeric
 from jamp._step.state import can_change
 
 # What may be known of an array:
@@ -122,6 +125,64 @@ def check_unscaled(gradients: Any, loss_scale: LossScale) -> None:
             "which did not scale their loss. Use jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)), which skips steps "
             "that overflowed, or jamp.value_and_grad(loss_fn, opt_state) without jamp.scaled."
         )
+
+
+def check_not_a_pair(grads: Any, params: Any) -> None:
+    """Raise TypeError if an optimizer gets the result of `value_and_grad`, which is (loss, grads)."""
+    structures: list[Any] = list(map(jax.tree.structure, (params, grads)))
+    is_pair = type(grads) is tuple and len(grads) == 2 and params is not None and structures[0] != structures[1]
+    if is_pair and structures[0] == jax.tree.structure(grads[1]):
+        raise TypeError(
+            "The gradients are a pair, such as the (loss, grads) that value_and_grad returns. Write "
+            "loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params), and give grads to the optimizer."
+        )
+
+
+@contextlib.contextmanager
+def naming_misfits(init: Any = None, grads: Any = None, state: Any = None, params: Any = None) -> Iterator[None]:
+    """If an optimizer fails, say which of its arguments does not fit. Without an error it costs nothing."""
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"].startswith("jamp."):  # An error of jamp's own says it better.
+            raise
+        if message := _misfit(init, grads, state, params):
+            raise ValueError(message) from error
+        raise
+
+
+def _misfit(init: Any, grads: Any, state: Any, params: Any) -> str:
+    leaves = lambda tree: jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
+    if other := [(path, x) for path, x in leaves(params) if x is not None and not is_numeric(x)]:
+        return (
+            f"A parameter must be an array, and {keystr(other[0][0])} is a {type(other[0][1]).__name__}. Of an Equinox "
+            "model, take the arrays: tx.init(eqx.filter(model, eqx.is_inexact_array))."
+        )
+    if init is None:
+        return ""
+    given = [path for path, x in leaves(params) if x is not None]
+    missing = [path for path, x in leaves(grads) if x is None and any(p[: len(path)] == path for p in given)]
+    if missing:
+        return (
+            f"The gradient of params{keystr(missing[0])} is None. For a parameter that stays as it is, give zeros "
+            "(jnp.zeros_like), or leave it out of params and of tx.init(params) too. optax.partition freezes by label."
+        )
+    found = [path for path, x in leaves(grads) if x is not None]
+    if params is not None and found != given:
+        odd = next((path for path in found + given if (path in found) != (path in given)), ())
+        return (
+            f"The gradients do not have the structure of params: {keystr(odd) or 'an array'} is in one of them only. "
+            "Write loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params); tx.update(grads, opt_state, params)."
+        )
+    expected = state if params is None else jax.eval_shape(init, params)
+    structures: list[Any] = list(map(jax.tree.structure, (expected, state)))
+    if structures[0] != structures[1]:
+        return (
+            "The state is that of another optimizer, or of other parameters. Make it with the same one: opt_state = "
+            "tx.init(params)."
+        )
+    return ""
 
 
 def warn_if_scaled_twice(loss: Any, scaled: Any) -> None:

@@ -15,7 +15,7 @@ from jamp._jaxprs.manual_axes import hashable
 from jamp._jaxprs.source import users_stacklevel
 from jamp._step.find import find_loss_scale_state, find_state_to_unscale, read_scale, warn_of_order
 from jamp._step.finite import are_leaves_finite
-from jamp._step.leaves import split_gradients
+from jamp._step.leaves import is_numeric, split_gradients
 from jamp._step.mesh import reshard_like
 from jamp._step.misuse import (
     check_scaled_once,
@@ -63,7 +63,8 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
     leaves = jax.tree.leaves(loss)
     for x in leaves:
         if not is_inexact(x):
-            raise TypeError(f"A loss must be floating, got {jax.typeof(x)}: compute it in float32.")
+            call = "jamp.scale_loss(loss_fn(params), opt_state)"
+            raise TypeError(f"A loss must be floating, got {_kind(x)}: compute it in float32, {call}.")
     scale = read_scale(loss_scale_state)
     if scale is None:
         return to_float32(loss)
@@ -77,6 +78,10 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
     scaled = _multiply_leaves(loss, scale)
     warn_if_scaled_twice(loss, scaled)
     return scaled
+
+
+def _kind(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}" if is_numeric(x) else f"a {type(x).__name__}"
 
 
 def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bool) -> Callable[..., Any]:
@@ -93,6 +98,11 @@ def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bo
         if isinstance(result, tuple) and not has_aux:
             raise TypeError("A loss must be floating, got a tuple. For (loss, aux), pass has_aux=True.")
         loss, aux = result if has_aux else (result, None)
+        if not is_inexact(loss) or jnp.shape(loss):
+            raise TypeError(
+                f"A loss must be one floating number, got {_kind(loss)}. Return jnp.mean(losses) in float32, and all "
+                "else as aux: jamp.value_and_grad(loss_fn, opt_state, has_aux=True)."
+            )
         return _scale_by(loss, loss_scale_state), (loss, aux)
 
     return scaled

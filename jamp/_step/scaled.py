@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from jamp._arguments import Call
+from jamp._arguments import Call, check_function
 from jamp._jaxprs import build
 from jamp._numbers import as_number
 from jamp._step.leaves import is_gradient
@@ -60,14 +60,16 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     """
-    if not callable(fun):
-        raise TypeError(f"scaled takes a function, such as a loss function; got fun={fun!r}.")
-    scale, retries = as_number(scale), as_number(retries)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 2.0**-126 <= scale < 2.0**127:
-        raise ValueError(f"scale must be a positive number, such as 2.0**15, got scale={scale!r}.")
+    check_function(fun, "jamp.scaled({})")
+    retries, given = as_number(retries), as_number(scale)
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 2.0**-126 <= given < 2.0**127:
+        is_state = isinstance(given, tuple)
+        got = f"a {type(given).__name__}" if is_state else repr(given)
+        hint = " With a state, use jamp.value_and_grad(loss_fn, opt_state)." if is_state else ""
+        raise ValueError(f"scale must be a positive number, such as 2.0**15, got scale={got}.{hint}")
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise ValueError(f"retries must be a number of tries, 0 or more, got retries={retries!r}.")
-    exponent = math.frexp(scale)[1] - 1
+    exponent = math.frexp(given)[1] - 1
 
     @functools.wraps(fun)
     def with_scaled_gradients(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -122,9 +122,25 @@ def check_kind(state: Any, kind: Any, cure: str) -> None:
         expected = typing.get_args(kind)[0] if typing.get_args(kind) else kind
         raise TypeError(
             f"Expected the state that this optimizer's init returns, a {expected.__name__}; got {_name(state)}. {cure} "
+            "In an update the order is tx.update(grads, state, params). "
             "If it was restored from a checkpoint without a target, restore it into tx.init(params). If there are "
             "several wrappers, they must be in the same order as for init."
         )
+
+
+def check_optimizer(inner: Any, call: str) -> None:
+    """Raise TypeError unless `inner` is an optimizer. The error shows the right `call`, with {} for the optimizer."""
+    is_optimizer = all(callable(getattr(inner, name, None)) for name in ("init", "update"))
+    if is_optimizer and not isinstance(inner, type) and not hasattr(inner, "to_config"):
+        return
+    got, cure = _name(inner), f"Pass an optimizer such as optax.adamw(1e-3): {call.format('optax.adamw(1e-3)')}."
+    if hasattr(inner, "to_config"):  # A loss scale has the methods `init` and `update` too.
+        got, cure = repr(inner), "Pass the loss scale as loss_scale=: jamp.loss_scaled(tx, loss_scale=...)."
+    elif callable(inner) and hasattr(inner, "__name__"):
+        got = f"the function {inner.__name__}, not its result"
+    elif hasattr(inner, "_fields") and not hasattr(inner, "update"):
+        cure = f"The state comes later: tx = {call.format('tx')}, then opt_state = tx.init(params)."
+    raise TypeError(f"inner must be an optimizer, got {got}. {cure}")
 
 
 def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any) -> None:

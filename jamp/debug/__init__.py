@@ -13,3 +13,9 @@ from ._rounding_report import (
     rounding_report as rounding_report,
 )
 from ._underflow_report import UnderflowReport as UnderflowReport, underflow_report as underflow_report
+
+__all__ = [
+    "ComparedRow", "Comparison", "Finding", "LostUpdates", "MemoryCurve", "MemoryPoint", "NonfiniteReport",
+    "NonfiniteSearch", "RoundingReport", "RoundingRow", "UnderflowReport", "Values", "compare", "find_nonfinite",
+    "lost_updates", "memory_curve", "nonfinite_report", "rounding_report", "underflow_report",
+]  # fmt: skip

@@ -2,3 +2,5 @@
 
 from ._plain import GradScalerStep as GradScalerStep
 from ._scaler import GradScaler as GradScaler
+
+__all__ = ["GradScaler", "GradScalerStep"]

@@ -9,8 +9,9 @@ from jax import Array
 
 from jamp._cast import to_float32
 from jamp._optimizer_state.params import cast_params, warn_if_rounded
+from jamp._step.misuse import check_not_a_pair, naming_misfits
 from jamp._step.skip import apply_or_keep, update_or_skip
-from jamp._step.state import check_holds_no_scaler
+from jamp._step.state import check_holds_no_scaler, check_optimizer
 
 
 class GradScalerStep(NamedTuple):
@@ -35,6 +36,8 @@ def step_plain(
     `tx` sees float32 gradients and parameters. If `grads_finite` (bool[]) is None, the step is unconditional. An
     `opt_state` with a loss scale of its own raises a ValueError.
     """
+    check_optimizer(tx, "scaler.step({}, opt_state, params, grads=grads)")
+    check_not_a_pair(grads, params)
     check_holds_no_scaler(
         opt_state,
         "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
@@ -47,7 +50,8 @@ def step_plain(
     with_extra_args = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, new = with_extra_args.update(grads, state, params, **extra_args)
+        with naming_misfits(tx.init, grads, state, params):
+            updates, new = with_extra_args.update(grads, state, params, **extra_args)
         # State that `init` made float16 for float16 parameters stays float16.
         return updates, optax.tree.cast_like(new, state)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from jamp._step.state import ScalerState
 from jamp.grad_scaler._plain import GradScalerStep, step_plain
 from jamp.grad_scaler._pytree import Pytree
 from jamp.grad_scaler._state_dict import from_state_dict, to_state_dict
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -134,7 +137,9 @@ class GradScaler(Pytree):
         """Multiply a loss, or a pytree of them, by the scale. A loss that is not floating raises a TypeError."""
         return scale_loss(loss, self) if self.is_enabled() else loss
 
-    def value_and_grad(self, fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Any:
+    def value_and_grad(
+        self, fun: Callable[P, R], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    ) -> Callable[P, tuple[R, Any]]:
         """`jax.value_and_grad` with scaling inside: the true loss and the true gradients, for `step(grads=...)`."""
         return value_and_grad(fun, self, argnums, has_aux)
 
