@@ -275,7 +275,7 @@ LIBRARIES = {"neural ODE (Diffrax)": "diffrax", "HMC (NumPyro)": "numpyro"}
 CASTS: dict[str, Cast] = {
     FLOAT64: lambda fun: fun,
     AGAIN: lambda fun: fun,
-    PRODUCTS: lambda fun: jamp.autocast(fun, jnp.float32),
+    PRODUCTS: lambda fun: jamp.autocast(fun, jnp.float32, recompute=True),
     KEPT: lambda fun: jamp.autocast(fun, jnp.float32, recompute=False),
     FLOAT32: lambda fun: fun,
 }

@@ -317,18 +317,35 @@ def check_function(fun: Any, call: str, hint: str = "") -> None:
 
     The error shows the right `call`, such as "jamp.recompute({}, 0.5)", and the `hint`.
     """
-    name, given, of = call.partition("(")[0].removeprefix("jamp."), "loss_fn", "(params, batch)"
+    if got := not_a_function(fun):
+        name = call.partition("(")[0].removeprefix("jamp.")
+        given, of = ("model.apply", "(variables, x)") if _is_unbound_linen(fun) else ("loss_fn", "(params, batch)")
+        raise TypeError(f"{name} takes a function, got {got}.{hint} Write {call.format(given)}{of}.")
+
+
+def not_a_function(x: Any) -> str:
+    """What `x` is, in a few words, if it cannot be transformed as a function; else an empty text."""
+    if isinstance(x, str):
+        return f"a str, {x!r}"
+    if is_dtype(x):
+        return f"the dtype {as_dtype(x) or getattr(x, '__name__', x)}"
+    if _is_unbound_linen(x):
+        return f"the Linen module {type(x).__name__} without its variables"
+    if isinstance(x, type):
+        return f"the class {x.__name__}: decorate its method"
+    if callable(x):
+        return ""
+    return repr(x) if x is None or isinstance(x, (int, float)) else describe(x)
+
+
+def describe(x: Any) -> str:
+    """A value in a few words: "an array float32[2, 3]", "a dict"."""
+    if is_array(x):
+        return f"an array {x.dtype}{list(x.shape)}"
+    name = type(x).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _is_unbound_linen(x: Any) -> bool:
     linen = sys.modules.get("flax.linen")
-    if is_dtype(fun):
-        got = repr(fun) if isinstance(fun, str) else str(as_dtype(fun) or getattr(fun, "__name__", fun))
-        got = f"a str, {got}" if isinstance(fun, str) else got
-    elif linen is not None and isinstance(fun, linen.Module) and fun.scope is None and fun.parent is None:
-        got, given, of = f"the Linen module {type(fun).__name__} without its variables", "model.apply", "(variables, x)"
-    elif isinstance(fun, type):
-        got = f"the class {fun.__name__}: decorate its method"
-    elif callable(fun):
-        return
-    else:
-        got = f"an array, {fun.dtype}{list(fun.shape)}" if is_array(fun) else f"a {type(fun).__name__}"
-        got = repr(fun) if fun is None or isinstance(fun, (int, float)) else got
-    raise TypeError(f"{name} takes a function, got {got}.{hint} Write {call.format(given)}{of}.")
+    return linen is not None and isinstance(x, linen.Module) and x.scope is None and x.parent is None

@@ -162,10 +162,10 @@ MISUSE = {
     # torch's ways of writing.
     "with": (
         TypeError,
-        r"got float16.*not a context.*jamp\.autocast\(loss_fn",
+        r"got the dtype float16.*not a context.*jamp\.autocast\(loss_fn",
         lambda: jamp.autocast(jnp.float16, jnp.float16),
     ),
-    "with NumPy's": (TypeError, "got float16", lambda: jamp.autocast(np.float16, jnp.float16)),
+    "with NumPy's": (TypeError, "got the dtype float16", lambda: jamp.autocast(np.float16, jnp.float16)),
     "with a device": (TypeError, "got a str", lambda: jamp.autocast("cuda", jnp.float16)),
     "parameters": (TypeError, r"got a dict.*jamp\.cast_floating\(params", lambda: jamp.autocast(PARAMS, jnp.float16)),
     "a model with functions": (

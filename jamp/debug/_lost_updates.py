@@ -11,8 +11,9 @@ from jax import Array
 from jax.tree_util import keystr
 
 from jamp import _table
+from jamp._arguments import describe
 from jamp._cast import is_floating
-from jamp.debug._usage import called_as, describe, is_state
+from jamp.debug._usage import called_as, is_state
 
 _SHOWN = 20  # leaves
 

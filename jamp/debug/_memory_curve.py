@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from jamp import _table
-from jamp._arguments import arrays_and_types, is_array
+from jamp._arguments import arrays_and_types, describe, is_array
 from jamp._products.flops import flops_of_products
 from jamp._recompute.budget import MemoryBudget, check_budget, in_bytes
-from jamp.debug._usage import called_as, describe
+from jamp.debug._usage import called_as
 
 _CALL = "jamp.debug.memory_curve(lambda budget: jax.grad(jamp.recompute(loss_fn, budget)))(params, batch)"
 

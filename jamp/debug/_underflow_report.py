@@ -14,11 +14,12 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from jamp import _table
+from jamp._arguments import describe
 from jamp._cast import check_floating
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._step.accessors import get_loss_scale
 from jamp._step.leaves import is_gradient
-from jamp.debug._usage import called_as, describe, is_state
+from jamp.debug._usage import called_as, is_state
 
 _STATIC: Any = {"static": True}
 _SHOWN = 20  # leaves

@@ -3,14 +3,12 @@
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import numpy as np
 
-from jamp._arguments import is_array
+from jamp._arguments import is_array, not_a_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,26 +49,6 @@ def called_as(call: str, *, functions: int = 0, trees: int = 0) -> Callable[[Cal
 def _reason(text: str) -> str:
     """What is wrong with a call, from the message of `inspect.Signature.bind`."""
     return "got too many arguments" if text.startswith("too many") else f"is {text}" if "missing" in text else text
-
-
-def not_a_function(x: Any) -> str:
-    """What `x` is if it cannot be transformed as a function, else an empty text."""
-    linen = sys.modules.get("flax.linen")
-    if linen is not None and isinstance(x, linen.Module) and x.scope is None:
-        return f"the Linen module {type(x).__name__}, whose function is model.apply"
-    if isinstance(x, type) and issubclass(x, np.generic):
-        return f"the dtype {x.__name__}"
-    if isinstance(x, type(jax.numpy.float16)):
-        return f"the dtype {x.dtype}"
-    return "" if callable(x) else describe(x)
-
-
-def describe(x: Any) -> str:
-    """A value in a few words: "an array float32[2, 3]", "a dict"."""
-    if isinstance(x, jax.Array | np.ndarray):
-        return f"an array {x.dtype}{list(x.shape)}"
-    name = type(x).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 @contextlib.contextmanager
