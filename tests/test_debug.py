@@ -128,6 +128,26 @@ def test_a_planted_inf_or_nan_is_found_by_primitive_line_cause_and_path(case):
     assert found.backward == (grad or wrap is scaled) == ("in the backward pass of" in text)
 
 
+def log_density(w, x):
+    return jnp.sum(jnp.log(jnp.exp(-((x @ w) ** 2))))
+
+
+def distances(w, x):
+    return jnp.sum(jnp.linalg.norm(x[:, None] * w - x * w, axis=-1))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_the_cause_does_not_depend_on_the_dtype(dtype):
+    with jax.enable_x64(True):
+        w, x = jnp.ones(3, dtype), jnp.arange(12.0, dtype=dtype).reshape(4, 3)
+        search = find_nonfinite(log_density, grad=True)(w, 10 * x)
+        assert [(finding.primitive, finding.cause) for finding in search.findings] == [("log", "log of 0")]
+        assert search.reaches_results
+        search = find_nonfinite(distances, grad=True)(w, x)
+        assert [(finding.primitive, finding.backward) for finding in search.findings] == [("div", True)]
+        assert search.finding.cause.startswith("division by zero")
+
+
 def test_nothing_found_is_false_and_says_so_and_inputs_with_inf_or_nan_are_named():
     causal = np.tril(np.ones((2, 2), bool))
     search = find_nonfinite(lambda x: jax.nn.softmax(jnp.where(causal, x, -jnp.inf)), grad=True)(jnp.ones((2, 2)))

@@ -443,6 +443,7 @@ LIKE_ANOTHER = {"amsgrad", "adan", "sgd", "rmsprop", "ema", "ademamix", "prodigy
 
 
 @promotes
+@pytest.mark.filterwarnings("ignore:quantized_state stores nothing")  # of centered RMSprop
 @pytest.mark.parametrize("which", [pytest.param(x, marks=[pytest.mark.slow] * (x in LIKE_ANOTHER)) for x in OPTIMIZERS])
 def test_an_optimizer_steps_as_in_float32_and_its_moments_are_bytes(which):
     make, count = OPTIMIZERS[which]
@@ -583,6 +584,19 @@ def test_moments_that_are_all_16_bit_are_a_warning():
         tx.init(low)
     inner.init([low, low.astype(jnp.float32)])
     inner.init(low[0])  # too small for eight bits anyway
+
+
+@promotes
+def test_a_state_with_large_arrays_of_which_none_is_a_known_moment_is_a_warning():
+    params, ema = jnp.ones((64, 128)), lambda params: {"average": params}
+    own = optax.GradientTransformation(ema, lambda grads, state, params=None: (grads, state))
+    for tx in (own, optax.contrib.momo(), optax.rmsprop(1e-3, centered=True)):
+        with pytest.warns(UserWarning, match="stores nothing in eight bits, because no large array.*never_negative="):
+            jamp.quantized_state(tx).init(params)
+        jamp.quantized_state(tx).init(params[0])  # too small
+        jamp.quantized_state(tx, keep=lambda path, x: True).init(params)  # as the user says
+    jamp.quantized_state(own, never_negative=lambda path, x: False).init(params)
+    jamp.quantized_state(optax.sgd(1e-3)).init(params)
 
 
 def test_an_inner_optimizer_is_called_twice_only_for_codes_and_other_bytes_stay():

@@ -70,8 +70,8 @@ def quantized_state(
     It stores in eight bits the float32 moments of Optax's and `optax.contrib`'s states that have at least 4096
     elements and a last axis of at least 16. Everything else stays as it is: sums of gradients, copies of parameters,
     masters, and the states of other libraries. For bfloat16 parameters Optax makes bfloat16 moments, which stay too:
-    put `stochastic_rounding` or `master_params` around, as `inner` then sees float32. `init` warns if no moment is
-    stored in eight bits for that reason.
+    put `stochastic_rounding` or `master_params` around, as `inner` then sees float32. `init` warns
+    if there are arrays that are large enough, and none is stored in eight bits.
 
     `inner` is called twice in a step, for the scales and for the codes, and must have no side effects.
 
@@ -119,7 +119,8 @@ def quantized_state(
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`, which takes long.
         state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
         new = QuantizedState(jnp.array(0, jnp.int32), _encode_moments(state, jnp.array(0, jnp.int32), choices)[0])
-        _warn_if_all_are_16_bit(new)
+        if keep is None:
+            _warn_if_none_is_stored(new)
         return new
 
     def update(
@@ -146,16 +147,23 @@ def quantized_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _warn_if_all_are_16_bit(state: QuantizedState) -> None:
-    moments = [x for x in jax.tree.leaves(state) if is_floating(x) and x.dtype.itemsize == 2 and x.size >= _MIN_SIZE]
-    if moments and not contains(state, _holds_scales):
-        warnings.warn(
-            f"quantized_state stores nothing in eight bits, because the moments are {moments[0].dtype.name}. Optax "
-            "makes them so for parameters of that dtype. Put masters around: "
-            "jamp.master_params(jamp.quantized_state(tx), split=True), or jamp.stochastic_rounding. With float32 "
-            "parameters, leave mu_dtype out.",
-            stacklevel=users_stacklevel(),
+def _warn_if_none_is_stored(state: QuantizedState) -> None:
+    large = [x for x in jax.tree.leaves(state) if is_floating(x) and x.size >= _MIN_SIZE and x.shape[-1] >= _MIN_AXIS]
+    if not large or contains(state, _holds_scales):
+        return
+    if all(x.dtype.itemsize == 2 for x in large):
+        why = (
+            f"because the moments are {large[0].dtype.name}. Optax makes them so for parameters of that dtype. Put "
+            "masters around: jamp.master_params(jamp.quantized_state(tx), split=True), or jamp.stochastic_rounding. "
+            "With float32 parameters, leave mu_dtype out."
         )
+    else:
+        why = (
+            "because no large array of this optimizer's state is a moment that jamp knows. For a state of your own, "
+            "pass never_negative=lambda path, x: False, or True for what is never negative. Copies of parameters, sums "
+            "of gradients, and what is subtracted from another array, as in centered RMSprop, stay in float32."
+        )
+    warnings.warn(f"quantized_state stores nothing in eight bits, {why}", stacklevel=users_stacklevel())
 
 
 def quantize_state(

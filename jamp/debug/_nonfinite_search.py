@@ -112,7 +112,10 @@ _CURES = (
         "the value is beyond float32: look for a learning rate, a scale or an input that is too large; in float64 "
         "code, use jamp.full_precision",
     ),
-    ("^log of 0", "use jax.nn.log_softmax, or add an epsilon that the dtype can hold"),
+    (
+        "^log of 0",
+        "add an epsilon that the dtype can hold, or compute the logarithm itself: jax.nn.log_softmax of logits",
+    ),
     ("difference of squares$", "if it is a variance, use jnp.var: E[x**2] - E[x]**2 cancels, and may be negative"),
     ("^(log|sqrt) of a negative", "clip it, or find out why it is not positive"),
     ("^nan from 0/0", "add an epsilon, or look for a mean over an empty array or mask"),
@@ -124,7 +127,11 @@ _CURES = (
         "^nan is a constant",
         "the code has this NaN on purpose: look at the condition that chooses it, or at what reads it",
     ),
-    ("^nan from inf - inf", "a softmax row that is masked out completely: mask with a large finite number"),
+    (
+        "^nan from inf - inf",
+        "find what made the inf: a division by 0 or an overflow before it, or in a softmax a row that is masked out "
+        "completely, which needs a large finite number as its mask",
+    ),
     ("^nan from", "find the inf among its inputs, and mask with a large finite number in its place"),
     ("outside|not between|below 1|pole|fractional", "clip the operand, with a margin that the dtype can hold"),
     ("of inf$", "find the operation that made the inf, and clip its result"),
@@ -134,7 +141,11 @@ _CURES = (
         "search what it maps: find_nonfinite(jax.vmap(body, axis_name=...)) on arrays with one more axis, which stands "
         "for the devices",
     ),
-    ("positive definite|singular", "add a small multiple of the identity, and compute it in float32"),
+    (
+        "positive definite|singular",
+        "add a small multiple of the identity, 1e-6 of its diagonal in float32 and 1e-12 in float64, and compute it in "
+        "no fewer bits",
+    ),
 )
 
 

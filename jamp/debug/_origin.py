@@ -318,7 +318,8 @@ def _replaced(x: Any, mask: Any) -> Any:
         return x
     if jnp.iscomplexobj(x):
         return jnp.where(mask, jnp.ones_like(x), x)
-    large = jnp.sign(x) * jnp.sqrt(jnp.finfo(x.dtype).max.astype(jnp.float32)).astype(x.dtype)
+    root = np.sqrt(np.float64(jnp.finfo(x.dtype).max))  # float8's would overflow in its own dtype, float64's in float32
+    large = jnp.sign(x) * jnp.asarray(root, x.dtype)
     return jnp.where(mask, jnp.where(jnp.isnan(x), jnp.ones_like(x), large), x)
 
 
