@@ -47,7 +47,8 @@ def loss_function(model, example, *, key=None):
 def cross_entropy(head, hidden, targets, weights, z_loss):
     """Levanter's, with its z-loss: a sum over tokens."""
     logits = jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
-    chosen = jnp.where(jnp.arange(logits.shape[-1]) == targets[:, None], logits, 0).sum(-1)
+    words = jnp.arange(logits.shape[-1])
+    chosen = jnp.where(words == targets[:, None], logits, 0).sum(-1)
     log_z = jax.nn.logsumexp(logits, -1)
     return jnp.sum(weights * (log_z - chosen + z_loss * log_z**2))
 
@@ -55,16 +56,18 @@ def cross_entropy(head, hidden, targets, weights, z_loss):
 def rows_of_tokens(model, example, key=None):
     """The head, and a hidden state, a target and a weight for each token."""
     hidden = model.activations(example.tokens, example.attn_mask, key=key)
-    targets = hax.roll(example.tokens, -1, model.Pos)
-    weights = next_token_loss_weight(model.Pos, example.loss_weight)
+    hidden = hidden.array.reshape(-1, model.Embed.size)
+    targets = hax.roll(example.tokens, -1, model.Pos).array.reshape(-1)
+    weights = next_token_loss_weight(model.Pos, example.loss_weight).array.reshape(-1)
     head = model.get_lm_head().rearrange((model.Vocab, model.Embed)).array
-    return head, hidden.array.reshape(-1, model.Embed.size), targets.array.reshape(-1), weights.array.reshape(-1)
+    return head, hidden, targets, weights
 
 
 def chunked_loss_function(model, example, *, key=None, z_loss=0.0):
     """`compute_next_token_loss`. Logits exist for 128 tokens at a time."""
     head, *rows = rows_of_tokens(model, example, key)
-    return jamp.chunked_sum(lambda *args: cross_entropy(*args, z_loss), 128)(head, *rows) / rows[2].sum()
+    loss_sum = lambda *args: cross_entropy(*args, z_loss)
+    return jamp.chunked_sum(loss_sum, 128)(head, *rows) / rows[2].sum()
 
 
 def apply_updates(model, updates, overwrites, original=trainer_state.apply_updates):

@@ -86,15 +86,18 @@ def chunked_loss(model, hidden, data, config, is_train):
     """In place of MaxText's `vocab_tiling_nnx_loss`: its cross entropy and z-loss, without dropout before the head."""
 
     def sums(_, hidden, targets, segments):
-        # With the final norm and the head of the model, which the function closes over.
-        logits = model.logits_from_hidden_states_for_vocab_tiling(hidden, True, "train").astype(jnp.float32)
-        chosen = jnp.where(jnp.arange(logits.shape[-1]) == targets[:, None], logits, 0).sum(-1)
+        # The final norm and the head belong to the model, which this function closes over.
+        logits = model.logits_from_hidden_states_for_vocab_tiling(hidden, True, "train")
+        words = jnp.arange(logits.shape[-1])
+        chosen = jnp.where(words == targets[:, None], logits, 0).sum(-1)
         log_z = jax.nn.logsumexp(logits, -1)
-        z_loss, weights = config.z_loss_multiplier * log_z**2, segments != 0
+        z_loss = config.z_loss_multiplier * log_z**2
+        weights = segments != 0
         return jnp.sum(weights * (log_z - chosen + z_loss)), jnp.sum(weights * z_loss)
 
+    hidden = hidden.reshape(-1, hidden.shape[-1])
     rows = data["targets"].reshape(-1), data["targets_segmentation"].reshape(-1)
-    return jamp.chunked_sum(sums, 128)(None, hidden.reshape(-1, hidden.shape[-1]), *rows)
+    return jamp.chunked_sum(sums, 128)(None, hidden, *rows)
 
 
 vocab_tiling_nnx_loss = pre_train.vocab_tiling_nnx_loss

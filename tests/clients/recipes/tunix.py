@@ -40,7 +40,8 @@ def make_inputs(example):
 def cross_entropy(head, hidden, targets, weights):
     """A sum over tokens."""
     logits = (hidden @ head).astype(jnp.float32)
-    chosen = jnp.where(jnp.arange(logits.shape[-1]) == targets[:, None], logits, 0).sum(-1)
+    words = jnp.arange(logits.shape[-1])
+    chosen = jnp.where(words == targets[:, None], logits, 0).sum(-1)
     return jnp.sum(weights * (jax.nn.logsumexp(logits, -1) - chosen))
 
 
@@ -50,7 +51,8 @@ def chunked_loss(model, input_tokens, input_mask, positions, attention_mask):
     hidden = nnx.pop(model, nnx.Intermediate)["all_hidden_states"][0]
     hidden, targets, weights = hidden[:, :-1], input_tokens[:, 1:], input_mask[:, 1:]
     rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1)
-    return jamp.chunked_sum(cross_entropy, 128)(model.lm_head.w[...], *rows) / (jnp.sum(weights) + 1e-8)
+    total = jamp.chunked_sum(cross_entropy, 128)(model.lm_head.w[...], *rows)
+    return total / (jnp.sum(weights) + 1e-8)
 
 
 class LogLossScale(hooks.TrainingHooks):
