@@ -12,6 +12,7 @@ from flax import nnx
 from maxtext.configs import pyconfig
 from maxtext.input_pipeline import input_pipeline_interface
 from maxtext.layers import nnx_decoders
+from maxtext.layers.nnx_decoders import NNXDecoder
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train as pre_train
 from maxtext.utils import model_creation_utils
@@ -112,13 +113,14 @@ def train_step(model, *args, original=pre_train.train_step, **kwargs):
     return state, metrics
 
 
-nnx_decoders.NNXDecoder.apply_output_head = jax.named_scope("head")(nnx_decoders.NNXDecoder.apply_output_head)
+NNXDecoder.apply_output_head = jax.named_scope("head")(NNXDecoder.apply_output_head)
 input_pipeline_interface.SyntheticDataIterator, pre_train.train_step = Text, train_step
 
 
 def patch(way):
     """Wrap the loss function and the optimizer, and return the settings."""
-    loss_fn, tiled_loss, wrap, settings = with_bad_steps, vocab_tiling_nnx_loss, lambda tx: tx, {}
+    loss_fn, wrap, settings = with_bad_steps, lambda tx: tx, {}
+    pre_train.vocab_tiling_nnx_loss = vocab_tiling_nnx_loss
     if way.startswith("float16"):
         loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
         wrap = lambda tx: jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
@@ -137,8 +139,8 @@ def patch(way):
     elif way == "8-bit moments":
         wrap = lambda tx: jamp.quantized_state(tx)
     elif way == "losses in chunks":
-        tiled_loss, settings = chunked_loss, {"num_vocab_tiling": 2}  # above 1, the model returns no logits
-    pre_train.vocab_tiling_nnx_loss = tiled_loss
+        pre_train.vocab_tiling_nnx_loss = chunked_loss
+        settings = {"num_vocab_tiling": 2}  # above 1, the model returns no logits
     pre_train.loss_fn = loss_fn
     optimizers.get_optimizer = lambda *args, **kwargs: wrap(get_optimizer(*args, **kwargs))
     return settings
