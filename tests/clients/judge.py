@@ -15,6 +15,11 @@ and, where the client has a model of its own,
     MORE            Further ways of this client, such as its own bfloat16 or its gradient accumulation.
     kept(budget)    The bytes that `jamp.memory_report` counts for the client's decoder at a memory budget, and its
                     gradients.
+    losses(n)       The parameters of a decoder with a vocabulary of n words, and losses as functions of them, by name:
+                    the client's of "whole logits", the same "in chunks" by `jamp.chunked_sum`, and the client's others.
+    decoders()      Float32 parameters, and log-probabilities of tokens as functions of them, by name: in "float32", in
+                    the client's own "bfloat16", and the latter with a "float32 head". The head is in a
+                    `jax.named_scope("head")`.
 """
 
 import importlib
@@ -27,7 +32,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+import jamp
 
 WAYS = {
     "float32": "as the client is",
@@ -37,12 +45,26 @@ WAYS = {
     "bfloat16 parameters": "jamp.stochastic_rounding, and no float32 masters",
 }
 BUDGETS = 1.0, 0.5, 0.25
+VOCABULARY = 32_768
 
 
 def equal(one, other):
     """Whether two trees of arrays are equal bit for bit."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True) for x, y in pairs)
+
+
+def assert_close(one, other, rtol, atol):
+    """Whether two trees of arrays are equal but for rounding. `atol` is relative to the largest number of an array."""
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol * np.abs(x).max())
+
+
+def distance(one, other):
+    """The norm of the difference of two trees of arrays, relative to the norm of the second."""
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
+    one, other = jax.device_get((jax.tree.leaves(one), jax.tree.leaves(other)))
+    return norm([x - y for x, y in zip(one, other, strict=True)]) / norm(other)
 
 
 def trainings(recipe, impossible):
@@ -68,10 +90,56 @@ def memory(recipe):
     kept, grads = zip(*map(recipe.kept, BUDGETS), strict=True)
     assert all(nbytes <= budget * kept[0] for nbytes, budget in zip(kept, BUDGETS, strict=True)), kept
     for other in grads[1:]:
-        for x, y in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(other), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5 * np.abs(x).max())
+        assert_close(grads[0], other, rtol=1e-3, atol=1e-5)
     megabytes = ", ".join(f"{nbytes / 1e6:.2f}" for nbytes in kept)
     return f"{megabytes} MB kept at budgets of {', '.join(map(str, BUDGETS))}"
+
+
+def chunks(recipe):
+    """The client's loss of whole logits, and in chunks: equal but for rounding, and less temporary memory."""
+    params, losses = recipe.losses(VOCABULARY)
+    compiled = {name: jax.jit(jax.value_and_grad(loss)).lower(params).compile() for name, loss in losses.items()}
+    temporary = {name: x.memory_analysis().temp_size_in_bytes for name, x in compiled.items()}
+    print(f"  temporary memory: {temporary}", flush=True)
+    assert temporary["in chunks"] < temporary["whole logits"], temporary
+    (loss, grads), (chunked_loss, chunked_grads) = (compiled[name](params) for name in ("whole logits", "in chunks"))
+    assert_close(loss, chunked_loss, rtol=1e-5, atol=0)
+    assert_close(grads, chunked_grads, rtol=1e-5, atol=1e-5)
+    megabytes = ", ".join(f"{name} {nbytes / 1e6:.0f} MB" for name, nbytes in temporary.items())
+    return f"temporary memory with {VOCABULARY:,} words: {megabytes}"
+
+
+def raised(recipe):
+    """A rule for the head of the client's own bfloat16: its product is float32, as in a model with a float32 head."""
+    params, decoders = recipe.decoders()
+    ruled = {}
+    for category in ("accumulate", "float32"):
+        rule = {"dot_general[head]": category}
+        rows = jamp.autocast_report(decoders["bfloat16"], jnp.bfloat16, rules=rule)(params).rows
+        of_head = [row for row in rows if row.operation == "dot_general[head]"]
+        assert any("bfloat16" in row.before and row.after.endswith("-> float32") for row in of_head), of_head
+        assert {row.category for row in of_head} == {category}, of_head
+        ruled[f"rule {category}"] = jamp.autocast(decoders["bfloat16"], jnp.bfloat16, rules=rule)
+    # Else XLA leaves out roundings of 16-bit code, in each program others.
+    options = {"xla_allow_excess_precision": False}
+
+    def results(log_probs):
+        loss = lambda params: (lambda x: (-x.mean(), x))(log_probs(params).astype(jnp.float32))
+        grads, found = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(params)
+        return {"log-probabilities": found, "gradients": grads}
+
+    found = {name: results(log_probs) for name, log_probs in (decoders | ruled).items()}
+    lines = []
+    for what in ("log-probabilities", "gradients"):
+        for other in ("float32 head", "float32"):
+            apart = {name: distance(found[name][what], found[other][what]) for name in ("bfloat16", *ruled)}
+            assert apart["bfloat16"] < 0.05, apart
+            # Under "accumulate", the cotangent is rounded as before.
+            bound = {"log-probabilities": 1.0, "gradients": 1.1}[what] * apart["bfloat16"]
+            assert all(apart[name] < bound for name in ruled), apart  # False for NaN
+            numbers = ", ".join(f"{name} {x:.3g}" for name, x in apart.items())
+            lines.append(f"{what} from {other}, relative: {numbers}")
+    return f"\n{'':21}".join(lines)
 
 
 def judge(recipe, impossible):
@@ -96,6 +164,10 @@ def judge(recipe, impossible):
         checks["metrics"] = ", ".join(f"{name} {logged[name]:g}" for name in ("overflow_steps", "finite_steps"))
     if hasattr(recipe, "kept"):
         checks["memory"] = memory(recipe)
+    if hasattr(recipe, "losses"):
+        checks["losses in chunks"] = chunks(recipe)
+    if hasattr(recipe, "decoders"):
+        checks["rule for the head"] = raised(recipe)
     lines += [f"{name:20} {text}" for name, text in checks.items()]
     lines += [f"{name:20} not possible: {why}" for name, why in impossible.items()]
     return lines, {"from_float32": apart, "checks": checks, "impossible": impossible}

@@ -2,7 +2,9 @@
 
 import dataclasses
 import tempfile
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import equinox as eqx
 import haliax as hax
@@ -14,9 +16,15 @@ import numpy as np
 from levanter import trainer_state
 from levanter.checkpoint import CheckpointerConfig
 from levanter.data.dataset import ListAsyncDataset
+from levanter.kernels.pallas.fused_cross_entropy_loss import (
+    fused_cross_entropy_loss_and_logsumexp_penalty,
+    linear_softmax_cross_entropy_weighted_sum,
+)
 from levanter.layers.attention import AttentionMask
+from levanter.models import loss
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmExample
+from levanter.models.loss import next_token_loss_weight
 from levanter.optim.config import AdamConfig
 from levanter.tracker.tracker import DictTracker, NoopConfig
 from levanter.trainer import Trainer, TrainerConfig
@@ -25,7 +33,7 @@ import jamp
 from tests.clients.data import text_batches
 
 MARGIN = 0.01
-MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated")
+MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated", "losses in chunks")
 BATCH, LENGTH = 16, 64
 CONFIG = LlamaConfig(
     max_seq_len=LENGTH, hidden_dim=128, intermediate_dim=256, num_layers=2, num_heads=4, num_kv_heads=2
@@ -34,6 +42,32 @@ CONFIG = LlamaConfig(
 
 def loss_function(model, example, *, key=None):
     return model.compute_next_token_loss(example, key=key)
+
+
+def cross_entropy(head, hidden, targets, weights, z_loss):
+    """Levanter's, with its z-loss: a sum over tokens."""
+    logits = jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
+    words = jnp.arange(logits.shape[-1])
+    chosen = jnp.where(words == targets[:, None], logits, 0).sum(-1)
+    log_z = jax.nn.logsumexp(logits, -1)
+    return jnp.sum(weights * (log_z - chosen + z_loss * log_z**2))
+
+
+def rows_of_tokens(model, example, key=None):
+    """The head, and a hidden state, a target and a weight for each token."""
+    hidden = model.activations(example.tokens, example.attn_mask, key=key)
+    hidden = hidden.array.reshape(-1, model.Embed.size)
+    targets = hax.roll(example.tokens, -1, model.Pos).array.reshape(-1)
+    weights = next_token_loss_weight(model.Pos, example.loss_weight).array.reshape(-1)
+    head = model.get_lm_head().rearrange((model.Vocab, model.Embed)).array
+    return head, hidden, targets, weights
+
+
+def chunked_loss_function(model, example, *, key=None, z_loss=0.0):
+    """`compute_next_token_loss`. Logits exist for 128 tokens at a time."""
+    head, *rows = rows_of_tokens(model, example, key)
+    loss_sum = lambda *args: cross_entropy(*args, z_loss)
+    return jamp.chunked_sum(loss_sum, 128)(head, *rows) / rows[2].sum()
 
 
 def apply_updates(model, updates, overwrites, original=trainer_state.apply_updates):
@@ -64,6 +98,8 @@ def make_trainer(way, folder, steps=100, batch=BATCH, seed=0, config=CONFIG):
         optimizer, mp = jamp.master_params(optimizer, split=True), "p=bf16,c=f32"
     elif way == "8-bit moments":
         optimizer = jamp.quantized_state(optimizer)
+    elif way == "losses in chunks":
+        loss_fn = chunked_loss_function
     trainer_config = TrainerConfig(
         id="run",
         seed=seed,
@@ -152,13 +188,68 @@ def metrics():
         return {name: tracker.metrics[name] for name in ("loss_scale", "overflow_steps", "finite_steps")}
 
 
-def kept(budget, layers=4):
-    """Of the loss without Levanter's own checkpoints, because jamp leaves those as they are."""
-    config = dataclasses.replace(CONFIG, num_layers=layers, gradient_checkpointing=False)
-    model = config.build(hax.Axis("vocab", 256), key=jax.random.PRNGKey(0))
+def decoder(vocabulary=256, **settings):
+    """The parameters, a function that puts them into the model, and an example."""
+    config = dataclasses.replace(CONFIG, **settings)
+    model = config.build(hax.Axis("vocab", vocabulary), key=jax.random.PRNGKey(0))
     tokens = hax.named(text_batches(1, BATCH, LENGTH - 1)[0], ("batch", "position"))
-    example = LmExample(tokens, hax.ones(tokens.axes), AttentionMask.causal())
+    weights = hax.named(np.arange(LENGTH) < LENGTH - 8, "position").astype(jnp.float32).broadcast_to(tokens.axes)
     params, rest = eqx.partition(model, eqx.is_inexact_array)
-    loss_fn = lambda params: loss_function(eqx.combine(params, rest), example).scalar()
+    return params, lambda params: eqx.combine(params, rest), LmExample(tokens, weights, AttentionMask.causal())
+
+
+def kept(budget):
+    """Of the loss without Levanter's own checkpoints, because jamp leaves those as they are."""
+    params, model, example = decoder(num_layers=4, gradient_checkpointing=False)
+    loss_fn = lambda params: loss_function(model(params), example).scalar()
     grads = jax.jit(jax.grad(jamp.recompute(loss_fn, budget)))(params)
     return jamp.memory_report(loss_fn, budget)(params).kept, grads
+
+
+def losses(vocabulary):
+    """With a z-loss. Levanter takes words in blocks of 8,192, and its model Grug can take tokens in blocks."""
+    params, model, example = decoder(vocabulary)
+
+    def of(implementation):
+        def kernel(*args, **kwargs):
+            return fused_cross_entropy_loss_and_logsumexp_penalty(*args, **kwargs | {"implementation": implementation})
+
+        def loss_fn(params):
+            with mock.patch.object(loss, "fused_cross_entropy_loss_and_logsumexp_penalty_kernel", kernel):
+                return model(params).compute_next_token_loss(example, logsumexp_weight=1e-4).scalar()
+
+        return loss_fn
+
+    def of_grug(params):
+        head, hidden, targets, weights = rows_of_tokens(model(params), example)
+        options = {"logsumexp_weight": 1e-4, "token_block_size": 128}
+        total = linear_softmax_cross_entropy_weighted_sum(hidden, targets, head.T, weights, **options)
+        return total / weights.sum()
+
+    return params, {
+        "whole logits": of("reference"),
+        "in Levanter's blocks": of("xla"),
+        "in Grug's blocks": of_grug,
+        "in chunks": lambda params: chunked_loss_function(model(params), example, z_loss=1e-4),
+    }
+
+
+def decoders():
+    """Of the logits that the model returns: those of the loss function are float32 products of bfloat16 anyway."""
+    params, model, example = decoder()
+    targets = hax.roll(example.tokens, -1, "position").array[..., None]
+
+    def log_probs(params, policy, head="f32"):
+        own = jmp.get_policy(policy).cast_to_compute(model(params))
+        hidden = own.activations(example.tokens, example.attn_mask)
+        hidden, weight = jmp.get_policy(head).cast_to_compute((hidden, own.get_lm_head()))
+        with jax.named_scope("head"):
+            logits = hax.dot(hidden, weight, axis=own.Embed).array
+        return jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), targets, -1)
+
+    own = "p=f32,c=bf16"
+    return params, {
+        "float32": partial(log_probs, policy="f32"),
+        "float32 head": partial(log_probs, policy=own),
+        "bfloat16": partial(log_probs, policy=own, head=own),
+    }

@@ -12,6 +12,7 @@ from flax import nnx
 from maxtext.configs import pyconfig
 from maxtext.input_pipeline import input_pipeline_interface
 from maxtext.layers import nnx_decoders
+from maxtext.layers.nnx_decoders import NNXDecoder
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train as pre_train
 from maxtext.utils import model_creation_utils
@@ -20,7 +21,7 @@ import jamp
 from tests.clients.data import text_batches
 
 MARGIN = 0.01
-MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated")
+MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated", "losses in chunks")
 BATCH, LENGTH = 16, 64
 BASE = Path(pyconfig.__file__).parent / "base.yml"
 SETTINGS = {
@@ -82,6 +83,27 @@ def with_bad_steps(model, config, data, dropout_rng, params, is_train=True):
     return loss * jnp.where(data["inputs_position"].min() < 0, jnp.inf, 1.0), aux
 
 
+def chunked_loss(model, hidden, data, config, is_train):
+    """In place of MaxText's `vocab_tiling_nnx_loss`: its cross entropy and z-loss, without dropout before the head."""
+
+    def sums(_, hidden, targets, segments):
+        # The final norm and the head belong to the model, which this function closes over.
+        logits = model.logits_from_hidden_states_for_vocab_tiling(hidden, True, "train")
+        words = jnp.arange(logits.shape[-1])
+        chosen = jnp.where(words == targets[:, None], logits, 0).sum(-1)
+        log_z = jax.nn.logsumexp(logits, -1)
+        z_loss = config.z_loss_multiplier * log_z**2
+        weights = segments != 0
+        return jnp.sum(weights * (log_z - chosen + z_loss)), jnp.sum(weights * z_loss)
+
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    rows = data["targets"].reshape(-1), data["targets_segmentation"].reshape(-1)
+    return jamp.chunked_sum(sums, 128)(None, hidden, *rows)
+
+
+vocab_tiling_nnx_loss = pre_train.vocab_tiling_nnx_loss
+
+
 def train_step(model, *args, original=pre_train.train_step, **kwargs):
     """MaxText's, with jamp's metrics among its own."""
     state, metrics = original(model, *args, **kwargs)
@@ -91,12 +113,14 @@ def train_step(model, *args, original=pre_train.train_step, **kwargs):
     return state, metrics
 
 
+NNXDecoder.apply_output_head = jax.named_scope("head")(NNXDecoder.apply_output_head)
 input_pipeline_interface.SyntheticDataIterator, pre_train.train_step = Text, train_step
 
 
 def patch(way):
     """Wrap the loss function and the optimizer, and return the settings."""
     loss_fn, wrap, settings = with_bad_steps, lambda tx: tx, {}
+    pre_train.vocab_tiling_nnx_loss = vocab_tiling_nnx_loss
     if way.startswith("float16"):
         loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
         wrap = lambda tx: jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
@@ -114,6 +138,9 @@ def patch(way):
         wrap, settings = lambda tx: jamp.master_params(tx, split=True), {"weight_dtype": "bfloat16"}
     elif way == "8-bit moments":
         wrap = lambda tx: jamp.quantized_state(tx)
+    elif way == "losses in chunks":
+        pre_train.vocab_tiling_nnx_loss = chunked_loss
+        settings = {"num_vocab_tiling": 2}  # above 1, the model returns no logits
     pre_train.loss_fn = loss_fn
     optimizers.get_optimizer = lambda *args, **kwargs: wrap(get_optimizer(*args, **kwargs))
     return settings
@@ -168,17 +195,60 @@ class WithoutCheckpoints:
         return getattr(jax, name)
 
 
-def kept(budget):
-    """Of the loss without MaxText's own checkpoints, because jamp leaves those as they are."""
+def decoder(**settings):
+    """The parameters, a function that puts them into the model, the configuration and a batch."""
     with tempfile.TemporaryDirectory() as folder:
-        config, _ = initialize(folder, steps=1, base_num_decoder_layers=4, param_scan_axis=0)
+        config, _ = initialize(folder, steps=1, **settings)
     model = model_creation_utils.from_config(config, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     data = next(Text(config, model.mesh))
+    data["targets_segmentation"][:, -8:] = 0
+    return params, lambda params: nnx.merge(graphdef, params, rest, copy=True), config, data
+
+
+def kept(budget):
+    """Of the loss without MaxText's own checkpoints, because jamp leaves those as they are."""
+    params, model, config, data = decoder(base_num_decoder_layers=4, param_scan_axis=0)
 
     def loss(params):
         with mock.patch.object(nnx_decoders, "jax", WithoutCheckpoints()):
-            return with_bad_steps(nnx.merge(graphdef, params, rest, copy=True), config, dict(data), None, None)[0]
+            return with_bad_steps(model(params), config, dict(data), None, None)[0]
 
     grads = jax.jit(jax.grad(jamp.recompute(loss, budget)))(params)
     return jamp.memory_report(loss, budget)(params).kept, grads
+
+
+def losses(vocabulary):
+    """With a z-loss, and as many tiles as chunks."""
+
+    def of(tiles, tiled_loss=vocab_tiling_nnx_loss):
+        settings = {"vocab_size": vocabulary, "num_vocab_tiling": tiles, "z_loss_multiplier": 1e-4}
+        params, model, config, data = decoder(**settings)
+
+        def loss(params):
+            with mock.patch.object(pre_train, "vocab_tiling_nnx_loss", tiled_loss):
+                return loss_fn(model(params), config, dict(data), None, None)[0]
+
+        return params, loss
+
+    params, whole = of(1)
+    return params, {"whole logits": whole, "num_vocab_tiling": of(8)[1], "in chunks": of(8, chunked_loss)[1]}
+
+
+def decoders():
+    """MaxText's own setting for the head is `logits_dot_in_fp32`."""
+
+    def of(**settings):
+        params, model, _, data = decoder(**settings)
+        names = {"decoder_input_tokens": "inputs", "decoder_positions": "inputs_position"}
+        inputs = {name: data[key] for name, key in (names | {"decoder_segment_ids": "inputs_segmentation"}).items()}
+
+        def log_probs(params):
+            logits = model(params)(**inputs, enable_dropout=False)
+            return jnp.take_along_axis(jax.nn.log_softmax(logits), data["targets"][..., None], -1)
+
+        return params, log_probs
+
+    params, bfloat16 = of(dtype="bfloat16")
+    _, float32_head = of(dtype="bfloat16", logits_dot_in_fp32=True)
+    return params, {"float32": of()[1], "float32 head": float32_head, "bfloat16": bfloat16}

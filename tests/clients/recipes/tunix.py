@@ -1,5 +1,6 @@
 """Tunix: supervised fine-tuning of a small Qwen3 with `PeftTrainer`, its checkpoints and its metrics logger."""
 
+import dataclasses
 import tempfile
 
 import jax
@@ -15,12 +16,13 @@ import jamp
 from tests.clients.data import text_batches
 
 MARGIN = 0.01
+MORE = ("losses in chunks",)
 CONFIG = qwen3.ModelConfig(2, 256, 128, 256, 4, 64, 2, rope_theta=10_000, norm_eps=1e-6)
 BATCHES = text_batches(100, length=31)
 
 
-def make_model(dtype):
-    model = qwen3.Qwen3(CONFIG, rngs=nnx.Rngs(0))
+def make_model(dtype, config=CONFIG):
+    model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
     for i, layer in enumerate(model.layers):  # Tunix initializes these with zeros, for weights to be loaded
         for j, linear in enumerate((layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)):
             key = nnx.Rngs(100 + 3 * i + j).params()
@@ -33,6 +35,24 @@ def make_inputs(example):
     mask = example["input_mask"] != 0
     positions, attention_mask = utils.build_positions_from_mask(mask), utils.make_causal_attn_mask(mask)
     return example | {"positions": positions, "attention_mask": attention_mask}
+
+
+def cross_entropy(head, hidden, targets, weights):
+    """A sum over tokens."""
+    logits = (hidden @ head).astype(jnp.float32)
+    words = jnp.arange(logits.shape[-1])
+    chosen = jnp.where(words == targets[:, None], logits, 0).sum(-1)
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, -1) - chosen))
+
+
+def chunked_loss(model, input_tokens, input_mask, positions, attention_mask):
+    """Tunix's loss. Logits exist for 128 tokens at a time: nothing reads those that the model returns."""
+    model(input_tokens, positions, None, attention_mask, output_hidden_states=True)
+    hidden = nnx.pop(model, nnx.Intermediate)["all_hidden_states"][0]
+    hidden, targets, weights = hidden[:, :-1], input_tokens[:, 1:], input_mask[:, 1:]
+    rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), weights.reshape(-1)
+    total = jamp.chunked_sum(cross_entropy, 128)(model.lm_head.w[...], *rows)
+    return total / (jnp.sum(weights) + 1e-8)
 
 
 class LogLossScale(hooks.TrainingHooks):
@@ -61,6 +81,8 @@ def make_trainer(way, **config):
         trainer.with_loss_fn(jamp.autocast(trainer.loss_fn, jnp.bfloat16))
     elif way == "8 bit":
         trainer.with_loss_fn(jamp.autocast(trainer.loss_fn, jamp.Float8()))
+    elif way == "losses in chunks":
+        trainer.with_loss_fn(chunked_loss)
     return trainer
 
 
@@ -110,3 +132,13 @@ def metrics():
     trainer.train(examples(3, bad={1}))
     history = trainer.metrics_logger.get_metric_history
     return {name: history("", name, "train")[-1] for name in ("loss_scale", "overflow_steps", "finite_steps")}
+
+
+def losses(vocabulary):
+    """Of sequences that end in tokens without weight."""
+    graphdef, params = nnx.split(make_model(jnp.float32, dataclasses.replace(CONFIG, vocab_size=vocabulary)))
+    mask = np.ones(BATCHES[0].shape, np.float32)
+    mask[:, -8:] = 0
+    inputs = make_inputs({"input_tokens": BATCHES[0], "input_mask": mask})
+    of = lambda loss_fn: lambda params: loss_fn(nnx.merge(graphdef, params, copy=True), **inputs)
+    return params, {"whole logits": of(peft_trainer._default_loss_fn), "in chunks": of(chunked_loss)}
