@@ -330,7 +330,7 @@ def not_a_function(x: Any) -> str:
     if is_dtype(x):
         return f"the dtype {as_dtype(x) or getattr(x, '__name__', x)}"
     if _is_unbound_linen(x):
-        return f"the Linen module {type(x).__name__} without its variables"
+        return f"the Linen module {type(x).__name__}, whose function is model.apply"
     if isinstance(x, type):
         return f"the class {x.__name__}: decorate its method"
     if callable(x):

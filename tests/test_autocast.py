@@ -565,7 +565,7 @@ def test_the_compute_dtype_has_no_default_and_the_error_names_the_missing_argume
     ):
         jamp.autocast(jnp.exp)
     for make in (jamp.autocast_report, jamp.debug.rounding_report):
-        with pytest.raises(TypeError, match=rf"{make.__name__}\(\) missing 1 required .*argument: 'compute_dtype'"):
+        with pytest.raises(TypeError, match=rf"{make.__name__}.* missing .*required .*argument: 'compute_dtype'"):
             make(jnp.exp)
 
 
