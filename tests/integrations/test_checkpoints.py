@@ -285,7 +285,7 @@ def test_a_run_without_a_loss_scale_is_described_without_one():
     scaled = jamp.loss_scaled(tx).init(params)
     for tree in (scaled, {"opt_state": jax.eval_shape(lambda: scaled)}, jamp.GradScaler()):
         for call in (interop.checkpoint_config, lambda tree: interop.check_checkpoint_config(config, tree)):
-            with pytest.raises(ValueError, match="holds a loss scale, and none was passed.*loss_scale="):
+            with pytest.raises(ValueError, match=r"holds a loss scale, and none was passed\..*loss_scale="):
                 call(tree)
     interop.checkpoint_config(jamp.loss_scaled(tx, jamp.NoOpLossScale()).init(params))
 
