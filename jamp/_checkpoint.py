@@ -7,11 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._loss_scale.static import LossScale
-from jamp._step.leaves import is_numeric
+from jamp._loss_scale.static import LossScale, NoOpLossScale
+from jamp._step.leaves import contains, is_numeric
+from jamp._step.state import is_skipping
 
 
-def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
+def checkpoint_config(tree: Any, loss_scale: LossScale = NoOpLossScale()) -> dict[str, Any]:
     """Describe a state: the configuration of the loss scale, and the shape and dtype of every array.
 
     Save it with the checkpoint. Restoring may cast arrays silently, and two kinds of loss scale may have the same
@@ -19,25 +20,29 @@ def checkpoint_config(tree: Any, loss_scale: LossScale) -> dict[str, Any]:
 
     Args:
       tree: The state that is saved, or its `jax.ShapeDtypeStruct`s. Leaves that are not arrays or numbers are left out.
-      loss_scale: The configuration of its loss scale.
+      loss_scale: The configuration of its loss scale. Leave it out if the state has none.
 
     Returns:
       A mapping of strings, numbers, lists and None, for Python's `json`. `loss_scale` is the result of `to_config()`.
       Without that method it only has the class name as `type`. `arrays` has an entry such as "float32[3,4]" for each
       path.
 
+    Raises:
+      ValueError: If the state holds a loss scale, and `loss_scale` is left out.
+
     Examples:
       >>> import jax.numpy as jnp, jamp
       >>> jamp.interop.checkpoint_config({"w": jnp.ones((3, 4))}, jamp.StaticLossScale(8.0))
       {'loss_scale': {'type': 'static', 'scale': 8.0}, 'arrays': {"['w']": 'float32[3,4]'}}
     """
+    _check_given(tree, loss_scale)
     # Without x64, `result_type` takes NumPy's float64 for float32.
     describe = lambda x: f"{getattr(x, 'dtype', None) or jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
     arrays = {keystr(path): describe(x) for path, x in tree_leaves_with_path(tree) if is_numeric(x)}
     return {"loss_scale": _config(loss_scale), "arrays": arrays}
 
 
-def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: LossScale) -> None:
+def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: LossScale = NoOpLossScale()) -> None:
     """Raise unless a checkpoint fits a state. Call it before restoring the checkpoint into the state.
 
     Different numbers of the same kind of loss scale, such as another `growth_interval`, are not an error. The run
@@ -46,10 +51,11 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
     Args:
       saved: The result of `checkpoint_config` from when the checkpoint was saved.
       tree: The state to restore into.
-      loss_scale: The configuration of its loss scale.
+      loss_scale: The configuration of its loss scale. Leave it out if the state has none.
 
     Raises:
       ValueError: If the kind of loss scale or an array differs, or `saved` is damaged. The message names both sides.
+        If the state holds a loss scale, and `loss_scale` is left out.
 
     Examples:
       >>> import jax.numpy as jnp, jamp
@@ -62,6 +68,7 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
       The checkpoint does not fit: ['w'] was saved as float32[3], the state has float16[3].
     """
     _check_form(saved)
+    _check_given(tree, loss_scale)
     kind, wanted = saved["loss_scale"]["type"], _config(loss_scale)["type"]
     if kind != wanted:
         raise ValueError(
@@ -78,6 +85,15 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
             f"The checkpoint does not fit: {'; '.join(wrong[:3])}{more}. Restore it into a state of the saved shapes "
             "and dtypes, then convert: jamp.cast_floating for parameters, jamp.interop.wrap_state for the state of a "
             "plain optimizer."
+        )
+
+
+def _check_given(tree: Any, loss_scale: LossScale) -> None:
+    """Raise ValueError if the state holds a loss scale, and the default stands for its configuration."""
+    if isinstance(loss_scale, NoOpLossScale) and contains(tree, is_skipping):
+        raise ValueError(
+            "The state holds a loss scale, and none was passed. Pass its configuration as loss_scale=, such as "
+            "jamp.DynamicLossScale()."
         )
 
 

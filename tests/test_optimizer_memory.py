@@ -695,6 +695,18 @@ def test_masters_are_split_for_bfloat16_only():
         assert jamp.interop.split_masters(state, types)[0].dtype == BF16
 
 
+def test_the_state_of_a_chain_is_an_error_that_names_the_element():
+    params = jnp.ones(3, BF16)
+    for split, convert in ((False, jamp.interop.split_masters), (True, jamp.interop.join_masters)):
+        tx = optax.chain(optax.clip(1.0), jamp.master_params(optax.sgd(0.1), split=split))
+        opt_state = tx.init(params)
+        with pytest.raises(TypeError, match=r"state of an optax.chain.* Pass its element: opt_state\[1\]\."):
+            convert(opt_state, params)
+        convert(opt_state[1], params)
+        with pytest.raises(TypeError, match="It is for the states of"):
+            convert(opt_state[:1], params)
+
+
 def test_a_block_size_may_be_a_number_of_numpy():
     with pytest.raises(ValueError, match="block_size must be a power of two, got block_size=100"):
         jamp.quantized_state(optax.sgd(0.1, momentum=0.9), block_size=np.int64(100))

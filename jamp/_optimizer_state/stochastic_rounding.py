@@ -58,9 +58,12 @@ def stochastic_rounding(
     """Train bfloat16 parameters without float32 masters.
 
     Rounding to nearest loses small updates. This rounds each new parameter up or down, with the probability that makes
-    it right on average. Put it last before `apply_updates`, and `loss_scaled` around it. `inner` sees float32 gradients
-    and parameters. Parameters of 32 or more bits are stepped as usual. If all are, and `state_dtype` is None, it does
-    nothing, and warns.
+    it right on average. `inner` sees float32 gradients and parameters. Parameters of 32 or more bits are stepped as
+    usual. If all are, and `state_dtype` is None, it does nothing, and warns.
+
+    Put it last before `apply_updates`, and `loss_scaled` around it. In
+    `optax.chain(jamp.stochastic_rounding(tx), optax.scale(0.5))` updates of bfloat16 parameters are lost without an
+    error. Put the whole chain inside.
 
     A step's roundings are noise of up to a 128th of each parameter. Optax's `dog`, `dowg` and `mechanize` measure the
     distance to the first parameters, and with it that noise, so they are an error. `prodigy`, `momo` and `cocob`
@@ -70,8 +73,9 @@ def stochastic_rounding(
     array. From the same gradients, and with an `inner` that computes the same bits (`quantized_state` does not), a
     compiled run is the same bit for bit on any number of devices. After a restart it always is.
 
-    `optax.apply_updates(params, updates)` gives exactly the rounded parameter if the difference is a normal number and
-    the step makes the parameter at most 2**14 times smaller. Otherwise it is within 2**-23 times the old parameter.
+    `optax.apply_updates(params, updates)` gives exactly the rounded parameter, with two exceptions: an update that is a
+    subnormal number, and a step that makes the parameter more than 2**14 times smaller. The result is then at most
+    2**-23 times the old parameter away from it.
 
     Args:
       inner: The optimizer.

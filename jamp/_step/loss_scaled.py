@@ -28,7 +28,9 @@ def loss_scaled(
     """Skip steps whose gradients overflowed, and adapt the loss scale.
 
     Wrap the whole optimizer chain: `jamp.loss_scaled(optax.chain(clip, adamw))`. Compute the gradients with
-    `jamp.value_and_grad(loss_fn, opt_state)`.
+    `jamp.value_and_grad(loss_fn, opt_state)`. Nothing outside the wrapper is skipped. Before it in a chain, a state
+    such as that of `optax.trace` keeps an inf forever. After it, `optax.add_decayed_weights` changes the parameters on
+    a skipped step.
 
     `update` takes the true gradients. If they are finite, it returns the inner update. If not, it returns updates of
     -0.0, and nothing in the inner state changes: no count, no schedule, no moment. The loss scale always adapts.
@@ -46,8 +48,8 @@ def loss_scaled(
       inner: The optimizer.
       loss_scale: A loss scale. `NoOpLossScale()` switches scaling, checks and skips off.
       unscale: If True, `update` takes the gradients of `jamp.scale_loss(loss, opt_state)` and unscales them. It is for
-        trainers that call `jax.grad` themselves. No transformation may stand before it in a chain. It also divides
-        true gradients, such as the results of `jax.jit(jax.grad(jamp.scaled(fun)))`: it cannot tell them apart.
+        trainers that call `jax.grad` themselves. No transformation may stand before it in a chain. Do not pass it
+        true gradients, such as the results of `jax.jit(jax.grad(jamp.scaled(fun)))`. It would divide them too.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Returns:
@@ -58,7 +60,8 @@ def loss_scaled(
     Raises:
       TypeError: If `inner` or `loss_scale` is of the wrong kind. From `update`, if the state is not from `init`.
       ValueError: From `init`, if `inner` is already loss-scaled, a mask hides some of the parameters, or parameters are
-        averaged after their stochastic rounding. From `update`, if rounded updates are multiplied by a number.
+        averaged after their stochastic rounding. From `update`, if a transformation after
+        `stochastic_rounding` multiplies its updates by a number.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jamp

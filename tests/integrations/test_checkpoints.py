@@ -271,6 +271,25 @@ def test_another_loss_scale_or_what_does_not_fit_is_an_error_that_names_both():
     assert interop.checkpoint_config({}, Halving())["loss_scale"] == {"type": "Halving"}
 
 
+def test_a_run_without_a_loss_scale_is_described_without_one():
+    params = {"w": jnp.ones((4, 2), jnp.bfloat16)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), jamp.master_params(optax.adamw(1e-3), split=True))
+    state = {"params": params, "opt_state": tx.init(params)}
+    config = json.loads(json.dumps(interop.checkpoint_config(state)))
+    assert config == interop.checkpoint_config(state, jamp.NoOpLossScale())
+    interop.check_checkpoint_config(config, jax.eval_shape(lambda: state))
+    wide = state | {"params": {"w": jnp.ones((4, 2))}}
+    with pytest.raises(ValueError, match=r"\['params'\]\['w'\] was saved as bfloat16\[4,2\], the state has float32"):
+        interop.check_checkpoint_config(config, wide)
+    # A loss scale that was forgotten, in the state or in its shapes.
+    scaled = jamp.loss_scaled(tx).init(params)
+    for tree in (scaled, {"opt_state": jax.eval_shape(lambda: scaled)}, jamp.GradScaler()):
+        for call in (interop.checkpoint_config, lambda tree: interop.check_checkpoint_config(config, tree)):
+            with pytest.raises(ValueError, match=r"holds a loss scale, and none was passed\..*loss_scale="):
+                call(tree)
+    interop.checkpoint_config(jamp.loss_scaled(tx, jamp.NoOpLossScale()).init(params))
+
+
 def train(folder):
     """In a process of its own: train to the last step from the last checkpoint, if any. Each step is announced."""
     run, step = start("loss_scaled", "dynamic")
