@@ -169,7 +169,7 @@ class RoundingReport:
         return [_table.wrapped(f"next: {how}", 6)]
 
 
-_LEGEND = "Relative errors that a row causes in value and gradients: predicted, and measured with no other row"
+_LEGEND = "Relative errors that a row causes alone: of value and gradients, predicted, and of the gradients, measured"
 
 
 def _cells(row: RoundingRow) -> list[str]:
