@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import jamp
-
 START = """
 from typing import Any
 import jax, jax.numpy as jnp, optax, jamp
@@ -46,7 +44,7 @@ TYPES = {
 def test_a_transformed_function_keeps_its_types(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(START + "".join(f"reveal_type({expression})\n" for expression in TYPES))
-    config = Path(jamp.__file__).parents[1] / "pyproject.toml"
+    config = Path(__file__).parents[1] / "pyproject.toml"
     command = sys.executable, "-m", "mypy", "--config-file", config, "--follow-imports=silent", "--no-pretty", path
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     text = re.sub(r"\b(builtins|typing)\.|(?<= =) \.\.\.", "", found.stdout)
