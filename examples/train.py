@@ -140,8 +140,9 @@ def main():
     print(f"{'':22}{'loss':>8}{'time':>12}{'temporary memory':>20}{'parameters and state':>24}")
     for name, loss, milliseconds, temporary, state in rows:
         print(f"{name:22}{loss:8.3f}{milliseconds:9.1f} ms{temporary:17.1f} MB{state:21.1f} MB")
-    print("loss: of text not trained on, in nats per byte. time: of a step. Most CPUs have no products in 16 bit.")
-    print("There a step takes less time because it writes less memory, which says nothing about a GPU.")
+    print("loss: of text not trained on, in nats per byte. time: of a step.")
+    print("Most CPUs have no products in 16 bit. There, a step takes less time because it")
+    print("writes less memory. This says nothing about a GPU.")
     args.out.mkdir(parents=True, exist_ok=True)
     draw(histories, args.out / "train.png")
     print(f"The curves are in {args.out / 'train.png'}.")
