@@ -169,7 +169,7 @@ class RoundingReport:
         return [_table.wrapped(f"next: {how}", 6)]
 
 
-_LEGEND = "Relative errors that a row causes alone: of value and gradients, predicted, and of the gradients, measured"
+_LEGEND = "Relative errors of a row alone: of value and gradients, predicted; of the gradients, measured"
 
 
 def _cells(row: RoundingRow) -> list[str]:
