@@ -2,7 +2,7 @@
 
     python -m benchmarks.step.compile --json docs/benchmarks/compile_cpu.json
 
-Layers are in a loop, or unrolled. A cell is the median of five rounds, and their range. Before each, JAX forgets all
+Layers are in a loop, or unrolled. A cell is the median of three rounds, and their range. Before each, JAX forgets all
 traces and programs. A round before them, which loads modules, is not counted. No compilation cache is used.
 """
 
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     options = parser("benchmarks.step.compile", __doc__).parse_args()
     shape = (models.SMALL if options.quick else models.SHAPES)["GPT-2 124 M"]
     found = [
-        row for scanned in (True, False) for row in measured(replace(shape, scanned=scanned), 1 if options.quick else 5)
+        row for scanned in (True, False) for row in measured(replace(shape, scanned=scanned), 1 if options.quick else 3)
     ]
     write(
         options.json, record("benchmarks.step.compile", options.quick, jax.devices()[0].device_kind) | {"rows": found}
