@@ -38,7 +38,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """With `--one-each` or `--in-turn`, each test is run, but not each of its cases.
 
-    Tests that are marked `in_turn` are cases of one test.
+    With `--in-turn`, all tests that are marked `in_turn` are cases of one test.
     """
     in_turn = config.getoption("--in-turn")
     if not (config.getoption("--one-each") or in_turn):
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
     tests = {}
     for item in items:
         name = (item.path, getattr(item, "originalname", item.name))
-        tests.setdefault("in turn" if item.get_closest_marker("in_turn") else name, []).append(item)
+        tests.setdefault("in turn" if in_turn and item.get_closest_marker("in_turn") else name, []).append(item)
     kept = {item for cases in tests.values() for item in cases[day % n :: n] or [cases[day % len(cases)]]}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

@@ -609,3 +609,23 @@ def test_whether_operations_are_recorded_is_known_and_leaves_no_trace():
     assert found[4:] == [True] * len(found[4:])
     assert len(found) >= 8
     assert not jaxpr.eqns
+
+
+@pytest.mark.parametrize("fails", ["update", "init too"])
+def test_an_error_of_an_optimizer_that_jamp_cannot_explain_stays_as_it_is(fails):
+    """The code of the optimizer may have no module, as in a program that is run by `exec`."""
+    code = {"fails": False}
+    exec("def fail(*args):\n    raise RuntimeError('of the optimizer')", code)
+    del code["__builtins__"]
+
+    def init(params):
+        if code["fails"]:
+            raise TypeError("of init")
+        return {"count": jnp.zeros(())}
+
+    tx = jamp.loss_scaled(optax.GradientTransformation(init, lambda *args: code["fail"]()))
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    code["fails"] = fails == "init too"
+    with pytest.raises(RuntimeError, match="of the optimizer"):
+        tx.update(params, state, params)

@@ -145,7 +145,7 @@ def naming_misfits(init: Any = None, grads: Any = None, state: Any = None, param
         yield
     except Exception as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals["__name__"].startswith("jamp."):  # An error of jamp's own says it better.
+        if frame.f_globals.get("__name__", "").startswith("jamp."):  # An error of jamp's own says it better.
             raise
         if message := _misfit(init, grads, state, params):
             raise ValueError(message) from error
@@ -175,7 +175,10 @@ def _misfit(init: Any, grads: Any, state: Any, params: Any) -> str:
             f"The gradients do not have the structure of params: {keystr(odd) or 'an array'} is in one of them only. "
             "Write loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params); tx.update(grads, opt_state, params)."
         )
-    expected = state if params is None else jax.eval_shape(init, params)
+    try:
+        expected = state if params is None else jax.eval_shape(init, params)
+    except Exception:  # The first error says more than that of `init`.
+        return ""
     structures: list[Any] = list(map(jax.tree.structure, (expected, state)))
     if structures[0] != structures[1]:
         return (
