@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,29 +29,24 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `benchmarks`; at the end:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--one-each", action="store_true", help="run the first case of each parametrized test")
-    parser.addoption(
-        "--in-turn", metavar="DAY/N", help="run every N-th case of each parametrized test, others on another day"
-    )
+    parser.addoption("--in-turn", metavar="DAY/N", help="run every N-th of the selected tests: all of them in N days")
 
 
-@pytest.hookimpl(trylast=True)  # after the tests that are marked slow were left out
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """With `--one-each` or `--in-turn`, each test is run, but not each of its cases.
-
-    With `--in-turn`, all tests that are marked `in_turn` are cases of one test.
-    """
-    in_turn = config.getoption("--in-turn")
-    if not (config.getoption("--one-each") or in_turn):
-        return
-    day, n = map(int, in_turn.split("/")) if in_turn else (0, len(items))
-    tests = {}
+    """Marks as slow what `slow_after` says, and after the selection by marks, takes every N-th with `--in-turn`."""
+    seen = Counter()
     for item in items:
-        name = (item.path, getattr(item, "originalname", item.name))
-        tests.setdefault("in turn" if in_turn and item.get_closest_marker("in_turn") else name, []).append(item)
-    kept = {item for cases in tests.values() for item in cases[day % n :: n] or [cases[day % len(cases)]]}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+        test = (item.path, getattr(item, "originalname", item.name))
+        seen[test] += 1
+        if (few := item.get_closest_marker("slow_after")) and seen[test] > few.args[0]:
+            item.add_marker("slow")
+    result = yield
+    if in_turn := config.getoption("--in-turn"):
+        day, n = map(int, in_turn.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % n != day % n])
+        items[:] = items[day % n :: n]
+    return result
 
 
 def pytest_collection_finish(session):

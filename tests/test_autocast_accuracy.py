@@ -158,6 +158,7 @@ def error(found, true):
     return np.linalg.norm(found - true) / np.linalg.norm(true)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.promotes("optax")
 @pytest.mark.parametrize(
     ("name", "dtype"),

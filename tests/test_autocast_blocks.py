@@ -54,6 +54,7 @@ def test_a_product_is_that_of_the_encoded_operands():
     np.testing.assert_allclose(small, product(x.at[:, :32].set(0), w), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "equation", ["ij,jk->ik", "ji,kj->ik", "bij,bjk->bik", "bij,jk->bik", "ibj,bkj->bik", "abj,jc->abc"]
 )
@@ -75,6 +76,7 @@ def test_values_and_both_gradients_are_close_in_any_layout(equation):
     assert len(scaled_dots(lambda x, w: jax.vjp(low, x, w)[1](g), x, w)) == 3
 
 
+@pytest.mark.slow
 def test_explicit_axes_and_empty_operands_stay_in_the_carrier():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Explicit,))
     forced = jamp.autocast(lambda x, w: x @ w, MX, rules={"dot_general": "compute"})
@@ -137,6 +139,7 @@ def test_dots_saveable_keeps_the_16_bit_result_of_each_product():
     assert inside(MX) == inside(jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_budgets_and_the_memory_report_count_what_is_kept():
     def deep(w, x):
         for _ in range(4):
@@ -185,6 +188,7 @@ def test_inf_and_nan_make_the_product_nan():
     assert (product(jnp.zeros_like(X), W[0]) == 0).all()
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_refused():
     low = jamp.autocast(loss, MX)
     for call in (jax.jacfwd(low), jax.grad(lambda w, x: jnp.sum(jax.grad(low)(w, x) ** 2))):

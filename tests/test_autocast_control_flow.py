@@ -84,6 +84,7 @@ ENTERED = LOOPS | {
 }
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.promotes("x64 makes Python numbers float64")
 @pytest.mark.parametrize(
     ("name", "dtype"),

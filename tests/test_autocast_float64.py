@@ -146,6 +146,7 @@ LINEAR_ALGEBRA = {
 }
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("order", [lambda fun: autocast(fun), *ORDERS.values()], ids=["autocast", *ORDERS])
 @pytest.mark.parametrize(
     "name",
@@ -161,6 +162,7 @@ def test_linear_algebra_products_of_vectors_and_their_derivatives_stay_float64(n
         assert F32 not in count(order(fun), SPD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["cg", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bicgstab", "gmres"))])
 def test_a_solver_stays_float64_and_the_matrix_vector_products_passed_to_it_do_not(solver):
     solve = getattr(jax.scipy.sparse.linalg, solver)
@@ -231,6 +233,7 @@ QUICK = {("value", "forces"), ("second", "scan"), ("hessian", "cond"), ("vmap", 
 QUICK |= {("gradient", name) for name in ("forces", "custom_vjp", "shard_map")}
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("transform", "name"),
     [

@@ -231,6 +231,7 @@ CONSTRUCTS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "granularity"),
     [
@@ -265,6 +266,7 @@ def test_a_float16_carrier_and_a_scaled_loss_train_too():
 SLOW = [pytest.param(policy, marks=pytest.mark.slow) for policy in ("dots_saveable", "nothing_saveable")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["everything_saveable", *SLOW])
 def test_a_users_checkpoint_may_save_what_it_likes_inside_and_outside(policy):
     remat = functools.partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy))
@@ -349,6 +351,7 @@ def by_linear_call():
     return lambda x, w: linear_call(lambda w, x: x @ w, lambda w, g: g @ w.T, lax.stop_gradient(w), x)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("make", [by_custom_vjp, by_custom_jvp, by_linear_call])
 def test_products_in_custom_rules_are_8_bit_where_they_qualify(make):
     """The value is the same with and without a gradient. What the rule multiplies with a cotangent is 16 bit."""
@@ -481,6 +484,7 @@ def kept_by(policy, layers, w, x, compute_dtype):
     return found
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -541,6 +545,7 @@ def test_an_8_bit_product_has_the_scopes_of_the_traced_one_once():
     assert all(stack.count("layer") == 1 for stack in stacks)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [F8, ROW, jamp.Int8(min_size=8)], ids=["tensor", "row", "int8"])
 def test_the_layout_of_8_bit_values_is_stated_to_a_compiler_for_one_gpu_alone(config):
     """On several devices, XLA would gather the values for it: test_autocast_meshes.py."""
@@ -565,6 +570,7 @@ def test_8_bit_gradients_are_made_of_16_bit_ones_under_any_flags(config):
         np.testing.assert_array_equal(jax.jit(gradient, compiler_options=options)(factor), 1.0)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_keeps_the_sums_of_a_product_and_scales_them_as_the_forward_pass_does():
     loss = lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w) @ V) @ W)
     low = [jamp.autocast(loss, F8, recompute=again, rules={"dot_general": "compute"}) for again in (True, False)]

@@ -67,6 +67,7 @@ CASES = [(x, True) for x in AROUND] + [
 ]
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize(("around", "recompute"), CASES)
 def test_the_gradient_of_a_weight_is_float32_and_has_no_rounding_of_its_own(around, recompute):
     loss = loss_of(AROUND[around])
@@ -107,6 +108,7 @@ def test_float16_gradients_of_many_examples_do_not_overflow():
 SLOW = [pytest.param(around, marks=pytest.mark.slow) for around in ("vmap", "stacked", "convolution")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", ["nothing", "checkpoint", *SLOW])
 def test_forward_mode_and_second_derivatives_are_those_of_rounded_gradients(around):
     loss = loss_of(AROUND[around])
@@ -166,6 +168,7 @@ def test_float8_writes_weight_gradients_in_float32_too():
         assert jnp.isfinite(value).all()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("fill", "dtype"), [(float(np.finfo(np.float32).min), BF16), (-np.inf, F16), (-1e9, F16), (-1e30, BF16)]
 )
@@ -356,6 +359,7 @@ def without_metadata(closed):
     return jax.extend.core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jamp.Float8(min_size=8)], ids=["bfloat16", "Float8"])
 def test_without_metadata_the_products_that_jamp_transposes_are_the_same(dtype):
     custom = jax.custom_vjp(lambda x, w: x @ w)

@@ -51,6 +51,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [F8, pytest.param(ROW, marks=pytest.mark.slow), I8], ids=["tensor", "row", "int8"])
 @pytest.mark.parametrize("around", [pytest.param(lambda f: f, id="plain"), *SLOW])
 def test_a_model_in_bfloat16_by_hand_has_the_same_8_bit_products_as_in_float32(config, around):
@@ -88,6 +89,7 @@ def test_what_such_a_model_computes_between_products_stays_as_it_was():
     assert {e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "dot_general"} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 def test_a_product_of_16_bit_operands_is_that_of_the_same_numbers_in_float32():
     x, w = (v.astype(BF16) for v in (X, W["q"]))
     product = lambda x, w: (x @ w).astype(jnp.float32)
@@ -117,6 +119,7 @@ def test_int8_values_and_scales_are_numpys_and_inf_and_nan_end_in_a_skipped_step
     assert {e.outvars[0].aval.dtype for e in low} == {jnp.dtype(jnp.int32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [mixture.ragged, pytest.param(mixture.einsums, marks=pytest.mark.slow)])
 def test_experts_are_8_bit_also_those_that_get_no_token(form):
     experts = {"router": normal(N, 8, seed=1), "gate": normal(8, N, 2 * N, seed=2, scale=0.2)}
@@ -158,6 +161,7 @@ def test_a_convolution_whose_windows_are_apart_is_a_matrix_product(layout, acros
     np.testing.assert_allclose(back(product), fun(x, w), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_patches_and_1_by_1_convolutions_are_8_bit_and_other_ones_say_why_not():
     conv = lambda x, w, stride=1, padding="SAME", **options: lax.conv_general_dilated(
         x, w, (stride, stride), padding, dimension_numbers=LAYOUTS[0], **options
@@ -210,6 +214,7 @@ def test_a_jitted_function_has_other_decisions_at_each_of_its_calls():
     assert {row.after.startswith("float8") for row in head.rows} == {True, False}
 
 
+@pytest.mark.slow
 def test_sums_of_int8_do_not_overflow_and_other_values_are_not_taken_for_a_cast():
     terms, rules = 140_000, {"dot_general": "compute"}
     mean = jamp.autocast(lambda w, x: jnp.mean(x @ w), jamp.Int8(min_size=1), rules=rules)

@@ -131,6 +131,7 @@ CASES = [(plain, HEAD), (moved, HEAD), (read_twice, HEAD), (products_in_a_row, H
 CASES += [(read_twice, ALL), (with_bias, HEAD), (joined, HEAD)]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(("fun", "rules"), CASES, ids=lambda x: x.__name__ if callable(x) else next(iter(x)))
 def test_value_and_gradients_are_those_of_the_oracle(fun, rules):
     names = {key.partition("[")[0] for key in rules}
@@ -202,6 +203,7 @@ CONSTRUCTS = {
 }
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("name", CONSTRUCTS)
 @pytest.mark.parametrize("category", ["float32", "accumulate"])
 def test_a_construct_reads_and_returns_what_is_raised(name, category):
@@ -259,6 +261,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("category", ["float32", "accumulate"])
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16], ids=["bfloat16", "float16"])
@@ -289,6 +292,7 @@ def test_other_primitives_compute_in_float32():
     assert abs(float(rule - exact)) > 10 * abs(float(low - exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [jamp.Float8(min_size=16), jamp.Int8(min_size=16)], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("budget", [1.0, 0.5])
 @pytest.mark.filterwarnings("ignore:The memory budget")

@@ -322,6 +322,7 @@ DERIVED = {
 }
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize("derived", DERIVED)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_no_report_names_a_primitive_of_jamp(name, derived):

@@ -107,6 +107,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", CASES)
 def test_the_next_checkpoint_is_entered_like_the_old_one(fun):
     loss = lambda w, x: jnp.sum(fun(w, x) ** 2)

@@ -35,6 +35,7 @@ def spoilt(x, place, value):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_jitted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_block_that_holds_inf_or_nan_is_stored_as_that_and_no_other_is(is_jitted):
     def both(arrays):

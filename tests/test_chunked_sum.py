@@ -113,6 +113,7 @@ def test_value_gradients_and_aux_are_those_of_the_whole(name):
     assert_close(differentiated(jamp.chunked_sum(fun, size), params, rows, 0.7), differentiated(fun, params, rows, 0.7))
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("size", [1, 7, 16, 20, 47, 48, 49, 1000])
 def test_any_number_of_rows(size):
     fun, wanted = jamp.chunked_sum(cross_entropy, size), differentiated(cross_entropy, W, (X, Y))
@@ -223,6 +224,7 @@ FORMATS = [jnp.bfloat16, jnp.float16, jamp.Float8(min_size=8), jamp.Int8(min_siz
 FORMATS += [jamp.Float8(min_size=8, granularity="row"), jamp.MXFP8(min_size=8)]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_autocast_around_inside_and_around_the_gradient(format):
     rules = None if isinstance(format, type(jnp.float16)) else {"dot_general": "compute"}
@@ -243,6 +245,7 @@ def test_autocast_around_inside_and_around_the_gradient(format):
     assert (row.count, row.flops) == (2, 2 * 64 * 32 * 64)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**24])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 def test_float16_loses_nothing_at_any_loss_scale(dtype, scale):
@@ -278,6 +281,7 @@ def test_the_cast_of_a_weight_is_computed_once_for_all_chunks():
     assert W.shape in shapes(in_loop(fun, W, X, Y))
 
 
+@pytest.mark.slow
 def test_float64():
     with jax.enable_x64(True):
         w, x = (jnp.asarray(np.float64(np.asarray(a))) for a in (W, X))
@@ -311,6 +315,7 @@ def test_the_sums_of_a_vmap_keep_no_logits_for_their_gradient():
     assert kept_by_jax(fun, stacked) < logits / 4
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives():
     fun = jamp.chunked_sum(cross_entropy, 16)
     tangents = jnp.cos(W), jnp.sin(X)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jaxprs import normal
 from shipped import results_of
 
@@ -43,6 +44,7 @@ WRAPPERS = {
 OPTIMIZERS = {"loss_scaled": jamp.loss_scaled(optax.sgd(0.1, momentum=0.9), SCALE), "adamw": jamp.optimizers.adamw(0.1)}
 
 
+@pytest.mark.slow
 def test_functions_and_optimizers_of_jamp_work_in_another_process(tmp_path):
     functions = {name: functools.partial(jax.jit(f), W) for name, f in TRANSFORMED.items()}
     functions |= {name: lambda f=f, w=W: len(f(w).rows) for name, f in REPORTS.items()}

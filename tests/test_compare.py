@@ -44,6 +44,7 @@ def with_a_mistake(w, x):
 HERE = 1 + next(i for i, line in enumerate(Path(__file__).read_text().splitlines()) if line.endswith("# here"))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("fun", "other"),
     [
@@ -282,6 +283,7 @@ def test_programs_that_only_round_differently_agree_to_a_dtype():
     assert jamp.debug.compare(wide, worse)(PARAMS, X)
 
 
+@pytest.mark.slow
 def test_two_forms_of_one_norm_agree_and_an_epsilon_does_not():
     def fast(x, eps=1e-6):
         mean, square = jnp.mean(x, -1, keepdims=True), jnp.mean(x * x, -1, keepdims=True)

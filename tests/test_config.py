@@ -167,6 +167,7 @@ def steps(loss_scale, overflow, params=PARAMS, opt_state=None):
     return params, opt_state
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("source", [NoOpLossScale(), StaticLossScale(), DynamicLossScale(2.0**20), AdaptiveLossScale()])
 def test_every_loss_scale_converts_to_every_other_and_the_run_goes_on(source):
     params, opt_state = steps(source, "00" if source == NoOpLossScale() else "01")

@@ -154,17 +154,19 @@ def result(name):
         return USES[name]()
 
 
-# One of each kind runs by default, in all configurations: a check, a gradient, a scaled function, a wrapper, an
-# accessor, 16-bit parameters, autocast, and a memory budget. The others are slow, and run where dtypes may change.
+# One of each kind runs by default, where dtypes may change: a check, a gradient, a scaled function, a wrapper, an
+# accessor, 16-bit parameters, autocast, and a memory budget. Two of them run in all configurations. The rest is slow.
 KINDS = {
     "all_finite", "value_and_grad", "scaled", "loss_scaled, unscale", "set_loss_scale", "master_params", "autocast",
     "recompute", "chunked_sum",
 }  # fmt: skip
+DTYPES, EVERYWHERE = ("strict", "x64"), ("value_and_grad", "autocast")
+is_slow = lambda name, configuration: name not in (KINDS if configuration in DTYPES else EVERYWHERE)
 CASES = [
-    pytest.param(name, configuration, marks=[pytest.mark.slow] * (name not in KINDS), id=f"{name}, {configuration}")
+    pytest.param(name, x, marks=[pytest.mark.slow] * is_slow(name, x), id=f"{name}, {x}")
     for name in USES
-    for configuration in CONFIGURATIONS
-    if name in KINDS or configuration in ("strict", "x64")
+    for x in CONFIGURATIONS
+    if name in KINDS or x in DTYPES
 ]
 
 

@@ -136,6 +136,7 @@ def distances(w, x):
     return jnp.sum(jnp.linalg.norm(x[:, None] * w - x * w, axis=-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_the_cause_does_not_depend_on_the_dtype(dtype):
     with jax.enable_x64(True):
@@ -310,6 +311,7 @@ def test_a_report_out_of_scan_or_vmap_adds_its_steps_and_names_the_first():
     ]
 
 
+@pytest.mark.slow
 def test_the_tables_of_many_leaves_are_sorted_cut_and_at_most_100_columns_wide():
     name = lambda i: {"attention": {"self_attention": {"query_projection": {"kernel": np.float32([10.0**-i] * 3)}}}}
     grads = {f"layer_{i:02d}": name(i) for i in range(30)}

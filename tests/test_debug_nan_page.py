@@ -57,6 +57,7 @@ with jax.debug_nans(True):
 """
 
 
+@pytest.mark.slow
 def test_what_the_page_says_of_jax_debug_nans(tmp_path):
     (tmp_path / "claims.py").write_text(DEBUG_NANS)
     lines = [x for x in run_python(tmp_path / "claims.py").splitlines() if not x.startswith("Invalid")]

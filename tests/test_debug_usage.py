@@ -225,6 +225,7 @@ INTERNAL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jamp.Float8(min_size=8), jamp.MXFP8(min_size=32)], ids=str)
 def test_no_report_shows_the_name_of_an_internal_primitive(dtype):
     params = {"w": jnp.ones((32, 32)), "v": jnp.full((32, 32), 0.1)}

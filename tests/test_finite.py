@@ -105,6 +105,7 @@ FOLDED = {
 }
 
 
+@pytest.mark.slow_after(3)
 @every(DTYPES)
 def test_check_is_exact_behind_any_producer(dtype):
     """Whatever precedes it in one jit, and whether or not that jit returns the gradients too."""

@@ -48,6 +48,7 @@ def step(tx, state, params=HALF):
     return jax.eval_shape(tx.update, jax.tree.map(jnp.ones_like, params), state, params)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.promotes("optax")
 @pytest.mark.filterwarnings("ignore:quantized_state stores nothing")
 @pytest.mark.parametrize("name", WRAPPERS)

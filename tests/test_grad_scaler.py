@@ -218,6 +218,7 @@ def test_a_subclass_without_fields_is_a_pytree_whose_methods_return_it():
     assert not jamp.GradScaler.static(8.0, enabled=False).is_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("optax: reduce_on_plateau")
 def test_extra_args_reach_the_optimizer_and_replicas_skip_together():
     tx = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, cooldown=0))

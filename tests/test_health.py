@@ -92,6 +92,7 @@ def test_nan_in_parameters_or_in_a_transform_before_the_wrapper_is_told():
         assert not problems(healthy)
 
 
+@pytest.mark.slow
 def test_of_an_ensemble_every_member_is_checked_and_the_first_sick_one_is_named():
     tx, params = jamp.loss_scaled(optax.sgd(0.1, momentum=0.9), CONFIG), jnp.ones((4, 2))
     state, update = jax.vmap(tx.init)(params), jax.vmap(tx.update)

@@ -43,6 +43,7 @@ def test_it_has_the_metrics_of_each_step_and_goes_on_after_it_was_read():
         assert len(expected) == n
 
 
+@pytest.mark.slow
 def test_append_waits_for_no_step_nor_copy_and_hundreds_of_copies_slow_none_down():
     history, state, counts = History(1), TX.init(GOOD), []
     for i in range(300):

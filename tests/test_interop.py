@@ -20,6 +20,7 @@ from jamp import interop
 SAVED = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 0}
 
 
+@pytest.mark.slow
 def test_a_scaler_loaded_from_torch_at_any_cut_goes_on_exactly_as_torch_does():
     runs, expected, generator = [], [], np.random.default_rng(0)
     for trace in (trace for trace in ls.TORCH if "events" not in trace):

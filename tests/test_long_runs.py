@@ -138,6 +138,7 @@ def check(which, names):
         assert np.all(wrong <= bound), (name, wrong / moved, bound / moved)
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("optax")
 def test_every_wrapper_around_adamw_stays_beside_float32():
     check("adamw", list(WRAPPERS))
@@ -146,6 +147,7 @@ def test_every_wrapper_around_adamw_stays_beside_float32():
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("optax")
 def test_8_bit_moments_stay_beside_float32():
     """Of an optimizer with the sign of a moment. The next test has those of the others too."""

@@ -72,6 +72,7 @@ def check(seed, name):
     return loss, bounded
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("seed", "name"), QUICK.items())
 def test_a_budget_bounds_what_jax_keeps_and_the_report_counts_it(seed, name):
     check(seed, name)
@@ -134,6 +135,7 @@ def of_kernels(v, u):
     return jnp.mean(u**2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fun", [of_scans, of_kernels])
 def test_whole_constructs_that_are_computed_again_keep_nothing_of_their_inside(fun):
     """At 0.3 they had no checkpoint. They kept 1.7 times what no budget keeps, and the report said that it fits."""
@@ -175,6 +177,7 @@ def test_the_end_holds_no_value_that_a_budget_could_drop():
     assert last < 0.2 * first
 
 
+@pytest.mark.slow
 def test_code_without_products_is_jax_s_at_1_and_cut_by_bytes_below():
     def pde(u):
         for _ in range(40):
@@ -245,6 +248,7 @@ def made_in_a_loop(u):
     return jnp.mean((lax.fori_loop(0, 3, body, jnp.tanh(u @ V)) + ref[...]) ** 2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("fun", [made_straight, made_in_a_loop])
 def test_a_function_that_makes_a_ref_has_a_budget(fun):
     for budget in (1.0, 0):
@@ -332,6 +336,7 @@ def test_autocast_opens_a_budget_inside_and_the_report_is_of_that_program():
     assert abs(report.kept + report.end - kept_by_jax(loss, U)) < 100
 
 
+@pytest.mark.slow
 def test_a_cond_that_is_computed_again_needs_no_operand_of_its_results_alone():
     def of_conds(v, u):
         for _ in range(4):
@@ -345,6 +350,7 @@ def test_a_cond_that_is_computed_again_needs_no_operand_of_its_results_alone():
         assert abs(report.kept + report.end - kept) < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_an_identity_with_a_derivative_rule_ends_no_segment(dtype):
     """Such as a clip of cotangents in each layer."""

@@ -56,6 +56,7 @@ def cell_arguments(program):
     return {"type": "AdaptiveLossScaleUpdateCell"} | numbers
 
 
+@pytest.mark.slow
 def test_the_translations_agree_and_every_argument_in_the_table_exists(after):
     for theirs, ours, scale in zip(THEIRS, after, (2**12, 1), strict=False):
         translated = jamp.loss_scale_from_config(cell_arguments(theirs))

@@ -519,6 +519,7 @@ def test_a_function_for_the_inner_optimizer_and_unscale_are_an_error(name):
         tx.update(w, tx.init(w), w, **{name: lambda w: jnp.sum(w)})
 
 
+@pytest.mark.slow
 def test_a_line_search_skips_a_batch_that_overflows_if_its_gradient_is_new():
     loss_fn = lambda w, x: jnp.mean((x @ w - 1.0) ** 2)
     x = jax.random.normal(jax.random.key(0), (32, 8))

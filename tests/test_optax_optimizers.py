@@ -115,6 +115,7 @@ def trainer(name, tx):
     return jax.jit(lambda carry, grads: jax.lax.scan(step, carry, grads), donate_argnums=0)
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("name", [*REPRESENTATIVE, *REST])
 def test_skipped_steps_change_no_bit_and_are_as_if_never_seen(name):
     tx = jamp.loss_scaled(make(name))
@@ -138,6 +139,7 @@ def test_skipped_steps_change_no_bit_and_are_as_if_never_seen(name):
 
 
 # Each leaf of PARAMS has a dtype of its own, and one dtype for all is not another path through jamp.
+@pytest.mark.slow_after(60)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -115,6 +115,7 @@ def train(tx, params, steps, seed=0):
     return jax.jit(lambda c: jax.lax.scan(step, c, None, length=steps)[1])((params, tx.init(params)))
 
 
+@pytest.mark.slow
 @promotes
 def test_a_run_equals_that_with_whole_masters_up_to_its_first_tie():
     params = {"w": normal(60, 50, seed=2).astype(BF16), "b": normal(30, seed=3), "v": jnp.full(50, 0.01, BF16)}
@@ -298,6 +299,7 @@ def test_a_number_above_the_largest_of_its_block_gets_the_largest_code():
                 assert -128 < below.min() <= below.max() <= 1 - most
 
 
+@pytest.mark.slow
 def test_on_average_a_code_is_the_number_and_random_bits_differ_by_step():
     x = jnp.abs(normal(512, 128)) + 0.1
     for never_negative in (False, True):
@@ -442,6 +444,7 @@ OPTIMIZERS = {
 LIKE_ANOTHER = {"amsgrad", "adan", "sgd", "rmsprop", "ema", "ademamix", "prodigy", "hyperparameters"}
 
 
+@pytest.mark.slow_after(4)
 @promotes
 @pytest.mark.filterwarnings("ignore:quantized_state stores nothing")  # of centered RMSprop
 @pytest.mark.parametrize("which", [pytest.param(x, marks=[pytest.mark.slow] * (x in LIKE_ANOTHER)) for x in OPTIMIZERS])
@@ -558,6 +561,7 @@ def test_bytes_a_parameter_and_a_step_that_changes_nothing():
     assert bits(same[1].inner_state.inner_state) == bits(state.inner_state.inner_state)
 
 
+@pytest.mark.slow
 @promotes
 @pytest.mark.filterwarnings("ignore:quantized_state stores nothing")
 @pytest.mark.parametrize("mu_dtype", [None, BF16])
@@ -627,6 +631,7 @@ def test_rows_in_groups_of_8_have_the_codes_that_they_have_alone():
     assert_equal(decode(jax.tree.map(lambda y: y[:7], whole)), decode(whole)[:7])
 
 
+@pytest.mark.slow
 @promotes
 def test_a_spike_and_rows_without_gradients_leave_no_inf_and_decay():
     tx, exact = jamp.quantized_state(optax.adam(1e-3, eps=0.0)), optax.adam(1e-3, eps=0.0)
@@ -650,6 +655,7 @@ def test_a_spike_and_rows_without_gradients_leave_no_inf_and_decay():
     assert 0.8 < float(jnp.mean(nu) / jnp.mean(true)) < 1.25
 
 
+@pytest.mark.slow
 @promotes
 def test_states_survive_export_vmap_and_donation():
     tx = jamp.quantized_state(optax.adam(1e-3))
@@ -707,6 +713,7 @@ def test_the_state_of_a_chain_is_an_error_that_names_the_element():
             convert(opt_state[:1], params)
 
 
+@pytest.mark.slow
 def test_a_block_size_may_be_a_number_of_numpy():
     with pytest.raises(ValueError, match="block_size must be a power of two, got block_size=100"):
         jamp.quantized_state(optax.sgd(0.1, momentum=0.9), block_size=np.int64(100))

@@ -59,6 +59,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.promotes("optax.adam its count")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, x in enumerate(PROGRAMS)]

@@ -132,6 +132,7 @@ SLOW = {"in jit calls", "dropout", "vmap"}  # They differ from other models by w
 SOME = [pytest.param(model, marks=[pytest.mark.slow] * (model in SLOW)) for model in MODELS]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("model", SOME)
 def test_the_report_counts_the_bytes_that_jax_keeps(model):
     for budget in (1.0, 0.3):
@@ -189,6 +190,7 @@ def test_compiled_gradients_are_those_without_a_budget(model, budgets):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), found, truth)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "dtype",
     [BF16, jamp.Float8(min_size=16), pytest.param(jamp.Int8(min_size=16), marks=pytest.mark.slow)],
@@ -224,6 +226,7 @@ def convolutions(weights, x):
 IMAGES = [normal(3, 3, 8, 8, seed=i, scale=0.1) for i in range(8)], normal(2, 16, 16, 8, seed=8)
 
 
+@pytest.mark.slow
 def test_what_a_budget_computes_again_waits_for_its_cotangent_and_no_longer():
     """Else XLA:GPU computes it before the backward pass, or holds it until the cotangents of a skip are added."""
     fun = jamp.recompute(convolutions, 0.3)
@@ -259,6 +262,7 @@ def repeating(x, w):
     return y, y, jnp.float32(0.5), jnp.float32(2.0), x
 
 
+@pytest.mark.slow
 def test_a_call_that_returns_a_constant_an_input_or_a_value_twice():
     def layer(w, x):
         a, b, c, d, e = repeating(x, w)
@@ -278,6 +282,7 @@ def test_a_small_function_is_not_wrapped():
     assert not [eqn for eqn in equations(jaxpr) if eqn.primitive.name in ("checkpoint", "remat2")]
 
 
+@pytest.mark.slow
 def test_a_budget_of_an_autocast_opens_the_segments_of_one_inside():
     f = MODELS["unrolled"]
     nested = jamp.autocast(jamp.autocast(f, BF16), BF16, memory_budget=0.3)
@@ -305,6 +310,7 @@ def product_flops(fun, *args):
     return sum(2 * e.outvars[0].aval.size * terms(e) for e in found)
 
 
+@pytest.mark.slow
 def test_the_choices_of_a_budget_are_the_best_ones():
     """For a transformer's layer in a scan, beside every policy that saves some of its values by name."""
     scanned = lambda block: lambda p, x: mean(lax.scan(lambda x, p: (block(p, x), None), x, p)[0])
@@ -356,6 +362,7 @@ def test_collectives_and_the_bits_of_other_generators_are_not_computed_again():
         assert (bits(jamp.recompute(fun, 0)) > bits(fun)) == is_repeated
 
 
+@pytest.mark.slow
 def test_an_all_gather_of_an_argument_alone_is_repeated_where_that_pays():
     """As in FSDP: a device has a part of each weight, and gathers the others for its layer."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
@@ -406,6 +413,7 @@ def test_your_own_checkpoints_and_their_policies_stay():
     assert kept == [kept_by_jax(fun, PARAMS, X)] * 2
 
 
+@pytest.mark.slow
 def test_a_name_that_no_checkpoint_of_yours_reads_holds_no_value_below_a_budget_of_1():
     def named(p, x):
         h = checkpoint_name(norm(checkpoint_name(x, "input")) @ p["up"], "up")
@@ -437,6 +445,7 @@ def test_bytes_are_those_of_one_device_in_shard_map_and_on_explicit_axes():
     np.testing.assert_allclose(jamp.memory_report(mapped)(layers, X).kept, whole, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bytes_as_text():
     report = jamp.memory_report(MODELS["unrolled"], "1 MB")(PARAMS, X)
     assert 0.9e6 < report.kept <= 1e6
@@ -444,6 +453,7 @@ def test_bytes_as_text():
         assert jamp.memory_report(MODELS["unrolled"], text)(PARAMS, X).kept == report.without_budget
 
 
+@pytest.mark.slow
 def test_a_budget_may_be_a_number_of_numpy():
     kept = lambda budget: jamp.memory_report(MODELS["unrolled"], budget)(PARAMS, X).kept
     assert len({kept(x) for x in (0.5, np.float16(0.5), np.float32(0.5), np.float64(0.5), np.array(0.5))}) == 1
@@ -501,6 +511,7 @@ WAYS = {
 with_each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
+@pytest.mark.slow_after(1)
 @with_each_way
 def test_a_budget_below_the_least_warns_at_your_line_with_the_largest_values(way):
     with pytest.warns(
@@ -521,6 +532,7 @@ def test_a_budget_that_your_own_checkpoints_exceed_warns_that_none_acts_inside(w
         jax.eval_shape(jax.grad(way(loss, "1kB")), [jnp.ones((64, 128))] * 4, jnp.ones((256, 64)))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("way", "model"), [("recompute", "unrolled"), ("autocast", "scanned")])
 def test_a_train_step_warns_at_your_line(way, model):
     step = lambda p, x: jax.tree.map(lambda p, g: p - g, p, jax.grad(MODELS[model])(p, x))
@@ -543,6 +555,7 @@ def test_bytes_warn_where_arrays_are_sharded_automatically(way):
         jax.eval_shape(way(MODELS["unrolled"], "1MB"), PARAMS, x)
 
 
+@pytest.mark.slow
 def test_a_program_is_the_same_on_every_host():
     """Also where the hashes of Python differ, as they do between this process and that one."""
     code = """
@@ -593,6 +606,7 @@ def test_what_is_looked_up_in_a_table_is_kept():
     assert ("gather", True) in [(x.operation, x.kept) for x in jamp.memory_report(embed)(ones, ones).rows]
 
 
+@pytest.mark.slow
 def test_the_report_fits_100_columns_and_says_what_to_do_next():
     for budget in (1.0, 0.4):
         text = str(jamp.memory_report(MODELS["unrolled"], budget)(PARAMS, X))
@@ -619,6 +633,7 @@ def test_compiled_memory_falls_with_the_budget():
     assert temporary(0) < 0.7 * temporary(1.0)
 
 
+@pytest.mark.slow
 def test_choosing_does_not_differentiate_each_layer_again():
     wave, rules = jax.extend.core.Primitive("wave"), []
     wave.def_abstract_eval(lambda x: x)
@@ -661,6 +676,7 @@ def conjugated(z):
 conjugated.defvjp(lambda z: (conjugated(z), z), lambda z, g: (jax.vjp(lambda z: jnp.conj(z) * z.real, z)[1](g)[0],))
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("the programs, which multiply complex by real numbers")
 @pytest.mark.parametrize(
     "name",
@@ -693,6 +709,7 @@ def undifferentiated(w, x):
     return mean(jnp.tanh(jnp.tanh(h + lax.stop_gradient(halved)) @ w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["straight", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "scan", "cond"))]
 )

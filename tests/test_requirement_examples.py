@@ -29,6 +29,7 @@ def test_every_document_has_its_translated_examples():
     assert [path.name[:3] for path in PROGRAMS] == ["000", "001", "002", "003", "004"]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.promotes("the update of bfloat16 parameters in a program")
 @pytest.mark.parametrize(
     "program",

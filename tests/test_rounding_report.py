@@ -70,6 +70,7 @@ def with_linear_call(weights, x, y):
     return jnp.mean((product(weights[1], jnp.tanh(x @ weights[0])) - y) ** 2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.promotes("the loss scale is float32")
 @pytest.mark.parametrize(
     ("fun", "dtype"),
@@ -120,6 +121,7 @@ def test_every_error_of_a_row_is_what_it_says():
     assert np.isnan(row.gradient_error)
 
 
+@pytest.mark.slow
 def test_the_worst_step_of_a_scan_is_named():
     def fun(weights, x, offsets):
         step = lambda h, inputs: (jnp.tanh((h + inputs[1]) @ (inputs[0] - inputs[0].mean(0))), None)

@@ -122,6 +122,7 @@ def test_derivatives_are_those_of_the_function_under_every_transformation(name):
     assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_two_reverse_passes_need_a_backward_pass_without_retries():
     penalty = lambda f: jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) ** 2)))(W)
     assert_close(penalty(jamp.scaled(loss_fn, retries=0)), penalty(loss_fn), 1e-5)
@@ -241,6 +242,7 @@ def test_only_what_is_differentiated_is_and_16_bit_gradients_keep_their_dtype():
         jax.grad(jamp.scaled(lambda w: jnp.sum(w.astype(jnp.float32))))(W.astype(jnp.float16))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("order", ["scaled(autocast)", "autocast(scaled)", "autocast(grad(scaled))"])
 def test_with_autocast_in_either_order_products_are_16_bit_and_digits_stay(order):
     tiny = lambda w, x: 1e-6 * loss_fn(w, x)
@@ -260,6 +262,7 @@ def test_with_autocast_in_either_order_products_are_16_bit_and_digits_stay(order
     assert apart(jax.jit(jax.grad(auto))(*args)) > 0.05  # Without a scale digits are lost.
 
 
+@pytest.mark.slow
 def test_an_8_bit_format_and_a_memory_budget_around_reach_the_products_inside():
     """They do not reach the rules of a `custom_vjp`, which is why `scaled` has primitives of its own."""
     args = normal(128, 128) / 8, normal(256, 128, seed=1)

@@ -238,6 +238,7 @@ def test_jitted_inner_update_compiles_to_the_instructions_of_a_plain_one():
     assert first == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(8, 16, 32), pytest.param((10, 40, 160), marks=pytest.mark.slow)], ids=max)
 def test_compiled_lines_grow_linearly_with_the_leaves(counts):
     # No two names differ in digits alone, so that each leaf is checked by itself.

@@ -217,6 +217,7 @@ MOMENTS = {  # how many arrays of the state are stored in bfloat16, and how many
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("adamw", "muon"))) for n in MOMENTS]
 )
@@ -266,6 +267,7 @@ def test_state_that_is_to_stay_float32_is_not_rounded(state_dtype):
         np.testing.assert_array_equal(plain, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("optax.adamw")
 def test_a_run_is_the_same_in_two_halves_and_another_with_another_seed():
     make = functools.partial(jamp.stochastic_rounding, optax.adamw(1e-3), state_dtype=BF16)
@@ -332,6 +334,7 @@ def test_misuse_is_told():
             jamp.stochastic_rounding(optax.sgd(0.1), state_dtype=dtype)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.promotes("optax")
 @pytest.mark.parametrize("state_dtype", [None, jnp.bfloat16])
 def test_a_derivative_through_a_step_is_that_of_the_step_that_is_not_rounded(state_dtype):
@@ -439,6 +442,7 @@ def test_an_optimizer_that_measures_the_distance_to_the_start_is_an_error(name):
         assert max(found, wanted) > 10 * min(found, wanted)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.promotes("optax")
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_an_optimizer_that_only_compares_parameters_estimates_as_in_float32(name):

@@ -162,11 +162,13 @@ def check(fun, around, ways):
         assert apart(grads) <= 2 * apart(hand), (way, apart(grads), apart(hand))
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_gradients_are_as_near_to_float32_as_those_of_casts_by_hand(weights):
     check(functools.partial(attention, WEIGHTS[weights]), "nothing", ["autocast"])
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("around", [x for x in AROUND if x != "nothing"])
 def test_so_they_are_in_every_construct(around):
     check(functools.partial(attention, jax.nn.softmax), around, ["autocast"])
@@ -230,6 +232,7 @@ def out_of_a_segment(budget, q, k, v):
     return jamp.recompute(lambda q, k, v: by_hand(weights(q, k), v), budget)(q, k, v)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("way", [passed_in, closed_over, through_a_call, out_of_a_call, out_of_a_segment])
 def test_a_value_in_16_bit_is_rounded_wherever_it_comes_from(way):
     gradient = lambda f: jax.grad(lambda *args: jnp.sum(f(*args) * COTANGENT), (0, 1, 2))
@@ -242,6 +245,7 @@ def test_a_value_in_16_bit_is_rounded_wherever_it_comes_from(way):
             assert float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) < 0.02
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_deep_model_in_16_bit_is_the_same_at_every_budget():
     def model(q, k, v):
         for _ in range(6):

@@ -167,6 +167,7 @@ def weights(seed, *sizes):
     return {name: np.float32(draw(size=shape) / np.sqrt(shape[0])) for name, shape in shapes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("optax: adam, apply_updates")
 def test_the_two_optimizers_of_a_gan_skip_and_adapt_each_on_its_own():
     tx = jamp.loss_scaled(optax.adam(1e-2), jamp.DynamicLossScale(init_scale=2.0**10))

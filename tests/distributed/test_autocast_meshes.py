@@ -82,6 +82,7 @@ def test_a_shard_map_is_entered_with_its_axes_also_under_a_mesh(model):
             assert np.linalg.norm(x - exact) <= bound * np.linalg.norm(exact)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "sizes", "vma"),
     [
@@ -134,6 +135,7 @@ def check_ways(gradient, fun, *args, ways=WAYS):
             assert jnp.linalg.norm(x - y) <= WAYS[way][1] * jnp.linalg.norm(y), way
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:The memory budget is")
 @pytest.mark.parametrize(
     ("kind", "in_loop"),
@@ -286,6 +288,7 @@ def test_on_several_gpus_8_bit_values_have_no_layout_for_which_xla_would_gather_
     assert "@LayoutConstraint" in text(jax.tree.map(np.asarray, fsdp()))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:Float8 changes no product")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_convolutions_of_patches_are_8_bit_where_jax_can_split_an_axis(kind):
@@ -316,6 +319,7 @@ def test_a_shard_map_over_explicit_axes_is_entered_too(vma):
         assert jnp.linalg.norm(found - want) < 0.05 * jnp.linalg.norm(want)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("vma", [True, False])
 def test_a_rule_raises_a_head_in_a_shard_map(vma):
     """What the shard_map returns in 16 bit is read in float32 outside."""

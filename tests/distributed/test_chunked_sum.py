@@ -40,6 +40,7 @@ def in_loops(text, name):
     return sum(body.count(f" {name}(") + body.count(f" {name}-start(") for body in bodies)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16], ids=str)
 def test_rows_that_are_sharded_along_the_axis_stay_where_they_are(kind, dtype):
@@ -60,6 +61,7 @@ def test_rows_that_are_sharded_along_the_axis_stay_where_they_are(kind, dtype):
     assert found[1][1].sharding.is_equivalent_to(NamedSharding(mesh, P("d")), 2)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_a_sharded_vocabulary_and_rows_along_another_axis(kind):
     mesh = jax.make_mesh((2, 4), ("d", "v"), axis_types=(kind, kind))
@@ -85,6 +87,7 @@ def test_an_fsdp_head_is_gathered_once_under_a_constraint():
     assert in_loops(text, "all-gather") == 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("vma", [True, False])
 @pytest.mark.parametrize("dtype", [None, jnp.float16], ids=str)
 def test_in_a_shard_map_the_gradient_of_params_is_added_over_devices_once(vma, dtype):

@@ -53,6 +53,7 @@ def everywhere(x):
 CASES = [*((way, jamp.loss_scaled) for way in WAYS), ("shard_map", with_masters)]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("way", "wrapper"), CASES)
 def test_replicas_agree_on_local_or_averaged_gradients_and_nobody_averages_them(way, wrapper):
     tx, params = wrapper(SGD, axis_name="data"), everywhere({"w": jnp.ones((4, 3)), "b": jnp.ones(3)})
@@ -112,6 +113,7 @@ def local_steps(axis_name, check_vma):
     return jax.jit(f)(grads, jax.device_put(tx.init(jax.tree.map(lambda x: x[0], grads)), NamedSharding(mesh(), P())))
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("optax.adamw in the page")
 def test_a_forgotten_axis_name_is_found_by_check_vma_or_by_the_documented_assertion():
     page = {}
@@ -177,6 +179,7 @@ def test_autocast_keeps_shardings_and_collectives(way):
     assert compile(jamp.autocast(loss, jnp.float16)) == compile(loss) != (Counter(), ())
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("optax")
 def test_index_specs_make_stochastic_rounding_in_shard_map_that_of_the_whole():
     specs = {"w": P("data"), "v": P(None, "data"), "b": P()}

@@ -1,8 +1,10 @@
 """Real processes, which speak over the loopback address."""
 
+import pytest
 from distributed.launch import STEPS, finish, start
 
 
+@pytest.mark.slow
 def test_processes_take_the_same_decision_at_every_step():
     """Two. Four do in integrations/test_processes.py."""
     processes = 2

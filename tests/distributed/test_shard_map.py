@@ -83,6 +83,7 @@ WAYS_CHECKED = [
 ]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("name", "check_vma"), WAYS_CHECKED)
 def test_scaled_gradients_are_jaxs_and_replicas_try_again_together(name, check_vma):
     fun, axes, of_params, of_batch = WAYS[name]

@@ -166,6 +166,7 @@ def good_and_bad_step(shardings):
 steps_on_one = functools.cache(lambda: good_and_bad_step(jax.sharding.SingleDeviceSharding(jax.devices()[0])))
 
 
+@pytest.mark.slow_after(2)
 @everywhere
 def test_an_inf_in_one_shard_of_one_parameter_skips_the_step_everywhere(kind, layout):
     """And every update is one device's, bit for bit: here no order of a sum differs."""
@@ -180,6 +181,7 @@ def test_an_inf_in_one_shard_of_one_parameter_skips_the_step_everywhere(kind, la
     assert jamp.get_loss_scale(on_one[1]) == 2.0**15
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.promotes("optax.adam")
 @pytest.mark.parametrize(
     ("tx", "kind"),
@@ -223,6 +225,7 @@ def test_reduced_parameters_have_unreduced_true_gradients():
             assert_equal(reshard(ours, P()), reshard(theirs, P()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("jit", "kind"),
     [
@@ -273,6 +276,7 @@ CONTEXTS = {
 EVERY_CHECK = jax.jit(lambda x: {context: check(x) for context, check in CONTEXTS.items()})
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids=lambda kinds: "-".join(map(name, kinds)))
 def test_the_check_is_right_on_a_mesh_in_every_context(kinds):
     mesh, x = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds), np.ones((8, 16), np.float32)
@@ -286,6 +290,7 @@ def test_the_check_is_right_on_a_mesh_in_every_context(kinds):
         assert not jamp.all_finite(placed())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", KINDS, ids=name)
 def test_a_float8_scale_is_that_of_the_whole_array_and_costs_one_scalar_maximum(kind):
     """The rows of one shard are 2**20 times as large, so that in float8 those of the others are 0."""
@@ -314,6 +319,7 @@ def three_steps(tx):
     return lambda params: jax.lax.scan(step, (params, tx.init(params)), length=3)[0]
 
 
+@pytest.mark.slow
 @slow_but(AxisType.Explicit)
 @pytest.mark.promotes("optax")
 def test_stochastic_rounding_on_eight_devices_is_that_of_one_and_asks_nobody(kind):
@@ -357,6 +363,7 @@ def test_split_masters_and_8_bit_states_on_eight_devices_are_those_of_one(kind):
         assert_close(*(jamp.interop.join_masters(state, p).master_params for p, state in (found, alone)), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "in_context"),
     [
@@ -412,6 +419,7 @@ def like_params(tx, params, sharding, replicated):
     return optax.tree.map_params(tx, fit, state, sharding, transform_non_params=lambda _: replicated)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.promotes("optax")
 @pytest.mark.parametrize(
     "wrap",

@@ -356,6 +356,7 @@ def test_instructions_are_those_of_the_kernels_that_move_several_elements_at_onc
     assert found == {"wide": 1.0}
 
 
+@pytest.mark.slow
 def test_all_ways_to_sum_over_a_vocabulary_give_one_loss_and_its_gradients():
     head = vocabulary.SMALL
     params, targets = head.make()

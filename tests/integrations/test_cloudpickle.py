@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jaxprs import normal
 from shipped import results_of
@@ -55,6 +56,7 @@ def of_equinox():
     return run
 
 
+@pytest.mark.slow
 def test_functions_and_states_of_flax_and_equinox_work_in_another_process(tmp_path):
     functions = {make.__name__: make() for make in (of_linen, of_nnx, of_equinox)}
     there, here = results_of(functions, tmp_path)

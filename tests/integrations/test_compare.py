@@ -168,6 +168,7 @@ def test_a_layer_and_the_same_by_hand_agree_in_every_dtype(framework):
     assert found.dtype == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.promotes("Flax and Equinox")
 @pytest.mark.parametrize(("framework", "fault"), CASES)
 def test_the_line_of_a_fault_in_a_layer_is_named(framework, fault):

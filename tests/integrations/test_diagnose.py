@@ -41,6 +41,7 @@ def equinox():
     return lambda model, x: jnp.log(jax.vmap(model)(x)).mean(), linear
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("make", "autocast"),
     [
@@ -72,6 +73,7 @@ def test_the_doctor_prints_versions_devices_native_types_speeds_and_advice(progr
     assert min(map(float, speeds)) > 0
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("platform", "capability", "is_named"),
     [

@@ -1,48 +1,14 @@
-"""The documentation: its programs run and print what it says, it names every public name, and what it says holds."""
+"""The documentation: it names every public name, and what it says holds. check_pages.py runs its programs."""
 
 import ast
 import pkgutil
 import re
 
-import jax
-import numpy as np
-import pytest
 import yaml
-from flax import nnx
 from long_description import relative, rendered
-from pages import DOCS, PAGES, README, ROOT, programs, run_programs
+from pages import DOCS, PAGES, README, ROOT
 
 from jamp._autocast.rules import CATEGORIES
-
-
-def test_the_programs_of_the_quick_start_run_in_their_order_and_print_what_it_says(tmp_path, monkeypatch, capsys):
-    """Those of the other pages are run beside the site: tests/site/check_pages.py."""
-    monkeypatch.chdir(tmp_path)
-    run_programs("quick-start.md", capsys)
-
-
-@pytest.mark.promotes("Flax and Optax")
-def test_the_program_beside_pytorchs_learns_and_resumes_bit_for_bit(tmp_path, monkeypatch, capsys):
-    [theirs] = re.findall(r'^```py title="PyTorch and bitsandbytes"\n(.*?)^```', PAGES["from-pytorch.md"], re.M | re.S)
-    ours = programs("from-pytorch.md")[0][0]
-    assert theirs.count("range(first, 4)") == ours.count("range(first, 4)") == 1
-    ast.parse(theirs)
-
-    def run(folder, epochs):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        monkeypatch.chdir(tmp_path / folder)
-        namespace = {"__name__": "from-pytorch.md"}
-        exec(compile(ours.replace("range(first, 4)", f"range(first, {epochs})"), "model.py", "exec"), namespace)
-        losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
-        return losses, jax.tree.leaves(nnx.state((namespace["model"], namespace["optimizer"])))
-
-    [first, second], undisturbed = run("one run", 2)
-    assert second < first
-    assert any(x.dtype == np.uint8 for x in undisturbed)  # 8-bit moments
-    assert run("stopped", 1)[0] == [first]
-    losses, continued = run("stopped", 2)
-    assert losses == [second]
-    assert all(np.array_equal(x, y) for x, y in zip(undisturbed, continued, strict=True))
 
 
 def public_names(module):
@@ -87,10 +53,6 @@ def test_the_page_of_examples_has_each_with_its_command():
     commands = re.findall(r"```sh\npython (.+)\n```", PAGES["examples.md"])
     assert sorted(commands) == sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))
     assert all((DOCS / name).exists() for name in re.findall(r"!\[.+\]\((.+)\)", PAGES["examples.md"]))
-
-
-def test_the_programs_of_the_readme_run_in_their_order_and_print_what_it_says(capsys):
-    run_programs("README.md", capsys)
 
 
 def test_the_page_of_the_release_has_no_relative_link_and_names_paths_that_exist():

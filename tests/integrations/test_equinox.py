@@ -53,6 +53,7 @@ def make(dtype=None, wrap=jamp.loss_scaled):
     return model, tx, tx.init(eqx.filter(model, eqx.is_inexact_array))
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_model_with_static_and_other_leaves_trains_and_a_skip_does_not_move_it(wrap):
     model, tx, opt_state = make(*(jnp.float16, with_masters) if "masters" in wrap else ())
@@ -110,6 +111,7 @@ def test_scaled_differentiates_a_model_with_leaves_that_are_no_arrays():
     assert eqx.tree_equal(closed_over, gradients[1], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_inner", [pytest.param(optax.adam, marks=pytest.mark.slow), optax.adamw])
 def test_an_optimizer_takes_a_whole_model_as_plain_optax_does(make_inner):
     class Model(eqx.Module):

@@ -108,7 +108,6 @@ def test_photo_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
     assert matplotlib.image.imread(tmp_path / "photo.png").shape[1::-1] == (1100, 540)
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 def test_photo_with_jamp_is_as_good_as_float32_and_without_it_is_far_worse(tmp_path):
     output, _ = finish("photo.py", "--steps", 30, "--out", tmp_path)
@@ -129,7 +128,6 @@ def test_digits_shows_progress_and_makes_a_table_and_a_picture(run, tmp_path):
     assert matplotlib.image.imread(out / "digits.png").shape[:2] == (600, 800)
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 def test_digits_with_jamp_is_as_good_as_float32_and_without_it_gradients_vanish(tmp_path):
     output, progress = finish("digits.py", "--out", tmp_path)
@@ -147,7 +145,6 @@ def test_digits_with_jamp_is_as_good_as_float32_and_without_it_gradients_vanish(
     assert (skipped[:2], 1 <= skipped[2] <= 100) == ((0, 0), True)
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 def test_train_compares_four_ways_in_a_table_and_a_picture(tmp_path):
     """`.ci/run` runs it as the README does. Here it takes 40 steps."""
@@ -181,7 +178,6 @@ def test_linen_transformer_shows_progress_and_makes_a_picture_and_scalars(run, t
     assert "go on with --resume" in capsys.readouterr().err
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 def test_linen_transformer_killed_and_resumed_ends_with_the_bits_of_one_undisturbed(tmp_path):
     def last_checkpoint(name):  # the train state, and the history
@@ -209,7 +205,6 @@ def test_linen_transformer_killed_and_resumed_ends_with_the_bits_of_one_undistur
     assert scales[[0, 40, 80]].tolist() == [2.0**16, 2.0**17, 2.0**18]  # a growth every 40 steps
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "processes", "steps"), [(8, 1, 70), (4, 2, 30)])
 def test_fsdp_transformer_learns_and_prints_speed_loss_scale_and_agreement(devices, processes, steps):
@@ -235,7 +230,6 @@ def test_from_pytorch_learns_the_digits(run):
     assert re.search(r"100%.* 2/2 .*correct=\S+%, loss=\S+, scale=2\*\*16]", progress)
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 def test_a_frameworks_example_trains_with_a_progress_bar_and_says_how_it_went():
     for name, steps, said in (
@@ -261,7 +255,6 @@ def test_in_float32_the_sampler_and_the_trainer_of_reinforce_agree():
     np.testing.assert_allclose(sampled, trained, atol=1e-4)
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 def test_reinforce_in_float16_has_a_sixth_of_the_mismatch_of_bfloat16(tmp_path):
     output, progress = finish_quickly("reinforce.py", "--steps", 10, "--out", tmp_path)
@@ -286,7 +279,6 @@ def test_diagnose_finds_both_faults_and_writes_the_pictures(tmp_path):
     assert len((tmp_path / "history.csv").read_text().splitlines()) == 61
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 def test_lost_digits_names_the_fault_and_mends_it(tmp_path):
     text, _ = finish_quickly("lost_digits.py", "--out", tmp_path)

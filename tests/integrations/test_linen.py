@@ -94,6 +94,7 @@ def test_optax_maps_8_bit_moments_of_a_train_state_with_its_parameters():
         assert moment.codes == moment.scales == shapes
 
 
+@pytest.mark.slow
 def test_float16_trains_as_float32_does():
     states = [created(loss_scale=jamp.DynamicLossScale(init_scale=256.0)), created(Net(jnp.float32))]
     run = lambda state: jax.lax.scan(lambda state, _: train_step(state, X), state, length=100)[1]
@@ -204,6 +205,7 @@ def test_amax_histories_are_those_without_loss_scaling_but_for_output_gradients(
             np.testing.assert_allclose(ours[path], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_flax_dynamic_scale_divides_fp8_state_by_the_loss_scale_but_jamp_does_not():
     theirs = lambda params, x: DynamicScale(scale=2.0**6).value_and_grad(fp8_loss)(params, x).grad
     ours = jamp.grad(fp8_loss, jamp.StaticLossScale(2.0**6).init()), jax.grad(jamp.scaled(fp8_loss, 2.0**6))

@@ -154,6 +154,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("model", "wrap"), CASES)
 def test_a_budget_computes_products_again_and_moves_the_state_of_the_model_once(model, wrap):
     step, state = MODELS[model]()
@@ -211,6 +212,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # the batch
 @pytest.mark.parametrize(
     "jit", [pytest.param(jit, marks=[pytest.mark.slow] * (jit == "eqx.filter_jit")) for jit in STEPS]

@@ -14,6 +14,7 @@ import jamp.nnx
 EIGHT = "--xla_force_host_platform_device_count=8"
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_page_find_the_same_on_eight_devices():
     code = """
 import contextlib, io, sys

@@ -290,6 +290,7 @@ def test_what_autocast_would_lose_of_a_module_is_an_error():
     assert module.load[...] == 7
 
 
+@pytest.mark.slow
 def test_scaled_differentiates_a_module_and_what_it_changes_stays():
     models = [nnx.jit(Net, static_argnums=(0, 1))(jnp.float16, jnp.float32) for _ in range(2)]
     step = lambda fun: nnx.jit(nnx.value_and_grad(fun))

@@ -122,6 +122,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("framework", "body"),
     [

@@ -59,6 +59,7 @@ def without_a_window():
     plt.close("all")
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("style", "name"), [pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW)) for case in STYLES]
 )
