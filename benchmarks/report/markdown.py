@@ -51,5 +51,5 @@ def origin(found: dict[str, Any]) -> str:
     """When, where and by which command the results were measured. The file has the versions of all packages."""
     machine, versions = found["machine"], found["versions"]
     processor = f", {machine['processor']}, cores: {machine['cores']}" if machine["device"] == "cpu" else ""
-    how = f"`{found['command']}`" if "command" in found else f"{found['note']}."
+    how = f"`{found['command']}` at commit `{found['commit'][:7]}`" if "command" in found else f"{found['note']}."
     return f"*{found['date']}; {machine['device']}{processor}; jax {versions['jax']}.* {how}"
