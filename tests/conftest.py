@@ -34,13 +34,15 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks as slow what `slow_after` says, and after the selection by marks, takes every N-th with `--in-turn`."""
+    """Mark as slow what `slow_after` says, and with `--in-turn` take every N-th of what the marks select."""
     seen = Counter()
     for item in items:
-        test = (item.path, getattr(item, "originalname", item.name))
-        seen[test] += 1
-        if (few := item.get_closest_marker("slow_after")) and seen[test] > few.args[0]:
-            item.add_marker("slow")
+        few = item.get_closest_marker("slow_after")
+        if few and not item.get_closest_marker("slow"):
+            test = (item.path, item.originalname)
+            seen[test] += 1
+            if seen[test] > few.args[0]:
+                item.add_marker("slow")
     result = yield
     if in_turn := config.getoption("--in-turn"):
         day, n = map(int, in_turn.split("/"))
