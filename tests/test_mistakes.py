@@ -19,6 +19,9 @@ X = jnp.ones((8, 4))
 ADAM, MOMENTUM = optax.adam(0.1), optax.sgd(0.1, momentum=0.9)
 TX, SCALER = jamp.loss_scaled(ADAM), jamp.GradScaler()
 STATE, PLAIN = TX.init(PARAMS), ADAM.init(PARAMS)
+# Its state becomes None where a gradient is, as that of Adam in Optax 0.2.5.
+MOMENT = optax.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
+LENIENT = jamp.loss_scaled(MOMENT)
 UNSCALING = jamp.loss_scaled(ADAM, unscale=True)
 MASTERS, SPLIT = jamp.master_params(ADAM), jamp.master_params(ADAM, split=True)
 BF16 = jnp.bfloat16
@@ -197,6 +200,14 @@ MISTAKES = {
     ),
     "update with a pair": (lambda: TX.update(value_and_grad(STATE)(PARAMS), STATE, PARAMS), "loss, grads ="),
     "update with None": (lambda: TX.update(GRADS | {"b": None}, STATE, PARAMS), "params['b'] is None"),
+    "update of a moment with None": (
+        lambda: LENIENT.update(GRADS | {"b": None}, LENIENT.init(PARAMS), PARAMS),
+        "params['b'] is None",
+    ),
+    "step of a moment with None": (
+        lambda: SCALER.step(MOMENT, MOMENT.init(PARAMS), PARAMS, grads=GRADS | {"b": None}),
+        "params['b'] is None",
+    ),
     "update with nothing": (lambda: TX.update(None, STATE, PARAMS), "jnp.zeros_like"),
     "update with some gradients": (lambda: TX.update({"w": GRADS["w"]}, STATE, PARAMS), "['b'] is in one of them only"),
     "update with a list": (
