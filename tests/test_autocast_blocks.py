@@ -157,6 +157,7 @@ def test_budgets_and_the_memory_report_count_what_is_kept():
     assert jamp.memory_report(jamp.autocast(deep, MX))(W, X).without_budget <= 1.05 * in_bfloat16
 
 
+@pytest.mark.slow
 def test_it_works_under_jit_scan_vmap_remat_and_shard_map():
     low = jamp.autocast(loss, MX)
     wanted = jax.grad(low)(W, X)

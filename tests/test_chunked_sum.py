@@ -106,6 +106,7 @@ def error(found, wanted):
     return float(jnp.sqrt(square(difference) / square(wanted)))
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_gradients_and_aux_are_those_of_the_whole(name):
     fun, params, rows = LOSSES[name]

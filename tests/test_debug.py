@@ -109,6 +109,7 @@ plant(cast, f"{half} 1e5", read_after_a_cast, jnp.full((2, 2), 1e5), wrap=in_flo
 plant(cast, f"{half} 1.3e5", scaled_loss, jnp.ones(2, F16), wrap=scaled)
 
 
+@pytest.mark.slow_after(20)
 @pytest.mark.parametrize("case", CASES)
 def test_a_planted_inf_or_nan_is_found_by_primitive_line_cause_and_path(case):
     primitive, cause, fun, wrap, args, inside, grad = case

@@ -29,6 +29,7 @@ print(step._cache_size())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["loss_scaled", pytest.param("GradScaler", marks=pytest.mark.slow)])
 def test_a_train_step_compiles_once(which):
     """Once too at the first step of a process, where an import inside the trace may change JAX's configuration."""

@@ -115,6 +115,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_derivatives_are_those_of_the_function_under_every_transformation(name):
     both = lambda: [TRANSFORMED[name](f) for f in (jamp.scaled(loss_fn), loss_fn)]
@@ -161,6 +162,7 @@ def test_true_gradients_are_recognized_as_they_are_and_not_as_the_result_of_a_ji
 SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed != 30)) for seed in range(6, 60, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gradients_of_random_programs_are_equal(seed):
     fun = lambda x, w: jnp.sum(jnp.sin(program(seed)[0](jnp.matmul, x, w)))

@@ -61,6 +61,7 @@ REST = (
 )  # The others have the same types and collectives.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param(x, marks=[pytest.mark.slow] * (x in REST)) for x in MODELS])
 def test_a_shard_map_is_entered_with_its_axes_also_under_a_mesh(model):
     loss = lambda x, w: jnp.sum(MODELS[model](x, w) ** 2)

@@ -154,7 +154,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "wrap"), CASES)
 def test_a_budget_computes_products_again_and_moves_the_state_of_the_model_once(model, wrap):
     step, state = MODELS[model]()
