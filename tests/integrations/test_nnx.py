@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 from jaxprs import products
 from norms import distance
+from pages import ROOT
+from processes import run_python
 from trees import assert_close, bits
 
 import jamp
@@ -320,3 +322,28 @@ def test_a_plain_optimizer_of_flax_is_an_error_that_names_jamp_s():
         ValueError, match=r"that scales and skips is a jamp\.nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)"
     ):
         jamp.nnx.value_and_grad(lambda model: jnp.mean(model(jnp.ones((3, 2)))), optimizer)(model)
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_shards_every_state_on_eight_devices_and_two_go_on(tmp_path):
+    code = """
+import sys
+from pages import programs
+[code] = [code for code, _ in programs("frameworks/flax-nnx-equinox.md") if "CheckpointManager" in code]
+exec(compile(code.replace("tempfile.mkdtemp()", repr(sys.argv[1])), "model.py", "exec"))
+states = [x for x in jax.tree.leaves(nnx.state((model, optimizer))) if x.ndim]
+assert not any(x.sharding.is_fully_replicated for x in states)
+mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+target = jax.tree.map(with_sharding, shapes, jax.tree.map(sharding_of, shapes))
+with ocp.CheckpointManager(folder) as manager:
+    state = manager.restore(1, args=ocp.args.StandardRestore(target))
+batch = jax.device_put(jax.device_get(batch), NamedSharding(mesh, P("data")))
+fewer = nnx.merge(graph, state)
+first, second = (float(train_step(*fewer, batch)) for _ in range(2))
+print(len(states), jax.tree.leaves(nnx.state(fewer))[0].sharding.mesh.size, second < first)
+"""
+    printed = run_python(
+        "-c", code, str(tmp_path), XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
+    )  # fmt: skip
+    assert printed.split() == ["20", "2", "True"]
