@@ -105,7 +105,7 @@ def test_a_page_has_its_images_and_nothing_sticks_out(path, page):
 
 def test_the_home_page_says_what_it_is_and_how_beside_its_navigation_in_lines_of_90_characters(page):
     page.goto("")
-    for first in (page.get_by_text("runs any JAX function in bfloat16"), page.get_by_text("jamp.autocast").first):
+    for first in (page.get_by_text("without touching the model"), page.get_by_text("jamp.autocast").first):
         seen = first.bounding_box()
         assert seen["y"] + seen["height"] < page.viewport_size["height"]
     if page.viewport_size["width"] == 1280:
