@@ -199,10 +199,10 @@ MISTAKES = {
         "jamp.convert_loss_scale(state, StaticLossScale(scale=8.0))",
     ),
     "update with a pair": (lambda: TX.update(value_and_grad(STATE)(PARAMS), STATE, PARAMS), "loss, grads ="),
-    "update with None": (lambda: TX.update(GRADS | {"b": None}, STATE, PARAMS), "params['b'] is None"),
+    "update with None": (lambda: TX.update(GRADS | {"b": None}, STATE, PARAMS), "jnp.zeros_like"),
     "update of a moment with None": (
         lambda: LENIENT.update(GRADS | {"b": None}, LENIENT.init(PARAMS), PARAMS),
-        "params['b'] is None",
+        "state['b'] changed from float32[4] to None, so a skipped step could not keep it",
     ),
     "step of a moment with None": (
         lambda: SCALER.step(MOMENT, MOMENT.init(PARAMS), PARAMS, grads=GRADS | {"b": None}),

@@ -1,6 +1,5 @@
 """`loss_scaled`, an Optax wrapper that skips steps whose gradients overflowed and adapts the loss scale."""
 
-import functools
 from typing import Any
 
 import jax
@@ -111,15 +110,17 @@ def loss_scaled(
     def step(
         grads: Any, state: AnyLossScaledState, params: Any, grads_finite: Any, extra_args: dict[str, Any]
     ) -> tuple[Any, AnyLossScaledState]:
-        inner_update = functools.partial(inner.update, **extra_args)
+        def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            with naming_misfits(inner.init, grads, inner_state, params):
+                return inner.update(grads, inner_state, params, **extra_args)
+
         check_not_a_pair(grads, params)
         scale = state.loss_scale_state.loss_scale if unscale and not is_off else None
         check = grads_finite is None and not is_off
         true, finite = scale_unscale.true_gradients(grads, scale, check=check, axis_name=axis_name)
         if not (is_off or check):
             finite = _as_flag(grads_finite)
-        with naming_misfits(inner.init, true, state.inner_state, params):
-            updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
+        updates, inner_state = update_or_skip(finite, inner_update, true, state.inner_state, params)
         scaler = get_scaler(state) if finite is None else get_scaler(state).advance(loss_scale, finite)
         return updates, type(state)(*scaler, inner_state)
 

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import jax
 from jax.tree_util import keystr
 
-from jamp._cast import is_inexact
 from jamp._jaxprs.source import users_stacklevel
 from jamp._loss_scale.static import LossScale
 from jamp._staging import is_differentiated, is_recorded, is_trace_reused
@@ -146,40 +145,30 @@ def naming_misfits(init: Any = None, grads: Any = None, state: Any = None, param
         yield
     except Exception as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        message = _without_gradient(grads, params) if init is not None else ""
-        # An error of jamp's own says it better, but for what some optimizers make of a gradient that is None.
-        if not message and not frame.f_globals.get("__name__", "").startswith("jamp."):
-            message = _misfit(init, grads, state, params)
-        if message:
+        if frame.f_globals.get("__name__", "").startswith("jamp."):  # An error of jamp's own says it better.
+            raise
+        if message := _misfit(init, grads, state, params):
             raise ValueError(message) from error
         raise
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    found: list[tuple[Any, Any]] = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
-    return found
-
-
-def _without_gradient(grads: Any, params: Any) -> str:
-    given = [path for path, x in _leaves(params) if is_inexact(x)]
-    missing = [path for path, x in _leaves(grads) if x is None and any(p[: len(path)] == path for p in given)]
-    if not missing:
-        return ""
-    return (
-        f"The gradient of params{keystr(missing[0])} is None. For a parameter that stays as it is, give zeros "
-        "(jnp.zeros_like), or leave it out of params and of tx.init(params) too. optax.partition freezes by label."
-    )
-
-
 def _misfit(init: Any, grads: Any, state: Any, params: Any) -> str:
-    if other := [(path, x) for path, x in _leaves(params) if x is not None and not is_numeric(x)]:
+    leaves = lambda tree: jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
+    if other := [(path, x) for path, x in leaves(params) if x is not None and not is_numeric(x)]:
         return (
             f"A parameter must be an array, and {keystr(other[0][0])} is a {type(other[0][1]).__name__}. Of an Equinox "
             "model, take the arrays: tx.init(eqx.filter(model, eqx.is_inexact_array))."
         )
     if init is None:
         return ""
-    given, found = ([path for path, x in _leaves(tree) if x is not None] for tree in (params, grads))
+    given = [path for path, x in leaves(params) if x is not None]
+    missing = [path for path, x in leaves(grads) if x is None and any(p[: len(path)] == path for p in given)]
+    if missing:
+        return (
+            f"The gradient of params{keystr(missing[0])} is None. For a parameter that stays as it is, give zeros "
+            "(jnp.zeros_like), or leave it out of params and of tx.init(params) too. optax.partition freezes by label."
+        )
+    found = [path for path, x in leaves(grads) if x is not None]
     if params is not None and found != given:
         odd = next((path for path in found + given if (path in found) != (path in given)), ())
         return (

@@ -44,7 +44,8 @@ def update_or_skip(
     _check_types(
         state, new_state, "The inner optimizer's state",
         "Make `update` return the structure, shapes and dtypes that `init` made. The moments of 16-bit parameters are "
-        "float32 here: continue the state of a plain optimizer with jamp.cast_floating(state, jnp.float32).",
+        "float32 here: continue the state of a plain optimizer with jamp.cast_floating(state, jnp.float32). For a "
+        "parameter without a gradient, give zeros (jnp.zeros_like) in place of None.",
     )  # fmt: skip
     check_not_scaled(closed, len(jax.tree.leaves(updates)))
     skipped = jax.tree.leaves((jax.tree.map(_no_update, updates), state))

@@ -50,13 +50,13 @@ def step_plain(
     with_extra_args = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, new = with_extra_args.update(grads, state, params, **extra_args)
-        # State that `init` made float16 for float16 parameters stays float16.
-        return updates, optax.tree.cast_like(new, state)
+        with naming_misfits(tx.init, grads, state, params):
+            updates, new = with_extra_args.update(grads, state, params, **extra_args)
+            # State that `init` made float16 for float16 parameters stays float16.
+            return updates, optax.tree.cast_like(new, state)
 
     args = to_float32(grads), opt_state, cast_params(opt_state, params)
-    with naming_misfits(tx.init, *args):
-        updates, new_state = update_or_skip(grads_finite, update, *args)
+    updates, new_state = update_or_skip(grads_finite, update, *args)
     # Of an Equinox model, what has no gradient stays as it is.
     is_none = lambda x: x is None
     with_updates = jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=is_none)
