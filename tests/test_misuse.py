@@ -572,6 +572,11 @@ def test_a_rule_that_matches_no_operation_is_a_warning_that_names_scopes_like_it
     back = jax.named_scope("back")(lambda kept, g: (kept[1].T @ g, g @ kept[0].T))
     by_hand.defvjp(lambda w, x: (x @ w, (w, x)), back)
     jax.grad(lambda w: jamp.autocast(by_hand, jnp.bfloat16, rules={"dot_general[back]": "float32"})(w, x).sum())(w)
+    # The derivatives of JAX's own functions have no scopes.
+    with_relu = lambda w, x: jax.nn.relu(fun(w, x))
+    jamp.autocast(with_relu, jnp.bfloat16, rules={"exp": "float32"})(w, x)
+    with pytest.warns(UserWarning, match=r"^The rule for 'dot_general\[zzz\]' matches no operation"):
+        jamp.autocast(with_relu, jnp.bfloat16, rules={"dot_general[zzz]": "float32"})(w, x)
     with pytest.raises(ValueError, match="Did you mean 'dot_general'"):
         jamp.autocast(fun, jnp.bfloat16, rules={"dot_genral": "float32"})
 

@@ -13,7 +13,7 @@ from jamp._cast import is_floating
 from jamp._jaxprs import constructs, ir, walk
 from jamp._jaxprs.ir import JaxprEqn
 from jamp._jaxprs.primitives import ENCODED_PRODUCTS, PRODUCTS, operation
-from jamp._jaxprs.source import in_scope
+from jamp._jaxprs.source import in_scope, is_of_jax
 from jamp._products.flops import flops
 from jamp._products.product import Product, products
 from jamp._recompute.budget import MemoryBudget, warnings_of_budget
@@ -75,23 +75,25 @@ def _unused_rules(passes: Passes) -> list[str]:
     """Warnings about rules of the user that decided about no operation."""
     rules = {key for key, rule in passes.target.rules.items() if rule.reason == YOURS}
     unused = sorted(rules - passes.used)
-    # The derivatives of custom rules are traced later, and the gradients of weights only by a gradient.
+    every = list(walk.with_paths(passes.traced.jaxpr)) if unused else []
+    # The derivatives of custom rules are traced later, and the gradients of weights only by a gradient. Of each rule,
+    # its path, and whether it may have scopes: that of a function of JAX, such as relu, has none.
     is_custom = lambda eqn: ir.name(eqn) in ("custom_jvp_call", "custom_vjp_call", "linear_call")
-    every = walk.with_paths(passes.traced.jaxpr) if unused else []
-    paths = [(path, is_custom(eqn)) for eqn, path in every]
+    may_have_scopes = lambda eqn: not all(is_of_jax(body) for body, _ in constructs.inner(eqn))
+    custom = [(path, may_have_scopes(eqn)) for eqn, path in every if is_custom(eqn)]
     messages = []
     for key in unused:
         part = key.partition("[")[2][:-1]
         if part == GRADIENT or (key in rules_for(passes.target.wide) and part):
             continue
-        seen = sorted({name for path, _ in paths for name in path.split("/") if name})
+        seen = sorted({name for _, path in every for name in path.split("/") if name})
         close = difflib.get_close_matches(part, seen, 3) if part else []
         hint = f" Scopes with a similar name: {', '.join(close)}." if close else ""
         if part and not close:
             hint = f" A name in brackets is a scope, of jax.named_scope({part!r}) or of a Linen module."
         if part in seen:
             hint = " The scope has no such operation, or an earlier rule decides about it."
-        if any(custom and (not close or f"/{part}/" in path) for path, custom in paths):
+        if any(f"/{part}/" in path or (not close and (scopes or not part)) for path, scopes in custom):
             continue
         messages.append(f"The rule for {key!r} matches no operation of this function.{hint}")
     return messages

@@ -112,6 +112,11 @@ def _scope_class() -> type:
     return type(stack.stack[-1])
 
 
+def is_of_jax(closed: Any) -> bool:
+    """Whether a jaxpr is of a function that JAX itself defines, such as `jax.nn.relu`."""
+    return str(closed.debug_info.func_filename).startswith(_JAX)
+
+
 def in_scope(eqn: JaxprEqn, name: str) -> bool:
     """Whether an equation was traced inside `jax.named_scope(name)`. No transformation may have this name."""
     stack: Any = eqn.source_info.name_stack
