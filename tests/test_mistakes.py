@@ -22,6 +22,7 @@ STATE, PLAIN = TX.init(PARAMS), ADAM.init(PARAMS)
 # Its state becomes None where a gradient is, as that of Adam in Optax 0.2.5.
 MOMENT = optax.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
 LENIENT = jamp.loss_scaled(MOMENT)
+REFUSES = jamp.loss_scaled(optax.stateless(lambda grads, params: jax.tree.map(jnp.add, grads, params)))
 UNSCALING = jamp.loss_scaled(ADAM, unscale=True)
 MASTERS, SPLIT = jamp.master_params(ADAM), jamp.master_params(ADAM, split=True)
 BF16 = jnp.bfloat16
@@ -199,10 +200,14 @@ MISTAKES = {
         "jamp.convert_loss_scale(state, StaticLossScale(scale=8.0))",
     ),
     "update with a pair": (lambda: TX.update(value_and_grad(STATE)(PARAMS), STATE, PARAMS), "loss, grads ="),
-    "update with None": (lambda: TX.update(GRADS | {"b": None}, STATE, PARAMS), "jnp.zeros_like"),
+    "update with None": (lambda: TX.update(GRADS | {"b": None}, STATE, PARAMS), "give zeros (jnp.zeros_like)"),
+    "update with None of an optimizer that refuses it": (
+        lambda: REFUSES.update(GRADS | {"b": None}, REFUSES.init(PARAMS), PARAMS),
+        "params['b'] is None",
+    ),
     "update of a moment with None": (
         lambda: LENIENT.update(GRADS | {"b": None}, LENIENT.init(PARAMS), PARAMS),
-        "state['b'] changed from float32[4] to None, so a skipped step could not keep it",
+        "give zeros (jnp.zeros_like) in place of None",
     ),
     "step of a moment with None": (
         lambda: SCALER.step(MOMENT, MOMENT.init(PARAMS), PARAMS, grads=GRADS | {"b": None}),

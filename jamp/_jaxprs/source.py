@@ -112,9 +112,9 @@ def _scope_class() -> type:
     return type(stack.stack[-1])
 
 
-def is_of_jax(closed: Any) -> bool:
+def is_of_jax(jaxpr: Any) -> bool:
     """Whether a jaxpr is of a function that JAX itself defines, such as `jax.nn.relu`."""
-    return str(closed.debug_info.func_filename).startswith(_JAX)
+    return str(jaxpr.debug_info.func_filename).startswith(_JAX)
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> bool:
