@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import linear_call
 from jaxprs import normal
 
 import jamp
@@ -256,3 +257,101 @@ def test_the_gradient_of_a_deep_model_in_16_bit_is_the_same_at_every_budget():
     first, *found = jax.jit(lambda *args: [grad(*args) for grad in grads])(Q, K, V)
     for x in found:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * np.abs(y).max()), x, first)
+
+
+def widen(x, probe):
+    """A rule whose gradient of `probe` is the value that its backward rule read."""
+    return x.astype(jnp.float32) + probe
+
+
+def with_vjp(**options):
+    rule = jax.custom_vjp(widen)
+    rule.defvjp(lambda x, probe: (widen(x, probe), x), lambda x, g: (jnp.zeros_like(x), g * widen(x, 0.0)), **options)
+    return rule
+
+
+def linear(x, probe):
+    x = lax.stop_gradient(x)
+    return widen(x, linear_call(lambda x, probe: probe, lambda x, g: g * widen(x, 0.0), x, probe))
+
+
+RULES = {
+    "custom_vjp": with_vjp(),
+    "optimize_remat": with_vjp(optimize_remat=True),
+    "in a jit": jax.jit(with_vjp()),
+    "closed over": lambda x, probe: jax.jit(lambda probe: with_vjp()(x, probe))(probe),
+    "in a checkpoint": jax.checkpoint(with_vjp()),
+    "linear_call": linear,
+}
+PRODUCERS = {
+    "product": lambda x: x @ x,
+    "multiplication": lambda x: x * x,
+    "cast": lambda x: jnp.square(x.astype(jnp.float32)).astype(x.dtype),
+    "transposed": lambda x: (x @ x).T,
+    "joined and cut": lambda x: jnp.concatenate([x @ x, x])[: len(x)],
+    "named": lambda x: checkpoint_name(x @ x, "v"),
+    "in a jit": jax.jit(lambda x: x @ x),
+    "in a checkpoint": jax.checkpoint(lambda x: x @ x),
+    "in a branch": lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x),
+    "carry": lambda x: lax.scan(lambda c, _: (x @ x, None), x, None, length=2)[0],
+    "relu": lambda x: jax.nn.relu(x @ x),
+}
+PLACES = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "scan": lambda f: lambda x, probe: lax.scan(lambda c, x: (c, f(x, probe)), 0.0, x[None])[1][0],
+    "carry": lambda f: lambda x, probe: lax.scan(lambda c, _: (c, f(c, probe)), x, None, length=2)[1][0],
+    "cond": lambda f: lambda x, probe: lax.cond(x[0, 0] > 0, f, lambda x, probe: probe, x, probe),
+    "vmap": lambda f: lambda x, probe: jax.vmap(f)(x[None], probe[None])[0],
+}
+TRANSFORMED = {
+    "recompute": lambda f: jamp.recompute(f, 1.0),
+    "recompute 0": lambda f: jamp.recompute(f, 0),
+    "autocast": lambda f: jamp.autocast(f, BF16),
+    "autocast 0.5": lambda f: jamp.autocast(f, BF16, memory_budget=0.5),
+    "recompute=False": lambda f: jamp.autocast(f, BF16, recompute=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # autocast changes no product of a model in 16 bit
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rule", "producer", "place"),
+    [
+        *((rule, "product", "nothing") for rule in RULES),
+        *(
+            pytest.param("custom_vjp", x, "nothing", marks=[pytest.mark.slow] * (i > 4))
+            for i, x in enumerate(PRODUCERS)
+        ),
+        *(pytest.param("custom_vjp", "product", x, marks=[pytest.mark.slow] * (i > 2)) for i, x in enumerate(PLACES)),
+    ],
+)
+def test_a_derivative_rule_of_a_model_in_16_bit_reads_what_its_forward_rule_read(rule, producer, place, dtype):
+    f = PLACES[place](lambda x, probe: RULES[rule](PRODUCERS[producer](x), probe))
+    x = (1 + jnp.finfo(dtype).eps) * jnp.eye(2, dtype=dtype)  # its square is no number of 16 bit
+
+    for way, transformed in TRANSFORMED.items():
+        # The passes are two programs, between which a residual is stored in 16 bit.
+        y, pull_back = jax.vjp(jax.jit(transformed(f)), x, jnp.zeros((2, 2)))
+        np.testing.assert_array_equal(y, pull_back(jnp.ones_like(y))[1], err_msg=way)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("way", TRANSFORMED)
+def test_a_statistic_outside_of_a_rule_is_of_the_scores_that_the_rule_reads(way):
+    @jax.custom_vjp
+    def loss(z, total, probe):
+        return jnp.sum(jnp.exp(z.astype(jnp.float32) - total)) + 0 * probe
+
+    loss.defvjp(
+        lambda z, total, probe: (loss(z, total, probe), (z, total)),
+        lambda r, g: (None, None, jnp.sum(jnp.exp(r[0].astype(jnp.float32) - r[1]), -1).max()),
+    )
+
+    def f(q, k, probe):
+        z = low(q, k)
+        return loss(z, jax.nn.logsumexp(z.astype(jnp.float32), -1, keepdims=True), probe)
+
+    _, pull_back = jax.vjp(jax.jit(TRANSFORMED[way](f)), Q, K, 0.0)
+    largest_sum = pull_back(jnp.float32(1))[2]
+    np.testing.assert_allclose(largest_sum, 1, rtol=1e-5)

@@ -23,6 +23,7 @@ from jamp._products.formats import Format
 from jamp._products.product import products
 from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.checkpoint import lowered
+from jamp._recompute.stored import round_stored
 
 NO_CONTEXT = (
     "It is a function transformation, like jax.grad, and not a context: in place of `with autocast():`, transform the "
@@ -62,7 +63,7 @@ class Passes(NamedTuple):
     def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
         """Return the jaxpr to evaluate."""
         if not self.is_cast and budget == 1.0:
-            return self.traced
+            return round_stored(self.traced)
         return lowered(self.quantized, budget if recomputes else None)
 
     @property

@@ -85,6 +85,15 @@ def is_call(eqn: JaxprEqn) -> bool:
     return construct is not None and construct.is_call
 
 
+def reads_again(eqn: JaxprEqn) -> bool:
+    """Whether the backward pass of a construct computes again from its operands: the user's rule or checkpoint does.
+
+    A custom_jvp computes all that it keeps in the forward pass, and a chunked_sum its gradients.
+    """
+    is_by_user = derivative(eqn) in (Derivative.BY_RULE, Derivative.CHECKPOINT)
+    return is_by_user and ir.name(eqn) not in ("custom_jvp_call", "chunked_sum")
+
+
 def is_forward_rule(eqn: JaxprEqn) -> bool:
     """Whether an equation is the forward rule of a custom_vjp with `optimize_remat`, in a gradient.
 

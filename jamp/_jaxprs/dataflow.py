@@ -105,10 +105,15 @@ def spreads(rule: Callable[[JaxprEqn, Flags], bool]) -> Forward[bool]:
 
 
 class Backward:
-    """Which values have a property that the operands of an equation have if `rule(eqn, flags of results)` says so."""
+    """Which values have a property that the operands of an equation have if `rule(eqn, flags of results)` says so.
 
-    def __init__(self, rule: Callable[[JaxprEqn, Flags], bool]):
-        self._rule = rule
+    The rule also decides about a construct that `is_whole`. Of others, the bodies do.
+    """
+
+    def __init__(
+        self, rule: Callable[[JaxprEqn, Flags], bool], is_whole: Callable[[JaxprEqn], bool] = lambda eqn: False
+    ):
+        self._rule, self._is_whole = rule, is_whole
         self._cache: Cache[set[Var]] = Cache()
 
     def __call__(self, closed: ClosedJaxpr, given: Sequence[bool]) -> set[Var]:
@@ -138,7 +143,7 @@ class Backward:
         return _outputs_of_bodies(eqn, known)
 
     def _operands(self, eqn: JaxprEqn, results: Flags) -> Flags:
-        if not _bodies(eqn):
+        if self._is_whole(eqn) or not _bodies(eqn):
             return [self._rule(eqn, results)] * len(eqn.invars)
         carry, end = constructs.carry(eqn), self._into(eqn, results)[-1]
         return [x or (i in carry and end[i - carry.start]) for i, x in enumerate(self._read(eqn, end))]

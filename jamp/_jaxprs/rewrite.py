@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from jamp._jaxprs import build, constructs
 from jamp._jaxprs.cache import Cache
 from jamp._jaxprs.context import Context
+from jamp._jaxprs.dataflow import Analysis
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, is_literal
 
 T = TypeVar("T")
@@ -30,11 +31,13 @@ class Body(NamedTuple):
       closed: The jaxpr.
       context: The constructs around it.
       shared: Equations that a rule added and that it may use again for later ones, by a key of its own.
+      facts: What the analysis found about its values. None without an analysis.
     """
 
     closed: ClosedJaxpr
     context: Context
     shared: dict[Any, Any]
+    facts: Any
 
 
 class Replaced(NamedTuple):
@@ -55,6 +58,7 @@ class Rewriter:
       rule: The rule for one equation.
       reads: The part of the context that it reads.
       enters: Whether the bodies of a construct are rewritten.
+      analysis: An analysis of each jaxpr, whose facts the rule reads.
     """
 
     def __init__(
@@ -62,16 +66,22 @@ class Rewriter:
         rule: Rule,
         reads: Callable[[Context], Any] = lambda context: None,
         enters: Callable[[JaxprEqn], bool] = lambda eqn: True,
+        analysis: Analysis | None = None,
     ):
-        self._rule, self._reads, self._enters = rule, reads, enters
+        self._rule, self._reads, self._enters, self._analysis = rule, reads, enters, analysis
         self._cache: Cache[ClosedJaxpr] = Cache()
 
-    def __call__(self, closed: ClosedJaxpr, context: Context = Context()) -> ClosedJaxpr:
-        """Return the rewritten jaxpr, or the same object if nothing changes."""
-        return self._cache(closed, self._reads(context), lambda: self._rewritten(closed, context))
+    def __call__(self, closed: ClosedJaxpr, context: Context = Context(), given: Sequence[Any] = ()) -> ClosedJaxpr:
+        """Return the rewritten jaxpr, or the same object if nothing changes.
 
-    def _rewritten(self, closed: ClosedJaxpr, context: Context) -> ClosedJaxpr:
-        jaxpr, body = closed.jaxpr, Body(closed, context, {})
+        `given` is what the analysis starts from: the facts about the inputs or outputs.
+        """
+        key = self._reads(context), tuple(given)
+        return self._cache(closed, key, lambda: self._rewritten(closed, context, given))
+
+    def _rewritten(self, closed: ClosedJaxpr, context: Context, given: Sequence[Any]) -> ClosedJaxpr:
+        facts = self._analysis(closed, given) if self._analysis else None
+        jaxpr, body = closed.jaxpr, Body(closed, context, {}, facts)
         eqns: list[JaxprEqn] = []
         names: dict[Any, Any] = {}  # what takes the place of a variable
         for original in jaxpr.eqns:
@@ -93,7 +103,8 @@ class Rewriter:
         old = constructs.bodies(eqn) if self._enters(eqn) else None
         if not old:
             return eqn
-        new = [self(x, body.context.inside(eqn)) for x in old]
+        into = self._analysis.into(eqn, body.facts) if self._analysis else [()] * len(old)
+        new = [self(x, body.context.inside(eqn), given) for x, given in zip(old, into, strict=True)]
         if all(map(lambda x, y: x is y, new, old)):
             return eqn
         return build.with_bodies(eqn, new, eqn.invars, eqn.outvars)

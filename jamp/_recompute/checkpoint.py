@@ -33,10 +33,9 @@ from jamp._recompute.segments import (
     computed_twice,
     flatten_segment,
     opened,
-    rounding,
     with_names,
-    with_rounding,
 )
+from jamp._recompute.stored import round_stored, rounding, with_rounding
 from jamp._rounded import may_be_wider
 
 
@@ -45,7 +44,9 @@ def lowered(closed: ClosedJaxpr, budget: MemoryBudget | None) -> ClosedJaxpr:
 
     The outermost budget decides, also about the segments of an autocast or a recompute inside.
     """
-    return lower(closed if budget is None else recompute(opened(closed), budget))
+    if budget is None:
+        return lower(round_stored(closed))
+    return lower(recompute(round_stored(opened(closed)), budget))
 
 
 def recompute(closed: ClosedJaxpr, budget: MemoryBudget) -> ClosedJaxpr:

@@ -8,18 +8,16 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jamp._cast import is_complex, is_inexact
 from jamp._jaxprs import build, constructs, dataflow, equality, inline, ir, walk
 from jamp._jaxprs.cache import Cache
-from jamp._jaxprs.constructs import Derivative
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import is_partial
 from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS
@@ -29,7 +27,7 @@ from jamp._jaxprs.walk import holds_product, is_product
 from jamp._products.product import equation, name_of, of
 from jamp._products.quantized import has_narrow_sums
 from jamp._recompute.kept import CONSTANT, Origin, is_cheap, join, nbytes, origin, values_to_keep
-from jamp._rounded import may_be_wider, rounded
+from jamp._recompute.stored import is_split, with_rounding
 
 SEGMENT = "jamp.segment"  # the name scope of a call that `checkpoint.py` made
 KEPT = "jamp.kept"  # the name of the values that a segment keeps
@@ -150,32 +148,6 @@ def computed_twice(flat: FlatSegment) -> set[Var]:
     is_rounding = lambda eqn: name_of(eqn) in PRODUCTS or ir.name(eqn) == "convert_element_type"
     found: set[Var] = {v for v in flat.outputs if not ir.is_literal(v)}
     return found.union(v for eqn in flat.eqns if is_rounding(eqn) for v in eqn.outvars)
-
-
-def with_rounding(eqns: Iterable[JaxprEqn], stored: Set[Var]) -> list[JaxprEqn]:
-    """Equations in which every reader of a 16-bit value that is `stored` gets it as it is stored.
-
-    `lower` rounds the results of autocast's products.
-    """
-    found: list[JaxprEqn] = []
-    for eqn in eqns:
-        if (product := of(eqn)) and product.format is not None:
-            found.append(eqn)
-            continue
-        places = {i: core.Var(v.aval) for i, v in enumerate(eqn.outvars) if v in stored and may_be_wider(v.aval)}
-        found.append(eqn.replace(outvars=[places.get(i, v) for i, v in enumerate(eqn.outvars)]) if places else eqn)
-        found.extend(build.located(rounding(v, eqn.outvars[i]), eqn) for i, v in places.items())
-    return found
-
-
-def rounding(source: Var, target: Var) -> JaxprEqn:
-    """The equation that rounds a value to its dtype."""
-    return _rounding_equation().replace(invars=[source], outvars=[target])
-
-
-@functools.cache
-def _rounding_equation() -> JaxprEqn:
-    return jax.make_jaxpr(rounded.bind)(np.float32(0)).eqns[0]
 
 
 @functools.cache
@@ -491,11 +463,6 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
         return closed
     rewriter = Rewriter(rule, enters=is_split)
     return rewriter(closed)
-
-
-def is_split(eqn: JaxprEqn) -> bool:
-    """Whether JAX differentiates the bodies of a construct, so that its segments are checkpoints."""
-    return constructs.derivative(eqn) is Derivative.OF_BODY
 
 
 def _segment_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
