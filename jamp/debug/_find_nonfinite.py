@@ -13,8 +13,9 @@ from jax.tree_util import keystr
 from jamp._arguments import Call, arguments_by_name, check_concrete, differentiable, parameter_paths
 from jamp._cast import is_inexact
 from jamp._jaxprs import build
-from jamp.debug._nonfinite_search import Finding, NonfiniteSearch, Values
-from jamp.debug._origin import CLEAN, ArrayInStreams, OriginInterpreter, all_finite, has_new
+from jamp.debug._made import all_finite
+from jamp.debug._nonfinite_search import NonfiniteSearch, Values
+from jamp.debug._reaching import Run, distinct, run
 from jamp.debug._usage import called_as, naming_states
 
 _CALL = "jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)"
@@ -58,14 +59,14 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
         check_concrete("find_nonfinite", call.leaves)
         held, kind = _nonfinite_inputs(fun, args, kwargs)
         flat = call.traceable(fun)
-        run = functools.partial(_run, leaves=call.leaves, parameters=parameter_paths(fun, args, kwargs))
+        evaluate = functools.partial(run, leaves=call.leaves, parameters=parameter_paths(fun, args, kwargs))
         places = differentiable(args, kwargs, call.leaves) if grad else []
         with naming_states(_CALL, args), _naming_grad(fun, kwargs):
             if not places:
-                return _result(run(flat), None, held, kind)
-            with_gradients = run(lambda *leaves: _gradients(flat, leaves, places), gradients=len(places))
+                return _result(evaluate(flat), None, held, kind)
+            with_gradients = evaluate(lambda *leaves: _gradients(flat, leaves, places), gradients=len(places))
             # What is part of the backward pass is what the function itself does not run.
-            return _result(run(flat) if with_gradients.causes else None, with_gradients, held, kind)
+            return _result(evaluate(flat) if with_gradients.causes else None, with_gradients, held, kind)
 
     return search
 
@@ -81,59 +82,6 @@ def _naming_grad(fun: Callable[..., Any], kwargs: dict[str, Any]) -> Iterator[No
         raise
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """One evaluation.
-
-    Attributes:
-      causes: The operations that made inf or NaN and follow from no other one.
-      reached: For each of them, the results into which it puts inf or NaN.
-      is_given: Whether a result holds inf or NaN that no operation made.
-      has_loss: Whether the first result is a scalar.
-      count: The number of operations.
-    """
-
-    causes: Sequence[Finding]
-    reached: Sequence[set[int]]
-    is_given: bool
-    has_loss: bool
-    count: int
-
-    @property
-    def has_bad_loss(self) -> bool:
-        """Whether a cause reaches the loss, or any result if there is no loss."""
-        return any(0 in x if self.has_loss else x for x in self.reached)
-
-    def of_results(self, other: str) -> list[Finding]:
-        """Return the causes that reach results, the causes of the loss first. `other` names any other result."""
-        is_of_loss = [self.has_loss and 0 in x for x in self.reached]
-        marked = [
-            dataclasses.replace(cause, reaches="the loss" if of_loss else other)
-            for cause, x, of_loss in zip(self.causes, self.reached, is_of_loss, strict=True)
-            if x
-        ]
-        return sorted(marked, key=lambda x: x.reaches == other)
-
-
-def _run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequence[str], gradients: int = 0) -> _Run:
-    """Evaluate a function. If its first results are gradients, causes are searched for these only."""
-    closed = jax.make_jaxpr(fun)(*leaves)
-    interpreter = OriginInterpreter()
-    given = [ArrayInStreams(jnp.asarray(x), parameter=path) for x, path in zip(leaves, parameters, strict=True)]
-    all_results = interpreter.run(closed, given)
-    results = all_results[:gradients] if gradients else all_results
-    reached = [
-        {i for i, x in enumerate(results) if has_new(x.stream(interpreter.stream_of(cause)), x.stream(CLEAN))}
-        for cause in interpreter.causes
-    ]
-    for i, x in enumerate(results):  # If no cause alone makes it, it takes all of them.
-        if has_new(x.array, x.stream(CLEAN)) and not any(i in some for some in reached):
-            reached = [some | {i} for some in reached]
-    is_given = not all(all_finite(x.stream(CLEAN)) for x in all_results)
-    has_loss = not gradients and bool(results) and is_inexact(results[0].array) and not results[0].array.shape
-    return _Run(interpreter.causes, reached, is_given, has_loss, interpreter.count)
-
-
 def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
     """Return the gradients with respect to the leaves at some places, and the results."""
 
@@ -147,17 +95,17 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Se
     return [*pull_back([jnp.ones_like(x) for x in values]), *results]
 
 
-def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...], kind: str) -> NonfiniteSearch:
+def _result(forward: Run | None, backward: Run | None, held: tuple[str, ...], kind: str) -> NonfiniteSearch:
     """Return the result of a run of the function, a run of its gradients, or both."""
-    runs = [run for run in (forward, backward) if run is not None]
+    runs = [x for x in (forward, backward) if x is not None]
     findings = forward.of_results("a result") if forward else []
     hidden = [*forward.causes] if forward else []
     if forward and backward and not forward.has_bad_loss:
         known = {(x.primitive, x.source) for x in forward.causes}
         marked = lambda x: dataclasses.replace(x, backward=(x.primitive, x.source) not in known)
-        findings = _distinct([*map(marked, backward.of_results("a gradient")), *findings])
-        hidden = _distinct([*hidden, *map(marked, backward.causes)])
-    is_given = any(run.is_given for run in runs)
+        findings = distinct([*map(marked, backward.of_results("a gradient")), *findings])
+        hidden = distinct([*hidden, *map(marked, backward.causes)])
+    is_given = any(x.is_given for x in runs)
     is_finite = not findings and backward is not None
     return NonfiniteSearch(
         tuple(findings or hidden),
@@ -169,11 +117,6 @@ def _result(forward: _Run | None, backward: _Run | None, held: tuple[str, ...], 
         is_finite,
         kind,
     )
-
-
-def _distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, one of each operation."""
-    return list({(x.primitive, x.source, x.scope): x for x in reversed(findings)}.values())[::-1]
 
 
 def _nonfinite_inputs(

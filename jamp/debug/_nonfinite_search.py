@@ -1,8 +1,7 @@
 """The result of `find_nonfinite`."""
 
 import dataclasses
-import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +55,22 @@ def to_host(x: Any) -> np.ndarray[Any, Any]:
 def format_number(x: float, exact_to: float = 1e5) -> str:
     """Return a number in few characters: 7.1e4, 65504, 0.031."""
     x += 0.0  # -0 is 0
-    text = f"{x:g}" if abs(x) < exact_to and float(f"{x:g}") == x else f"{x:.2g}"
-    return re.sub(r"e([+-])0*(\d)", lambda m: "e" + m[1].strip("+") + m[2], text)
+    digits, e, exponent = (f"{x:g}" if abs(x) < exact_to and float(f"{x:g}") == x else f"{x:.2g}").partition("e")
+    return f"{digits}e{int(exponent)}" if e else digits
+
+
+class Cause(NamedTuple):
+    """Why an operation gave inf or NaN, in one line, and what to do about it.
+
+    Attributes:
+      text: Why.
+      cure: What to do.
+      cure_in_backward: What to do in a backward pass, if that is something else.
+    """
+
+    text: str
+    cure: str
+    cure_in_backward: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,23 +78,26 @@ class Finding:
     """An operation that returned inf or NaN, and follows from no other finding."""
 
     primitive: str
-    cause: str
+    why: Cause
     source: str  # file:line (function) of the user's code
     path: tuple[str, ...]  # the constructs around it
     backward: bool  # whether it is part of a backward pass
     inputs: tuple[Values, ...]
     outputs: tuple[Values, ...]
-    order: int
+    order: int  # the number of operations that made inf or NaN before it
     scope: str = ""  # the name scopes around it, such as the names of Linen modules: "Net/h_3/attn"
     parameter: str = ""  # the path, in the arguments, of a parameter that it reads: "params['h_3']['kernel']"
     reaches: str = ""  # "the loss", "a gradient", or "a result" that is not the loss. Nothing if another one hides it
 
     @property
+    def cause(self) -> str:
+        """Why it returned inf or NaN."""
+        return self.why.text
+
+    @property
     def cure(self) -> str:
         """What to do about it."""
-        if self.backward and "overflow in float16" in self.cause:
-            return _LOWER_SCALE
-        return next((cure for start, cure in _CURES if re.search(start, self.cause)), _NO_CURE)
+        return (self.backward and self.why.cure_in_backward) or self.why.cure
 
     @property
     def title(self) -> str:
@@ -97,56 +113,6 @@ class Finding:
             f"  line    {'in the backward pass of ' * self.backward}{self.source or 'unknown'}",
             *([f"  layer   {' '.join(layer)}"] if layer else []),
         ]
-
-
-_LOWER_SCALE = "lower the loss scale: a dynamic one does so itself, for others jamp.set_loss_scale"
-_NO_CURE = "look at the inputs above: the operation has no finite result there"
-# The first of these patterns that is found in a cause.
-_CURES = (
-    ("^exp overflow", "subtract the maximum first (jax.nn.softmax, jax.nn.logsumexp), or clip the exponent"),
-    ("on the way", "compute it in float32: put it into jamp.full_precision, or give autocast a rule for it"),
-    ("overflow in float(16|8)", "use jamp.full_precision or smaller operands; in attention divide by sqrt(width)"),
-    ("overflow in .*, and in", "the value is too large for any dtype: divide, normalize or clip before"),
-    (
-        "overflow",
-        "the value is beyond float32: look for a learning rate, a scale or an input that is too large; in float64 "
-        "code, use jamp.full_precision",
-    ),
-    (
-        "^log of 0",
-        "add an epsilon that the dtype can hold, or compute the logarithm itself: jax.nn.log_softmax of logits",
-    ),
-    ("difference of squares$", "if it is a variance, use jnp.var: E[x**2] - E[x]**2 cancels, and may be negative"),
-    ("^(log|sqrt) of a negative", "clip it, or find out why it is not positive"),
-    ("^nan from 0/0", "add an epsilon, or look for a mean over an empty array or mask"),
-    (
-        "^division by zero",
-        "add an epsilon (in float16, 1e-8 is 0); under a gradient, also jnp.where inside the operation",
-    ),
-    (
-        "^nan is a constant",
-        "the code has this NaN on purpose: look at the condition that chooses it, or at what reads it",
-    ),
-    (
-        "^nan from inf - inf",
-        "find what made the inf: a division by 0 or an overflow before it, or in a softmax a row that is masked out "
-        "completely, which needs a large finite number as its mask",
-    ),
-    ("^nan from", "find the inf among its inputs, and mask with a large finite number in its place"),
-    ("outside|not between|below 1|pole|fractional", "clip the operand, with a margin that the dtype can hold"),
-    ("of inf$", "find the operation that made the inf, and clip its result"),
-    ("^an index", "check the indices: jnp.take and x[i] return NaN out of bounds"),
-    (
-        "made inside it",
-        "search what it maps: find_nonfinite(jax.vmap(body, axis_name=...)) on arrays with one more axis, which stands "
-        "for the devices",
-    ),
-    (
-        "positive definite|singular",
-        "add a small multiple of the identity, 1e-6 of its diagonal in float32 and 1e-12 in float64, and compute it in "
-        "no fewer bits",
-    ),
-)
 
 
 # What to do if inputs hold inf or NaN.

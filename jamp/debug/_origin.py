@@ -1,41 +1,40 @@
 """Find the operations that make inf and NaN, and tell causes from consequences.
 
 An operation makes an inf or NaN at an element if its operands do not explain it. From there on, the walk follows more
-than one value of each array:
+than one value of each array, which are called streams:
 
 - the natural one, which holds the inf or NaN,
 - the clean one, in which every inf and NaN that an operation makes is replaced by a finite number,
 - for each cause, the one in which only that cause is not replaced.
 
 An operation that also makes inf or NaN of clean operands follows from no other one. It is a cause of an inf or NaN in a
-result if it alone puts it there.
+result if it alone puts it there, or if it takes part in one that no cause alone makes.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jax.extend import core
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, constructs, equality, interpret, ir
+from jamp._jaxprs import constructs, interpret, ir
 from jamp._jaxprs.ir import JaxprEqn
-from jamp._jaxprs.primitives import ARITHMETIC, EXACT, PRODUCTS, REARRANGES, operation
+from jamp._jaxprs.primitives import REARRANGES, operation
 from jamp._jaxprs.source import in_scope, pattern
 from jamp._recompute.segments import SEGMENT
 from jamp.debug._cause import explain
+from jamp.debug._evaluate import bind
+from jamp.debug._made import Made, all_finite, filled, find_changed, find_explained, find_made, is_bad, where
 from jamp.debug._nonfinite_search import Finding, Values
 
 CLEAN = -1
-_MOST = 8  # Causes with a stream of their own. More than that share the last one.
-# A sum of products of its operands. If it overflows, it does so without the inf in them.
-_SUMS = PRODUCTS | {"add_any", "cumsum", "psum", "reduce_sum", "reduce_window_sum", "scatter-add"}
-_CASTS = ("convert_element_type", "reduce_precision")
+_MOST = 8  # Streams of causes. The causes beyond share the last one.
+REST = _MOST - 1
+Key = tuple[str, str, str, bool]  # a primitive, a line, a layer, and whether it is in a backward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,21 +59,31 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
     """An evaluation that follows inf and NaN.
 
     Attributes:
-      causes: The operations that made inf or NaN and follow from no other one, in the order in which they ran.
+      made: The operations that made inf or NaN and follow from no other one, in the order in which they ran. An
+        operation that runs again, such as in a loop, has the same key.
+      streams: The stream of each of them, in which only it is not replaced.
+      findings: The first of them of each key and stream.
       count: The number of operations that ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Mapping[int, int] | None = None) -> None:
+        """`streams` are those of some causes by their position in `made`, and all others have the last one.
+
+        Without it, a cause has a stream for the first time it runs, and one for all later ones.
+        """
         super().__init__()
-        self.causes: list[Finding] = []
+        self.made: list[Key] = []
+        self.streams: list[int] = []
+        self.findings: dict[int, Finding] = {}
         self.count = 0
-        self._index: dict[Any, int] = {}
+        self._given = streams
+        self._known: dict[Any, int] = {}
+        self._seen: set[Any] = set()
 
     def operation(self, eqn: JaxprEqn, values: list[ArrayInStreams]) -> list[ArrayInStreams]:
         self.count += 1
         arrays = [x.array for x in values]
-        bind = functools.partial(_bind, eqn)
-        results = bind(arrays)
+        results = bind(eqn, arrays)
         parameter = values[0].parameter if values and ir.name(eqn) in REARRANGES else ""
         is_constant = bool(values) and all(x.is_constant for x in values)
         form = _form(eqn, values)
@@ -82,56 +91,69 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
         if eqn.effects or (not keys and all(map(all_finite, results))):  # An effect happens once.
             return [ArrayInStreams(x, parameter=parameter, is_constant=is_constant, form=form) for x in results]
         operands = {i: [x.stream(i) for x in values] for i in keys}
-        streams = {i: bind(xs) for i, xs in operands.items()}
+        streams = {i: _follow(eqn, xs, arrays, results) for i, xs in operands.items()}
+        unread = operands.get(CLEAN, arrays)
         clean = streams.get(CLEAN, results)
         # An inf in the code is a mask. A NaN in the code is a finding at the operation that reads it with other values.
-        is_nan = [x.is_constant and not is_constant and bool(_where(np.isnan, x.array).any()) for x in values]
+        is_nan = [x.is_constant and not is_constant and bool(where(np.isnan, x.array).any()) for x in values]
 
-        def find(xs: Sequence[Any], found: Sequence[Any]) -> _Made | None:
-            return _made(eqn, [jnp.zeros_like(x) if y else x for x, y in zip(xs, is_nan, strict=True)], found)
+        def find(xs: Sequence[Any], found: Sequence[Any]) -> Made | None:
+            return find_made(eqn, [jnp.zeros_like(x) if y else x for x, y in zip(xs, is_nan, strict=True)], found)
 
-        made = find(operands.get(CLEAN, arrays), clean)
+        made = find(unread, clean)
         if made is not None:
             natural = find(arrays, results) if keys else made
+            own = [x & y for x, y in zip(made.masks, natural.masks, strict=True)] if natural is not None else []
             cause = None
-            if natural is not None and any(np.any(x & y) for x, y in zip(made.masks, natural.masks, strict=True)):
+            if natural is not None and any(map(np.any, own)):
                 cause = self._cause(eqn, values, results, natural)
                 streams.setdefault(cause, clean)
-                operands.setdefault(cause, operands.get(CLEAN, arrays))
             for i, mine in streams.items():
-                own = made if i == CLEAN or i not in keys else find(operands[i], mine)
-                if i != cause and own is not None:
-                    both = [x & y for x, y in zip(made.masks, own.masks, strict=True)]
-                    streams[i] = list(map(_replaced, mine, both))
+                again = find(operands[i], mine) if i in keys and i != CLEAN else made
+                if again is None:
+                    continue
+                replace = [x & y for x, y in zip(made.masks, again.masks, strict=True)]
+                if i in keys and i != CLEAN:  # What its cause explains, it keeps.
+                    explained = find_explained(eqn, operands[i], unread, results)
+                    replace = [x & ~y for x, y in zip(replace, explained, strict=True)]
+                if i == cause:
+                    replace = [x & ~y for x, y in zip(replace, own, strict=True)]
+                streams[i] = list(map(_replaced, mine, replace))
             streams[CLEAN] = streams.get(CLEAN) or list(map(_replaced, clean, made.masks))
+        _share(eqn, operands, results, streams)
         return [
             ArrayInStreams(x, _different(x, {i: mine[n] for i, mine in streams.items()}), parameter, is_constant, form)
             for n, x in enumerate(results)
         ]
 
-    def _cause(self, eqn: JaxprEqn, values: Sequence[ArrayInStreams], results: Sequence[Any], made: "_Made") -> int:
-        """Return the stream of a cause. An operation that runs again, such as in a loop, is the same cause."""
-        here = self.context(eqn)
+    def _cause(self, eqn: JaxprEqn, values: Sequence[ArrayInStreams], results: Sequence[Any], made: Made) -> int:
+        """Return the stream of a cause."""
+        here, order = self.context(eqn), len(self.made)
         key = ir.name(eqn), here.line, here.scope, here.is_backward
-        if key not in self._index:
-            self._index[key] = min(len(self.causes), _MOST - 1)
+        if self._given is None:
+            stream = self._known.setdefault((key, (key, False) in self._known), min(len(self._known), REST))
+        else:
+            stream = self._given.get(order, REST)
+        self.made.append(key)
+        self.streams.append(stream)
+        if (key, stream) not in self._seen:
+            self._seen.add((key, stream))
             arrays = [x.array for x in values]
-            shown = [_filled(x, ~mask) if is_inexact(x) else x for x, mask in zip(results, made.masks, strict=True)]
-            finding = Finding(
+            shown = [filled(x, ~mask) if is_inexact(x) else x for x, mask in zip(results, made.explained, strict=True)]
+            of_squares = ir.name(eqn) in _ROOTS and values[0].form == "difference"
+            self.findings[order] = Finding(
                 operation(eqn),
-                explain(eqn, made.operands, shown)
-                + ", a difference of squares" * (ir.name(eqn) in _ROOTS and values[0].form == "difference"),
+                explain(eqn, made.operands, shown, of_squares),
                 here.line,
                 tuple(filter(None, map(_step, self.entered))),
                 here.is_backward,
                 tuple(map(Values.of, filter(is_inexact, arrays))),
                 tuple(map(Values.of, filter(is_inexact, results))),
-                order=len(self.causes),
+                order=order,
                 scope=here.scope,
                 parameter=pattern(x.parameter for x in values if x.parameter),
             )
-            self.causes.append(finding)
-        return self._index[key]
+        return stream
 
     def constant(self, array: Any) -> ArrayInStreams:
         return ArrayInStreams(array, is_constant=True)
@@ -144,9 +166,33 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
         stack = lambda get: jnp.stack([get(x) for x in values])
         return ArrayInStreams(stack(lambda x: x.array), {k: stack(lambda x, k=k: x.stream(k)) for k in keys})
 
-    def stream_of(self, finding: Finding) -> int:
-        """Return the stream in which only this cause is not replaced."""
-        return min(finding.order, _MOST - 1)
+
+def _follow(eqn: JaxprEqn, operands: Sequence[Any], arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Evaluate an operation in a stream. Where the natural one chooses a finite number, all streams choose the same."""
+    found = bind(eqn, operands)
+    if ir.name(eqn) != "select_n" or np.array_equal(np.asarray(operands[0]), np.asarray(arrays[0])):
+        return found
+    same = bind(eqn, [arrays[0], *operands[1:]])
+    return [jnp.where(~where(is_bad, x), y, z) for x, y, z in zip(results, same, found, strict=True)]
+
+
+def _share(
+    eqn: JaxprEqn, operands: Mapping[int, Sequence[Any]], results: Sequence[Any], streams: dict[int, list[Any]]
+) -> None:
+    """Put an inf or NaN that no stream has into those of all causes that take part in it."""
+    if len(streams) < 3 or all(map(all_finite, results)):  # the clean one, and one of a single cause
+        return
+    columns = zip(*streams.values(), strict=True)
+    known = [functools.reduce(np.logical_or, [where(is_bad, x) for x in column]) for column in columns]
+    lost = [where(is_bad, x) & ~mask for x, mask in zip(results, known, strict=True)]
+    if not any(map(np.any, lost)):
+        return
+    for i in operands.keys() - {CLEAN}:
+        changed = find_changed(eqn, operands[i], operands[CLEAN], results)
+        streams[i] = [
+            jnp.where(mask & some, x, y) if mask.any() else y
+            for x, y, mask, some in zip(results, streams[i], lost, changed, strict=True)
+        ]
 
 
 def _form(eqn: JaxprEqn, values: Sequence[ArrayInStreams]) -> str:
@@ -188,128 +234,6 @@ _KINDS = {
     "custom_jvp_call": "custom_jvp",
     "custom_vjp_call": "custom_vjp",
 }
-
-
-def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Evaluate an equation on other operands. On a CPU it is compiled quickly, and once for equal equations."""
-    types = ir.avals(eqn.outvars)
-    if eqn.effects or constructs.has_body(eqn) or not all(map(_is_on_cpu, args)):
-        return interpret.bind(eqn, args, types)
-    inputs: list[Any] = [core.Var(jax.typeof(x)) for x in args]
-    outputs = [core.Var(x) for x in types]
-    like = eqn.replace(invars=inputs, outvars=outputs)
-    key = equality.fingerprint(inputs, outputs, [like], sources=False), eqn.ctx
-    results: list[Any] = _compiled(_Operation(key, like))(*args)
-    return results
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operation:
-    """An equation that equals another one if the keys are equal."""
-
-    key: Any
-    eqn: JaxprEqn = dataclasses.field(compare=False)
-
-
-@functools.lru_cache(maxsize=4096)
-def _compiled(operation: _Operation) -> Callable[..., Any]:
-    eqn = operation.eqn
-    inputs: Any = eqn.invars
-    closed = build.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
-    options = _quick() if ir.name(eqn) in EXACT else {}
-    return jax.jit(lambda *xs: interpret.call(closed, xs), compiler_options=options)
-
-
-def _is_on_cpu(x: Any) -> bool:
-    return isinstance(x, Array) and all(device.platform == "cpu" for device in x.devices())
-
-
-@functools.cache
-def _quick() -> dict[str, Any]:
-    """Options with which XLA compiles an operation for a CPU in a fifth of the time. Not every release has all."""
-    options: dict[str, Any] = {}
-    for name, value in _QUICK.items():
-        try:
-            jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(np.float32(0)).compile()
-            options[name] = value
-        except jax.errors.JaxRuntimeError:
-            continue
-    return options
-
-
-_QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
-
-
-def all_finite(x: Any) -> bool:
-    """Whether an array has no inf and no NaN. On a CPU nothing is compiled for it."""
-    if not is_inexact(x):
-        return True
-    if isinstance(x, Array) and not _is_on_cpu(x):
-        return bool(_all_finite(x))
-    return bool(np.isfinite(np.asarray(x)).all())
-
-
-@jax.jit
-def _all_finite(x: Array) -> Array:
-    return jnp.all(jnp.isfinite(x))
-
-
-def has_new(x: Any, reference: Any) -> bool:
-    """Whether an array has an inf or NaN that another one does not have."""
-    return any(bool(np.any(_where(test, x) & ~_where(test, reference))) for test in (_is_bad, np.isnan))
-
-
-class _Made(NamedTuple):
-    """Where an operation makes inf or NaN, and its operands without the inf or NaN that explains others."""
-
-    masks: list[Any]  # bool[...] for each result
-    operands: list[Any]
-
-
-def _made(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> _Made | None:
-    """Return the inf and NaN in the results that the operands do not explain, or None if there are none.
-
-    A NaN is explained by a NaN, and an inf by an inf or NaN: in the same place if the operation is elementwise.
-    """
-    if all(map(all_finite, results)):
-        return None
-    if all(map(all_finite, operands)):
-        return _Made([_where(_is_bad, x) for x in results], list(operands))
-    for is_bad in (_is_bad, np.isnan):  # an overflow first, then a NaN that is made of inf
-        given = [_filled(x, _where(is_bad, x)) for x in operands]
-        if _is_elementwise(eqn):
-            explained = functools.reduce(np.logical_or, [_where(is_bad, x) for x in operands])
-            masks = [_where(is_bad, x) & ~explained for x in results]
-        elif ir.name(eqn) in _SUMS:
-            masks = [_where(is_bad, x) for x in interpret.bind(eqn, given, ir.avals(eqn.outvars))]
-        else:
-            is_explained = any(_where(is_bad, x).any() for x in operands)
-            masks = [_where(is_bad, x) & (not is_explained) for x in results]
-        if any(mask.any() for mask in masks):
-            return _Made(masks, given)
-    return None
-
-
-def _is_elementwise(eqn: JaxprEqn) -> bool:
-    name, shapes = ir.name(eqn), {x.shape for x in ir.avals([*eqn.invars, *eqn.outvars])} - {()}
-    return name in _CASTS or (name in ARITHMETIC and not name.startswith(("reduce", "arg")) and len(shapes) <= 1)
-
-
-def _is_bad(x: Any) -> Any:
-    return ~np.isfinite(x)
-
-
-def _where(test: Callable[[Any], Any], x: Any) -> Any:
-    """Test each element of an array, bool[...] on the host. It is false if the array is not floating."""
-    return test(np.asarray(x)) if is_inexact(x) else np.zeros(np.shape(x), bool)
-
-
-def _filled(x: Any, mask: Any) -> Any:
-    return jnp.where(mask, jnp.zeros_like(x), x) if mask.any() else x
 
 
 def _replaced(x: Any, mask: Any) -> Any:
