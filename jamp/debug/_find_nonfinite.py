@@ -26,9 +26,9 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
     """Run a function operation by operation, and name those that made the inf or NaN in its results.
 
     It names each operation that alone puts an inf or NaN into a result and does not follow from another one. The
-    operations of the first result, the loss, come first. A deliberate -inf mask is not reported. A NaN in the code that
-    reaches a result is, and so is an operation that makes NaN of a mask. If no result holds an inf or NaN, it names the
-    operations whose inf or NaN others hide, and is false.
+    operations of the first result, the loss, come first, in the order in which they ran. A deliberate -inf mask is not
+    reported. A NaN in the code that reaches a result is, and so is an operation that makes NaN of a mask. If no result
+    holds an inf or NaN, it names the operations whose inf or NaN others hide, and is false.
 
     It enters jit, scan, while, cond, remat and functions with custom derivatives, evaluates each operation at its own
     dtype, and waits for each, so use it for diagnosis and not for training. `fun` may be any function that JAX can
@@ -99,7 +99,7 @@ def _result(forward: Run | None, backward: Run | None, held: tuple[str, ...], ki
     """Return the result of a run of the function, a run of its gradients, or both."""
     runs = [x for x in (forward, backward) if x is not None]
     findings = forward.of_results("a result") if forward else []
-    hidden = [*forward.causes] if forward else []
+    hidden = distinct(forward.causes) if forward else []
     if forward and backward and not forward.has_bad_loss:
         known = {(x.primitive, x.source) for x in forward.causes}
         marked = lambda x: dataclasses.replace(x, backward=(x.primitive, x.source) not in known)

@@ -92,30 +92,25 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
             return [ArrayInStreams(x, parameter=parameter, is_constant=is_constant, form=form) for x in results]
         operands = {i: [x.stream(i) for x in values] for i in keys}
         streams = {i: _follow(eqn, xs, arrays, results) for i, xs in operands.items()}
-        unread = operands.get(CLEAN, arrays)
-        clean = streams.get(CLEAN, results)
+        reference, clean = operands.get(CLEAN, arrays), streams.get(CLEAN, results)
         # An inf in the code is a mask. A NaN in the code is a finding at the operation that reads it with other values.
         is_nan = [x.is_constant and not is_constant and bool(where(np.isnan, x.array).any()) for x in values]
 
         def find(xs: Sequence[Any], found: Sequence[Any]) -> Made | None:
             return find_made(eqn, [jnp.zeros_like(x) if y else x for x, y in zip(xs, is_nan, strict=True)], found)
 
-        made = find(unread, clean)
+        made = find(reference, clean)
         if made is not None:
             natural = find(arrays, results) if keys else made
-            own = [x & y for x, y in zip(made.masks, natural.masks, strict=True)] if natural is not None else []
-            cause = None
+            cause, own = None, _both(made, natural)
             if natural is not None and any(map(np.any, own)):
                 cause = self._cause(eqn, values, results, natural)
                 streams.setdefault(cause, clean)
             for i, mine in streams.items():
-                again = find(operands[i], mine) if i in keys and i != CLEAN else made
-                if again is None:
-                    continue
-                replace = [x & y for x, y in zip(made.masks, again.masks, strict=True)]
-                if i in keys and i != CLEAN:  # What its cause explains, it keeps.
-                    explained = find_explained(eqn, operands[i], unread, results)
-                    replace = [x & ~y for x, y in zip(replace, explained, strict=True)]
+                replace = made.masks
+                if i in keys - {CLEAN}:  # What its cause explains, it keeps, also if the operation alone makes it too.
+                    explained = find_explained(eqn, operands[i], reference, results)
+                    replace = [x & ~y for x, y in zip(_both(made, find(operands[i], mine)), explained, strict=True)]
                 if i == cause:
                     replace = [x & ~y for x, y in zip(replace, own, strict=True)]
                 streams[i] = list(map(_replaced, mine, replace))
@@ -174,6 +169,10 @@ def _follow(eqn: JaxprEqn, operands: Sequence[Any], arrays: Sequence[Any], resul
         return found
     same = bind(eqn, [arrays[0], *operands[1:]])
     return [jnp.where(~where(is_bad, x), y, z) for x, y, z in zip(results, same, found, strict=True)]
+
+
+def _both(made: Made, other: Made | None) -> list[Any]:
+    return [x & False if other is None else x & other.masks[n] for n, x in enumerate(made.masks)]
 
 
 def _share(

@@ -63,14 +63,16 @@ def run(fun: Callable[..., list[Any]], leaves: Sequence[Any], parameters: Sequen
     interpreter, reached = evaluate()
     is_given = not all(all_finite(x.stream(CLEAN)) for x in results)
     has_loss = not gradients and bool(results) and is_inexact(results[0].array) and not results[0].array.shape
-    causes = list({interpreter.made[n]: x for n, x in reversed(interpreter.findings.items())}.values())[::-1]
     reaching = _Search(evaluate, interpreter, has_loss).first(reached)
-    return Run(causes, reaching, is_given, has_loss, interpreter.count)
+    return Run(list(interpreter.findings.values()), reaching, is_given, has_loss, interpreter.count)
 
 
 def distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, one of each operation."""
-    return list({(x.primitive, x.source, x.scope): x for x in reversed(findings)}.values())[::-1]
+    """Return the findings, the first of each operation."""
+    first: dict[Any, Finding] = {}
+    for x in findings:
+        first.setdefault((x.primitive, x.source, x.scope), x)
+    return list(first.values())
 
 
 def _reached(results: Sequence[ArrayInStreams], streams: set[int]) -> dict[int, set[int]]:
