@@ -3,11 +3,14 @@
 import platform
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ["report"]
 __dir__ = lambda: __all__
@@ -23,9 +26,37 @@ _FLOAT8 = (
     "and compiles for minutes. 16-bit products may take longer with it."
 )
 
+_ROW = lambda m: m.arange(1, 5, dtype="float32")
+# Operations in JAX or in NumPy. Small integers are exact in the products of every device.
+_EAGER: dict[str, Callable[[ModuleType], Any]] = {
+    "sqrt": lambda m: m.sqrt(m.float32(512)),
+    "ones + 1": lambda m: m.ones(4, "float32") + 1,
+    "add": lambda m: m.add(_ROW(m), _ROW(m)),
+    "subtract": lambda m: m.subtract(_ROW(m), m.float32(2)),
+    "multiply": lambda m: m.multiply(_ROW(m), _ROW(m)),
+    "divide": lambda m: m.divide(_ROW(m), m.float32(3)),
+    "exp": lambda m: m.exp(_ROW(m)),
+    "log": lambda m: m.log(_ROW(m)),
+    "tanh": lambda m: m.tanh(_ROW(m)),
+    "maximum": lambda m: m.maximum(_ROW(m), m.float32(2)),
+    "where": lambda m: m.where(_ROW(m) > 2, _ROW(m), m.float32(0)),
+    "sum": lambda m: m.sum(_ROW(m)),
+    "cumsum": lambda m: m.cumsum(_ROW(m)),
+    "matmul": lambda m: m.matmul(m.reshape(_ROW(m), (2, 2)), m.reshape(_ROW(m), (2, 2))),
+    "astype": lambda m: _ROW(m).astype("float16").astype("float32"),
+}
+_WRONG = (
+    "WRONG RESULTS on {device} outside jit: {names}. The first is {got}, and NumPy gives {expected}. "
+    "jamp.debug.find_nonfinite and other tools that run operation by operation may blame the wrong line there. JAX "
+    "0.11.0 and 0.11.1 have such a bug on some GPUs (github.com/jax-ml/jax/issues/40633). Use another version of JAX, "
+    'or search on the CPU: jax.device_put(args, jax.devices("cpu")[0]).'
+)
+
 
 def report(seconds: float = 1.0) -> str:
     """Report versions, devices, which 16-bit dtypes are native, the speed of matrix products and a recommendation.
+
+    It also compares a few operations outside `jit` with NumPy on each kind of local device, and says so if they differ.
 
     Args:
       seconds: The time to measure, in seconds, without compilation.
@@ -51,6 +82,7 @@ def report(seconds: float = 1.0) -> str:
             f"Python {platform.python_version()} on {platform.platform()}",
             ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name))),
             f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
+            *_wrong_results(),
             *([_FLOAT8] if _has_float8(devices[0]) else []),
             "",
             f"Matrix products of {_size()} x {_size()}:",
@@ -66,6 +98,19 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _wrong_results() -> list[str]:
+    """A line for each kind of local device on which operations outside `jit` do not give NumPy's results."""
+    lines = []
+    for kind, device in {x.device_kind: x for x in jax.local_devices()}.items():
+        with jax.default_device(device):
+            results = {name: (np.asarray(fun(jnp)), np.asarray(fun(np))) for name, fun in _EAGER.items()}
+        wrong = {name: x for name, x in results.items() if x[0].shape != x[1].shape or not np.allclose(*x, rtol=1e-3)}
+        if wrong:
+            got, expected = (x.tolist() for x in next(iter(wrong.values())))
+            lines.append(_WRONG.format(device=kind, names=", ".join(wrong), got=got, expected=expected))
+    return lines
 
 
 def _has_float8(device: jax.Device) -> bool:

@@ -93,6 +93,33 @@ def test_the_doctor_names_the_option_for_float8_where_a_gpu_has_it(monkeypatch, 
     assert ("XLA_FLAGS=--xla_gpu_enable_triton_gemm=false" in text) == is_named
 
 
+@pytest.mark.parametrize("name", ["sqrt", "add", "exp", "log", "tanh", "sum", "cumsum", "matmul", "where", "maximum"])
+def test_the_doctor_names_operations_outside_jit_that_numpy_contradicts(monkeypatch, name):
+    monkeypatch.setattr(doctor, "_speeds", lambda seconds: dict.fromkeys(("float16", "bfloat16", "float32"), 1.0))
+    monkeypatch.setattr(doctor, "_is_native", lambda dtype: True)
+    assert "WRONG RESULTS" not in doctor.report()
+    right = getattr(jnp, name)
+    monkeypatch.setattr(jnp, name, lambda *args, **kwargs: right(*args, **kwargs) * 0 + jnp.float32(jnp.nan))
+    text = doctor.report()
+    assert f"WRONG RESULTS on {jax.local_devices()[0].device_kind} outside jit: {name}. The first is " in text
+    assert "jax/issues/40633" in text
+    assert "find_nonfinite" in text
+
+
+def test_the_doctor_looks_at_each_kind_of_local_device(monkeypatch):
+    seen = []
+    devices = [types.SimpleNamespace(device_kind=kind) for kind in ("a GPU", "a GPU", "another GPU")]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(jax, "default_device", lambda x: (seen.append(x.device_kind), jax.enable_x64(False))[1])
+    monkeypatch.setattr(jnp, "exp", lambda x: x * 0)
+    lines = doctor._wrong_results()
+    assert [line[: line.index(" outside")] for line in lines] == [
+        "WRONG RESULTS on another GPU",
+        "WRONG RESULTS on a GPU",
+    ]
+    assert seen == ["a GPU", "another GPU"]
+
+
 def test_the_doctor_recommends_16_bit_only_where_it_is_native_and_faster(monkeypatch):
     bfloat16 = "bfloat16. jamp.autocast(loss_fn, jnp.bfloat16); it needs no loss scale"
     for native, times, expected in (
