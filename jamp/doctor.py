@@ -23,7 +23,7 @@ _FLOAT8 = (
     "For jamp.Float8 on this GPU, compile with "
     'jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False}), or set '
     "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Without it XLA tries many Triton kernels for each float8 product, "
-    "and compiles for minutes. 16-bit products may take longer with it."
+    "and may compile for more than a minute. 16-bit products may take longer with it."
 )
 
 _ROW = lambda m: m.arange(1, 5, dtype="float32")

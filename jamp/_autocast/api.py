@@ -115,7 +115,8 @@ def autocast(
     Returns:
       A function like `fun`, whose results have the structure, shapes, dtypes and weak types of the results of `fun`.
       Gradients with respect to float32 arguments are float32. Use it before or after `jax.grad`, `jit`, `vmap`,
-      `scan` and `remat`. Outside `jit` it is traced at every call.
+      `scan` and `remat`, but in 8 bit only before `jax.grad`: `jax.grad(jamp.autocast(fun, jamp.Float8()))`. Outside
+      `jit` it is traced at every call.
 
     Raises:
       ValueError: If the compute dtype is not one of these, or a rule is for an unknown primitive or category.
