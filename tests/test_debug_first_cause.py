@@ -127,6 +127,13 @@ def an_index_beside_an_earlier_one(x, i):
     return jnp.sum(jnp.take(y, i)) + jnp.sum(y[1:])  # first
 
 
+@case("div", F32([[-1, 1], [0, 0], [2, 3]]), others=[])
+def a_row_beside_an_earlier_one_in_another_row(x):
+    y = x + 0 * jnp.log(x[:, :1] + 0.5)
+    p = y / jnp.sum(y, -1, keepdims=True)  # first
+    return jnp.sum(p[1:])
+
+
 @case("exp", F32([-1, 2, 3]), others=["log"])
 def an_earlier_one_in_an_auxiliary_result(x):
     y = jnp.log(x)

@@ -132,7 +132,13 @@ def _on_elements(masks: Sequence[Any], result: Any) -> Any:
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
-    name, shapes = ir.name(eqn), {x.shape for x in ir.avals([*eqn.invars, *eqn.outvars])} - {()}
+    """Whether an element of the result reads the same element of each operand, which may have one of a row for all."""
+    name, shapes = ir.name(eqn), [x.shape for x in ir.avals(eqn.invars)]
     if name in _ON_ELEMENTS:
         return True
-    return name in ARITHMETIC and not name.startswith(("reduce", "arg")) and len(shapes) <= 1
+    if name not in ARITHMETIC or name.startswith(("reduce", "arg")):
+        return False
+    result = ir.avals(eqn.outvars)[0].shape
+    return all(
+        not x or (len(x) == len(result) and all(n in (1, m) for n, m in zip(x, result, strict=True))) for x in shapes
+    )
