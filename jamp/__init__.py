@@ -1,6 +1,6 @@
 """Automatic mixed precision for JAX."""
 
-from . import _distribution as _distribution, interop as interop, optimizers as optimizers
+from . import interop as interop, optimizers as optimizers
 from ._autocast.api import autocast as autocast, full_precision as full_precision
 from ._autocast.report import autocast_report as autocast_report
 from ._cast import cast_floating as cast_floating, check_castable as check_castable

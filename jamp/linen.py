@@ -1,10 +1,8 @@
 """Flax Linen: a train state that skips steps whose gradients overflowed."""
 
-import copyreg
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,7 @@ from jamp._step.loss_scaled import loss_scaled
 from jamp._step.skip import apply_or_keep, select_new
 
 try:
+    from flax import struct
     from flax.training import train_state
 except ImportError as error:
     raise ImportError("jamp.linen needs Flax: pip install 'jamp-jax[flax]'.") from error
@@ -33,7 +32,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class TrainState(train_state.TrainState):
+class TrainState(train_state.TrainState, kw_only=True):  # so that fields of a subclass need no default
     """Flax's `TrainState` with a loss scale. It skips steps whose gradients overflowed.
 
     Compute the gradients with `state.value_and_grad(loss_fn)(state.params, ...)` and step with `apply_gradients`. If
@@ -41,9 +40,8 @@ class TrainState(train_state.TrainState):
     stay unchanged, bit for bit, and the loss scale backs off.
 
     Add fields of your own, such as BatchNorm's statistics, with a subclass as in Flax, or pass them to `create` by
-    name. `create` then returns a subclass that has them, so they are fields in both cases: attributes that
-    `apply_gradients` and `replace` accept by name. Such a state can be pickled like one without added fields, if its
-    `tx` can.
+    name. They are then in the dict `collections`. In both cases they are attributes that `apply_gradients` and
+    `replace` accept by name.
 
     Parameters in Flax's collection `_overwrite_with_gradient` (the scales and histories of fp8 layers) are replaced by
     their gradients, which are neither unscaled nor checked.
@@ -69,9 +67,17 @@ class TrainState(train_state.TrainState):
       (1, 32768.0)
     """
 
-    if TYPE_CHECKING:  # the fields that `create` adds
+    collections: dict[str, Any] = struct.field(default_factory=dict)
 
-        def __getattr__(self, name: str) -> Any: ...
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.replace = _replace  # type: ignore[assignment]  # Flax gives each subclass its own.
+
+    def __getattr__(self, name: str) -> Any:
+        found = vars(self).get("collections", {})
+        if name in found:
+            return found[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def create(
@@ -94,30 +100,32 @@ class TrainState(train_state.TrainState):
           loss_scale: A loss scale. `jamp.NoOpLossScale()` switches scaling, checks and skips off.
           unscale: If True, `apply_gradients` takes the gradients of `jamp.scale_loss(loss, state)`.
           axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
-          **collections: Pytrees of arrays that become fields of the state, which are copied, and values of fields of
-            your subclass, of which parameters are copied: an EMA that starts as them can be donated with them.
+          **collections: Pytrees of arrays of your own, which are copied, and values of fields of your subclass, of
+            which parameters are copied: an EMA that starts as them can be donated with them.
 
         Raises:
           ValueError: If `tx` is already loss-scaled, or a collection has the name of a method.
         """
         scaled = _loss_scaled(tx, loss_scale, unscale, hashable(axis_name))
         opt_state = scaled.init(_with_optimizer(params))
-        added = tuple(sorted(collections.keys() - {field.name for field in dataclasses.fields(cls)}))
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        added = {name: jax.tree.map(jnp.copy, x) for name, x in collections.items() if name not in fields}
         if taken := [name for name in added if hasattr(cls, name)]:
             raise ValueError(f"{cls.__name__} has an attribute {taken[0]!r} of its own. Rename the collection.")
-        static = {field.name for field in dataclasses.fields(cls) if not field.metadata.get("pytree_node", True)}
+        is_static = lambda name: not fields[name].metadata.get("pytree_node", True)
         shared = set(map(id, jax.tree.leaves(params)))
         copied = lambda x: jnp.copy(x) if id(x) in shared else x
-        complete: Any = cls
-        return _with_fields(complete, added)(
+        return cls(
             step=jnp.array(0, jnp.int32),
             apply_fn=apply_fn,
             params=params,
             tx=scaled,
             opt_state=opt_state,
+            collections=added,
             **{
-                name: x if name in static else jax.tree.map(jnp.copy if name in added else copied, x)
+                name: x if is_static(name) else jax.tree.map(copied, x)
                 for name, x in collections.items()
+                if name in fields
             },
         )
 
@@ -142,7 +150,7 @@ class TrainState(train_state.TrainState):
           ValueError: If a field changes its structure, a shape or a dtype.
         """
         for name in collections:
-            if name not in vars(self):
+            if name not in vars(self) and name not in self.collections:
                 raise TypeError(f"{name!r} is not a field of this state. Give it to `create` first.")
         params = _with_optimizer(self.params)
         updates, opt_state = self.tx.update(_with_optimizer(grads), self.opt_state, params, **(extra_args or {}))
@@ -188,34 +196,6 @@ def _loss_scaled(tx: Any, *args: Any) -> optax.GradientTransformationExtraArgs:
     )
 
 
-@functools.cache
-def _with_fields(cls: Any, names: tuple[str, ...]) -> Any:
-    """A subclass with these fields, as a user would write it. The cache makes it one type, so `jit` compiles once."""
-    if not names:
-        return cls
-    namespace = {"__annotations__": dict.fromkeys(names, Any), "__doc__": cls.__doc__, "__module__": cls.__module__}
-    # No module has the subclass under its name, so pickle gets the call that makes it, for a state and for its type.
-    namespace["__reduce__"] = lambda self: (_rebuilt, (cls, names, vars(self)))
-    meta: Any = type(cls)
-    made: Any = _metaclass(meta)(cls.__name__, (cls,), namespace, kw_only=True)
-    made.__reduce_class__ = _with_fields, (cls, names)
-    return made
-
-
-@functools.cache
-def _metaclass(base: Any) -> Any:
-    """A metaclass of classes that are pickled as `__reduce_class__`."""
-    made = type(base.__name__, (base,), {})
-    copyreg.dispatch_table[made] = lambda cls: cls.__reduce_class__
-    return made
-
-
-def _rebuilt(cls: Any, names: tuple[str, ...], fields: dict[str, Any]) -> Any:
-    new = object.__new__(_with_fields(cls, names))
-    vars(new).update(fields)
-    return new
-
-
 def _overwrites(params: Any) -> bool:
     return isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
 
@@ -223,3 +203,14 @@ def _overwrites(params: Any) -> bool:
 def _with_optimizer(params: Any) -> Any:
     """The parameters or gradients for the optimizer. As in Flax, these exclude the fp8 state."""
     return params["params"] if _overwrites(params) else params
+
+
+def _replace(self: TrainState, **updates: Any) -> TrainState:
+    """Return the state with other values of fields, also of those in `collections`."""
+    own = {name: updates.pop(name) for name in list(updates) if name in self.collections}
+    if own:
+        updates["collections"] = {**self.collections, **own}
+    return dataclasses.replace(self, **updates)
+
+
+TrainState.replace = _replace  # type: ignore[assignment]

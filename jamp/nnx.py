@@ -1,7 +1,6 @@
 """Flax NNX: an optimizer and a `value_and_grad` that leave a model unchanged on an overflow."""
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale
 from jamp._step.find import find_state_to_unscale, is_step_applied, read_scale
 from jamp._step.finite import all_finite
-from jamp._step.leaves import split_gradients
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import select_new
@@ -82,13 +80,10 @@ class Optimizer(nnx.Optimizer[Any]):
         """Step the model and the optimizer in place, or skip the step if the true gradients are not finite.
 
         Other keywords, such as `value=loss`, are passed to the optimizer's `update`. `grads_finite` (bool[]) replaces
-        the check. Gradients that come unchanged from `value_and_grad` are not checked again. The method returns the
-        updates that it added to the parameters.
+        the check. The method returns the updates that it added to the parameters.
         """
         if isinstance(grads, nnx.Module) and not isinstance(model, nnx.Module):
             raise TypeError("The model comes first: optimizer.update(model, grads).")
-        if kwargs.get("grads_finite") is None:
-            kwargs["grads_finite"] = _known_check(self, grads)
         before = nnx.as_pure((nnx.state(model, self.wrt), self.step))
         updates = super().update(model, grads, **kwargs)
         after = nnx.as_pure((nnx.state(model, self.wrt), self.step))
@@ -156,34 +151,10 @@ def value_and_grad(
         grads = unscale(scaled_grads, scale)
         if scale is not None:
             grads_finite = all_finite(nnx.as_pure(grads), axis_name=getattr(optimizer, "axis_name", None))
-            if isinstance(optimizer, Optimizer):
-                _remember_check(optimizer, grads, grads_finite)
             _restore_unless(grads_finite, (args, kwargs), before)
         return ((loss, aux) if has_aux else loss), grads
 
     return with_true_gradients
-
-
-# Of each optimizer whose gradients `value_and_grad` has computed: these gradients, and whether they are finite.
-_CHECKED: weakref.WeakKeyDictionary[Any, tuple[list[Any], jax.Array]] = weakref.WeakKeyDictionary()
-
-
-def _gradients(grads: Any) -> list[Any]:
-    return split_gradients(nnx.as_pure(grads))[0]
-
-
-def _remember_check(optimizer: Any, grads: Any, grads_finite: jax.Array) -> None:
-    """Remember whether the gradients for an optimizer are finite, for `_known_check`."""
-    # Not in the function that `value_and_grad` returns, because cloudpickle cannot send a weak dictionary with it.
-    _CHECKED[optimizer] = [weakref.ref(x) for x in _gradients(grads)], grads_finite
-
-
-def _known_check(optimizer: Any, grads: Any) -> jax.Array | None:
-    """bool[], whether gradients are finite, if they are those that `value_and_grad` checked last for an optimizer."""
-    checked, grads_finite = _CHECKED.pop(optimizer, ([], None))
-    gradients = _gradients(grads)
-    is_same = len(checked) == len(gradients) and all(ref() is x for ref, x in zip(checked, gradients, strict=True))
-    return grads_finite if is_same else None
 
 
 def _values(nodes: Any) -> dict[Any, Any]:

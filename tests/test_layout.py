@@ -4,7 +4,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -135,20 +134,3 @@ def test_every_public_name_has_a_docstring_with_an_example():
             own = module == "jamp" or getattr(value, "__module__", None) == module
             if own and not name.startswith("_") and not inspect.ismodule(value):
                 assert ">>> " in (value.__doc__ or ""), f"{module}.{name}"
-
-
-@pytest.mark.slow
-def test_import_names_the_cure_if_the_other_distribution_of_this_name_is_installed(tmp_path):
-    """That one is a fork of jmp. docs/versioning.md tells them apart."""
-    (tmp_path / "jamp-0.0.6.dist-info").mkdir()
-    (tmp_path / "jamp-0.0.6.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: jamp\nVersion: 0.0.6\n")
-    code = f"""
-import sys, warnings
-sys.path.append({str(tmp_path)!r})
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import jamp
-[found] = [w for w in caught if "jamp 0.0.6" in str(w.message)]
-print(found.message, found.filename == "<string>")
-"""
-    assert re.search(r"the distribution jamp-jax.*pip uninstall jamp.* True$", run_python("-c", code))

@@ -36,11 +36,6 @@ def loss_sum(params, x):
     return jnp.sum(jnp.matmul(x, params["w"]))
 
 
-def enter(context):
-    with context:
-        pass
-
-
 def kept(loss_scale_state):
     return jax.jit(jamp.value_and_grad(loss_fn, loss_scale_state)).lower(PARAMS)
 
@@ -61,12 +56,7 @@ MISTAKES = {
     # autocast: forms of decorators, and what is not a function.
     "@autocast": (lambda: jamp.autocast(loss_fn), A_DECORATOR),
     "@autocast()": (lambda: jamp.autocast(), A_DECORATOR),
-    "@autocast(dtype=)": (lambda: jamp.autocast(dtype=BF16), A_DECORATOR),
-    "autocast(f, dtype=)": (lambda: autocast(dtype=BF16), A_CAST),
-    "with autocast": (lambda: enter(jamp.autocast(BF16)), A_CAST),
-    "with autocast of torch": (lambda: enter(jamp.autocast("cuda", dtype=jnp.float16)), A_CAST),
-    "with autocast of a device": (lambda: enter(jamp.autocast("cuda")), "jnp.bfloat16"),
-    "autocast(enabled=)": (lambda: jamp.autocast(enabled=False), A_CAST),
+    "autocast of a device": (lambda: jamp.autocast("cuda")(loss_fn), "jnp.bfloat16"),
     "autocast of swapped arguments": (lambda: jamp.autocast(BF16, loss_fn), A_CAST),
     "autocast of params": (lambda: jamp.autocast(PARAMS, BF16), "jamp.cast_floating(params, jnp.bfloat16)"),
     "autocast of an array": (lambda: jamp.autocast(X, BF16), "jamp.cast_floating(params, jnp.bfloat16)"),
@@ -82,7 +72,7 @@ MISTAKES = {
     "autocast to fp8": (lambda: autocast("fp8"), "jamp.Float8()"),
     "autocast to e4m3": (lambda: autocast(jnp.float8_e4m3fn), "jamp.Float8()"),
     "autocast to a class": (lambda: autocast(jamp.Float8), "jamp.Float8()"),
-    "a decorator of a class": (lambda: jamp.autocast(jamp.MXFP8), "jamp.MXFP8()"),
+    "a decorator of a class": (lambda: jamp.autocast(jamp.MXFP8)(loss_fn), "jamp.MXFP8()"),
     "a wrong name of a dtype": (lambda: autocast("bfloat"), "jnp.bfloat16"),
     "a rule for a layer": (lambda: matched(softmx="float32"), "'dot_general'"),
     "a rule for matmul": (lambda: matched(matmul="float32"), "'dot_general'"),
@@ -113,10 +103,6 @@ MISTAKES = {
     "scaled with a state": (lambda: jamp.scaled(loss_fn, STATE), A_GRAD),
     "scaled with a text": (lambda: jamp.scaled(loss_fn, "big"), "2.0**15"),
     "scaled inside value_and_grad": (lambda: jamp.value_and_grad(jamp.scaled(loss_fn), STATE)(PARAMS), A_GRAD),
-    "scaled, then a loss scale": (
-        lambda: TX.update(jax.grad(jamp.scaled(loss_fn))(PARAMS), STATE, PARAMS),
-        "jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))",
-    ),
     "chunks of 0": (lambda: jamp.chunked_sum(loss_sum, 0), "1 or more"),
     "chunks of a text": (lambda: jamp.chunked_sum(loss_sum, "64"), "1 or more"),
     "chunks, swapped": (lambda: jamp.chunked_sum(64, loss_sum), "jamp.chunked_sum(loss_fn, 1024)(params, batch)"),
@@ -148,7 +134,6 @@ MISTAKES = {
     "has_aux without a pair": (lambda: value_and_grad(STATE, has_aux=True)(PARAMS), "(loss, aux)"),
     "a state outside the step": (lambda: kept(STATE), "Pass the state to the jitted step"),
     # scale_loss and unscale_and_check.
-    "a scaled loss that nothing unscales": (lambda: jax.jit(scaled_step)(STATE), A_GRAD),
     "scale_loss, swapped": (lambda: jamp.scale_loss(STATE, jnp.float32(1)), "jamp.scale_loss(loss, opt_state)"),
     "scale_loss of a function": (
         lambda: jamp.scale_loss(loss_fn, STATE),
@@ -161,7 +146,6 @@ MISTAKES = {
     "scale_loss of float16": (lambda: jamp.scale_loss(jnp.float16(1), STATE), "loss.astype(jnp.float32)"),
     "unscale_and_check, swapped": (lambda: jamp.unscale_and_check(STATE, GRADS), "jamp.loss_scaled(...).init(params)"),
     "unscale to int8": (lambda: jamp.unscale_and_check(GRADS, STATE, dtype="int8"), "jnp.float16"),
-    "unscaled twice": (lambda: SCALER.unscale(SCALER.value_and_grad(loss_fn)(PARAMS)[1]), "grads="),
     # Optimizers and their states.
     "loss_scaled with a number": (lambda: jamp.loss_scaled(ADAM, 65536.0), "jamp.StaticLossScale(65536.0)"),
     "loss_scaled with NumPy's number": (lambda: jamp.loss_scaled(ADAM, np.int32(8)), "jamp.StaticLossScale(8.0)"),
@@ -189,37 +173,18 @@ MISTAKES = {
         lambda: value_and_grad(optax.MultiSteps(TX, 2).init(PARAMS)),
         "jamp.loss_scaled(optax.MultiSteps(tx, every_k_schedule))",
     ),
-    "init with a function": (lambda: TX.init({"f": jnp.tanh}), "tx.init(eqx.filter(model, eqx.is_inexact_array))"),
     "float16 params": (lambda: TX.init(jamp.cast_floating(PARAMS, "fp16")), "jamp.master_params(tx)"),
     "update, swapped": (lambda: TX.update(GRADS, PARAMS, STATE), AN_UPDATE),
     "update with a plain state": (lambda: TX.update(GRADS, PLAIN, PARAMS), "jamp.interop.wrap_state"),
-    "update with the state of another": (lambda: jamp.loss_scaled(MOMENTUM).update(GRADS, STATE, PARAMS), A_STATE),
-    "update with the state of other params": (lambda: TX.update(GRADS, TX.init(WIDE), PARAMS), A_STATE),
     "update with another loss scale": (
         lambda: jamp.loss_scaled(ADAM, jamp.StaticLossScale(8.0)).update(GRADS, STATE, PARAMS),
         "jamp.convert_loss_scale(state, StaticLossScale(scale=8.0))",
     ),
     "update with a pair": (lambda: TX.update(value_and_grad(STATE)(PARAMS), STATE, PARAMS), "loss, grads ="),
-    "update with None": (lambda: TX.update(GRADS | {"b": None}, STATE, PARAMS), "give zeros (jnp.zeros_like)"),
-    "update with None of an optimizer that refuses it": (
-        lambda: REFUSES.update(GRADS | {"b": None}, REFUSES.init(PARAMS), PARAMS),
-        "params['b'] is None",
-    ),
     "update of a moment with None": (
         lambda: LENIENT.update(GRADS | {"b": None}, LENIENT.init(PARAMS), PARAMS),
         "give zeros (jnp.zeros_like) in place of None",
     ),
-    "step of a moment with None": (
-        lambda: SCALER.step(MOMENT, MOMENT.init(PARAMS), PARAMS, grads=GRADS | {"b": None}),
-        "params['b'] is None",
-    ),
-    "update with nothing": (lambda: TX.update(None, STATE, PARAMS), "jnp.zeros_like"),
-    "update with some gradients": (lambda: TX.update({"w": GRADS["w"]}, STATE, PARAMS), "['b'] is in one of them only"),
-    "update with a list": (
-        lambda: TX.update(list(GRADS.values()), STATE, PARAMS),
-        "tx.update(grads, opt_state, params)",
-    ),
-    "update with the loss": (lambda: TX.update(jnp.float32(1), STATE, PARAMS), "loss, grads ="),
     "update with many flags": (
         lambda: TX.update(GRADS, STATE, PARAMS, grads_finite=jnp.ones(2, bool)),
         "jnp.all(grads_finite)",
@@ -333,7 +298,6 @@ MISTAKES = {
     "scaler.update()": (lambda: SCALER.update(), "scaler = result.scaler.update(grads_finite=result.stepped)"),
     "scaler.step without gradients": (lambda: step(), "scaler.value_and_grad"),
     "scaler.step with a pair": (lambda: step(grads=SCALER.value_and_grad(loss_fn)(PARAMS)), "loss, grads ="),
-    "scaler.step with None": (lambda: step(grads=GRADS | {"b": None}), "params['b'] is None"),
     "scaler.step, swapped": (
         lambda: SCALER.step(ADAM, PARAMS, PLAIN, grads=GRADS),
         "step(tx, opt_state, params, grads=grads)",
@@ -345,10 +309,6 @@ MISTAKES = {
     "scaler.step of loss_scaled": (
         lambda: SCALER.step(TX, STATE, PARAMS, grads=GRADS),
         "jamp.value_and_grad(fun, opt_state)",
-    ),
-    "scaler.step with another state": (
-        lambda: SCALER.step(ADAM, MOMENTUM.init(PARAMS), PARAMS, grads=GRADS),
-        A_STATE,
     ),
     "scaler.scale of an int": (lambda: SCALER.scale(3), "in float32"),
     "an empty state dict": (lambda: SCALER.load_state_dict({}), "GradScaler(enabled=False)"),

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jamp._arguments import check_function
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
-from jamp._autocast.passes import NO_CONTEXT, is_format_class, marked_by_passes, passes
+from jamp._autocast.passes import is_format_class, marked_by_passes, passes
 from jamp._autocast.warn import warnings_of
 from jamp._cast import as_dtype, is_dtype
 from jamp._jaxprs import interpret
@@ -26,22 +26,6 @@ R = TypeVar("R")
 _USAGE = (
     "Write jamp.autocast(loss_fn, jnp.bfloat16)(params, batch), or @jamp.autocast(jnp.bfloat16) above the function."
 )
-
-
-class _Decorator:
-    """What `autocast` returns for a compute dtype without a function."""
-
-    def __init__(self, compute_dtype: Any, arguments: dict[str, Any]):
-        self._compute_dtype, self._arguments = compute_dtype, arguments
-        self(lambda: None)  # checks the arguments
-
-    def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
-        return autocast(fun, self._compute_dtype, **self._arguments)
-
-    def __enter__(self) -> None:
-        raise TypeError(f"autocast cannot be entered with `with`. {NO_CONTEXT} {_USAGE}")
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 @overload
@@ -63,7 +47,7 @@ def autocast(
     rules: Mapping[str, str] | None = None,
     recompute: bool | None = None,
     memory_budget: MemoryBudget = 1.0,
-) -> _Decorator: ...
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def autocast(
@@ -73,7 +57,6 @@ def autocast(
     rules: Mapping[str, str] | None = None,
     recompute: bool | None = None,
     memory_budget: MemoryBudget = 1.0,
-    **_unknown: Any,
 ) -> Any:
     """Run the matrix products of a function in 16 bit, and the operations between them in float32.
 
@@ -153,12 +136,10 @@ def autocast(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3. The categories are the categories of
       `torch.autocast`.
     """
-    if _unknown:
-        raise TypeError(f"autocast has no argument {next(iter(_unknown))}=. {_USAGE}")
     if fun is None:
         fun, compute_dtype = compute_dtype, None
     if compute_dtype is None and (is_dtype(fun) or isinstance(fun, Format) or is_format_class(fun)):
-        return _Decorator(fun, {"rules": rules, "recompute": recompute, "memory_budget": memory_budget})
+        return lambda f: autocast(f, fun, rules=rules, recompute=recompute, memory_budget=memory_budget)
     if compute_dtype is None:
         got = "nothing" if fun is None else f"{getattr(fun, '__name__', f'a {type(fun).__name__}')} alone"
         raise TypeError(f"autocast takes a function and a compute_dtype, got {got}. {_USAGE}")

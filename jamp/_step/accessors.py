@@ -18,7 +18,6 @@ from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
 from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.find import find_loss_scale_state, find_scaler_state, to_array
 from jamp._step.leaves import find_nodes, replace_leaves, replace_node
-from jamp._step.misuse import note_scale_read
 from jamp._step.state import ScalerState, get_scaler
 
 
@@ -39,7 +38,6 @@ def get_loss_scale(tree: Any) -> Array:
       65536.0
     """
     state = find_loss_scale_state(tree)
-    note_scale_read(state)
     return _copy(to_array(state.loss_scale))
 
 
@@ -207,7 +205,6 @@ def metrics(tree: Any) -> dict[str, Array]:
       1.0
     """
     state = find_scaler_state(tree)
-    note_scale_read(state.loss_scale_state)
     named = _metrics(*map(to_array, (state.loss_scale_state.loss_scale, state.grads_finite)), _stats(state))
     order = ["loss_scale", "grads_finite", *LossScaleStats._fields, "success_rate"]  # jit sorts the keys
     return {name: named[name] for name in order}

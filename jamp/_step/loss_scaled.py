@@ -13,7 +13,7 @@ from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
 from jamp._optimizer_state.params import cast_params, cast_params_for_init, check_rounds_last, warn_if_rounded
 from jamp._step import scale_unscale
-from jamp._step.misuse import check_not_a_pair, check_unscaled, naming_misfits, warn_if_scaled
+from jamp._step.misuse import check_not_a_pair
 from jamp._step.skip import update_or_skip
 from jamp._step.state import AnyLossScaledState, check_optimizer, check_state, check_whole, get_scaler, wrap_inner
 
@@ -82,8 +82,7 @@ def loss_scaled(
 
     def init(params: optax.Params) -> AnyLossScaledState:
         check_whole(params)
-        with naming_misfits(params=params):
-            inner_state = jax.tree.map(_without_weak_type, inner.init(cast_params_for_init(inner.init, params)))
+        inner_state = jax.tree.map(_without_weak_type, inner.init(cast_params_for_init(inner.init, params)))
         check_rounds_last(inner_state)
         if not is_off:
             warn_if_rounded(inner_state, params)
@@ -99,10 +98,6 @@ def loss_scaled(
     ) -> tuple[optax.Updates, AnyLossScaledState]:
         check_state(state, unscale, loss_scale, structure)
         _check_extra_args(extra_args, unscale)
-        if not is_off:
-            check_unscaled(grads, loss_scale)
-            if not unscale and grads_finite is None:
-                warn_if_scaled(state.loss_scale_state)
         args = grads, state, cast_params(state.inner_state, params), grads_finite, extra_args
         # Outside jit, the trace and each operation of a step would take longer than the step.
         return (compiled if not is_off and _is_concrete(args) else step)(*args)
@@ -111,8 +106,7 @@ def loss_scaled(
         grads: Any, state: AnyLossScaledState, params: Any, grads_finite: Any, extra_args: dict[str, Any]
     ) -> tuple[Any, AnyLossScaledState]:
         def inner_update(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            with naming_misfits(inner.init, grads, inner_state, params):
-                return inner.update(grads, inner_state, params, **extra_args)
+            return inner.update(grads, inner_state, params, **extra_args)
 
         check_not_a_pair(grads, params)
         scale = state.loss_scale_state.loss_scale if unscale and not is_off else None

@@ -17,15 +17,7 @@ from jamp._step.find import find_loss_scale_state, find_state_to_unscale, read_s
 from jamp._step.finite import are_leaves_finite
 from jamp._step.leaves import is_numeric, split_gradients
 from jamp._step.mesh import reshard_like
-from jamp._step.misuse import (
-    check_scaled_once,
-    note_scaled_loss,
-    note_unscaled,
-    scales_once,
-    warn_if_frozen,
-    warn_if_scaled_twice,
-    warn_if_unscaled_twice,
-)
+from jamp._step.misuse import check_scaled_once, scales_once, warn_if_frozen
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -53,8 +45,6 @@ def scale_loss(loss: Any, state: Any) -> Any:
     loss_scale_state = find_loss_scale_state(state)
     warn_of_order(state)
     check_scaled_once("scale_loss")
-    if read_scale(loss_scale_state) is not None:
-        note_scaled_loss(loss_scale_state)
     return _scale_by(loss, loss_scale_state)
 
 
@@ -75,9 +65,7 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
             "overflows at the default scale of 2**16. Compute the loss in float32: `loss.astype(jnp.float32)`.",
             stacklevel=users_stacklevel(),
         )
-    scaled = _multiply_leaves(loss, scale)
-    warn_if_scaled_twice(loss, scaled)
-    return scaled
+    return _multiply_leaves(loss, scale)
 
 
 def _kind(x: Any) -> str:
@@ -135,7 +123,6 @@ def unscale_and_check(
       (2.0, True)
     """
     scale = read_scale(find_state_to_unscale(state, "unscale_and_check"))
-    note_unscaled()
     target, check = check_floating("dtype", dtype), scale is not None
     true, grads_finite = true_gradients(grads, scale, check=check, dtype=target, axis_name=axis_name)
     return true, jnp.bool_(True) if grads_finite is None else grads_finite
@@ -155,8 +142,6 @@ def true_gradients(
         return merge([cast_leaf(x, dtype) for x in leaves]), None
     labels_to_check, axis_name = labels if check else None, hashable(axis_name)
     true, grads_finite = _true_gradients(leaves, scale, jnp.dtype(dtype), labels_to_check, axis_name)
-    if scale is not None:
-        warn_if_unscaled_twice(leaves, true)
     return merge(true), grads_finite
 
 

@@ -25,7 +25,6 @@ from jamp._jaxprs import build, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.source import users_stacklevel
 from jamp._step import retry
-from jamp._step.misuse import note
 from jamp._step.retry import Scaling
 
 
@@ -180,7 +179,6 @@ def _transpose(
     )
     if scaling.retries:
         gradients = [_refusing_identity().bind(x) for x in gradients]
-    note("gradient of scaled", gradients)
     return [None] * (len(operands) - len(tangents)) + gradients
 
 

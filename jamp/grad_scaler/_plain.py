@@ -9,7 +9,7 @@ from jax import Array
 
 from jamp._cast import to_float32
 from jamp._optimizer_state.params import cast_params, warn_if_rounded
-from jamp._step.misuse import check_not_a_pair, naming_misfits
+from jamp._step.misuse import check_not_a_pair
 from jamp._step.skip import apply_or_keep, update_or_skip
 from jamp._step.state import check_holds_no_scaler, check_optimizer
 
@@ -50,10 +50,9 @@ def step_plain(
     with_extra_args = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        with naming_misfits(tx.init, grads, state, params):
-            updates, new = with_extra_args.update(grads, state, params, **extra_args)
-            # State that `init` made float16 for float16 parameters stays float16.
-            return updates, optax.tree.cast_like(new, state)
+        updates, new = with_extra_args.update(grads, state, params, **extra_args)
+        # State that `init` made float16 for float16 parameters stays float16.
+        return updates, optax.tree.cast_like(new, state)
 
     args = to_float32(grads), opt_state, cast_params(opt_state, params)
     updates, new_state = update_or_skip(grads_finite, update, *args)

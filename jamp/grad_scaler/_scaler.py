@@ -19,7 +19,6 @@ from jamp._step.find import read_scale
 from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
 from jamp._step.leaves import replace_leaves
-from jamp._step.misuse import note_unscaled, warn_if_scaled
 from jamp._step.scale_unscale import scale_loss, true_gradients, unscale
 from jamp._step.state import ScalerState
 from jamp.grad_scaler._plain import GradScalerStep, step_plain
@@ -196,9 +195,6 @@ class GradScaler(Pytree):
                 "scaled_grads= (from jax.grad of a loss that went through scaler.scale)."
             )
         given, scale = (scaled_grads, read_scale(self.state)) if grads is None else (grads, None)
-        if scaled_grads is None:
-            warn_if_scaled(self.state)
-        note_unscaled()
         is_checked = check_overflow and self.is_enabled()
         true, finite = true_gradients(given, scale, check=is_checked, axis_name=self.axis_name)
         if optimizer_step:

@@ -91,7 +91,6 @@ MISTAKES = {
         lambda: TRAIN_STATE.apply_gradients(grads=TRAIN_STATE.value_and_grad(linen_loss)(TRAIN_STATE.params)),
         "loss, grads =",
     ),
-    "apply_gradients of None": (lambda: TRAIN_STATE.apply_gradients(grads=None), "jnp.zeros_like"),
     "a train state in place of params": (lambda: TRAIN_STATE.value_and_grad(linen_loss)(TRAIN_STATE), "state.params"),
     "init of a decorated method": (lambda: LinenMethod().init(jax.random.key(0), X), "jamp.autocast(model.apply, ...)"),
     "init of a layer": (
@@ -138,13 +137,8 @@ MISTAKES = {
         "jamp.StaticLossScale(1024.0)",
     ),
     "update, swapped": (lambda: OPTIMIZER.update(nnx.grad(nnx_loss)(PLAIN), PLAIN), "optimizer.update(model, grads)"),
-    "update of a pair": (
-        lambda: OPTIMIZER.update(PLAIN, jamp.nnx.value_and_grad(nnx_loss, OPTIMIZER)(PLAIN)),
-        "loss, grads =",
-    ),
     "metrics of a split optimizer": (lambda: jamp.metrics(nnx.split(OPTIMIZER)[0]), "merge or restore it first"),
     # Equinox.
-    "init of a model": (lambda: TX.init(EQX), "tx.init(eqx.filter(model, eqx.is_inexact_array))"),
     "value_and_grad of a model": (
         lambda: jamp.value_and_grad(eqx_loss, EQX_STATE)(EQX),
         "jamp.equinox.filter_value_and_grad(loss_fn, opt_state)",
@@ -162,10 +156,6 @@ MISTAKES = {
     "apply_gradients of a filtered pair": (
         lambda: jamp.equinox.apply_gradients(TX, eqx_grad(eqx_loss, EQX_STATE)(EQX), EQX_STATE, EQX),
         "loss, grads =",
-    ),
-    "apply_gradients with another state": (
-        lambda: jamp.equinox.apply_gradients(TX, ARRAYS, jamp.loss_scaled(optax.sgd(0.1, 0.9)).init(ARRAYS), EQX),
-        "opt_state = tx.init(params)",
     ),
     # Plots.
     "a plot of no steps": (lambda: jamp.plot.loss_scale_history(jamp.History()), "history.append(opt_state)"),

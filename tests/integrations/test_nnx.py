@@ -97,42 +97,6 @@ def test_state_changed_in_the_loss_function_is_kept_by_a_step_and_undone_by_a_sk
     assert_close(pure(*scanned), pure(model, optimizer))
 
 
-def test_gradients_of_value_and_grad_are_checked_once_unless_they_are_changed():
-    def checks(fun):
-        graphdef, state = nnx.split(make())
-        step = lambda state, x: (nodes := nnx.merge(graphdef, state), fun(*nodes, x), nnx.state(nodes))[2]
-        return jax.jit(step).lower(state, X).as_text().count(".is_finite ")
-
-    def without_undo(model, optimizer, x):
-        scale = jamp.get_loss_scale(optimizer)
-        grads = nnx.grad(lambda model: loss_fn(model, x) * scale)(model)
-        optimizer.update(model, jax.tree.map(lambda g: g / scale, grads))
-
-    def with_other(change):
-        def step(model, optimizer, x):
-            _, grads = jamp.nnx.value_and_grad(loss_fn, optimizer)(model, x)
-            optimizer.update(model, change(grads))
-
-        return step
-
-    once = checks(train_step)
-    assert once == checks(without_undo) > 0
-    assert checks(with_other(lambda grads: jax.tree.map(jnp.negative, grads))) == 2 * once
-    model, optimizer = make()
-
-    def spoil(grads):
-        grads["last"]["bias"][...] = jnp.full(2, jnp.inf)
-        return grads
-
-    with jax.checking_leaks():  # A check that is remembered must not keep its trace alive.
-        nnx.jit(with_other(spoil))(model, optimizer, X)
-    assert (int(optimizer.step[...]), int(model.seen[...])) == (0, 1)
-    replicas = jamp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, axis_name="data")
-    grads = jamp.nnx.value_and_grad(loss_fn, optimizer)(model, X)[1]  # checked on this replica alone
-    with pytest.raises(NameError, match="axis_name='data'"):
-        replicas.update(model, grads)
-
-
 def test_gradients_are_those_of_float32_also_of_several_arguments_and_with_has_aux():
     (half, optimizer), (full, _) = make(), make(dtypes=(jnp.float32, jnp.float32))
     half.drop.rate = full.drop.rate = 0.0
