@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jamp._autocast.extent import extent
 from jamp._autocast.rules import (
     ACCUMULATE,
     ANY,
@@ -85,9 +84,11 @@ class Target:
         if not getattr(constant, "is_fully_addressable", True):
             self.unread[jax.typeof(constant).str_short()] = None
             return False
-        largest, is_finite = extent(constant)
+        values = np.abs(np.asarray(constant).astype(self.wide))
+        finite = np.isfinite(values)
+        largest = np.max(values, where=finite, initial=0)
         narrow = self._narrow(largest)
-        return bool(np.isinf(narrow) or (is_finite and largest != 0 and narrow == 0))
+        return bool(np.isinf(narrow) or (finite.all() and largest != 0 and narrow == 0))
 
     def _narrow(self, constant: Any) -> Any:
         with np.errstate(all="ignore"):
