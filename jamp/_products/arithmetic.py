@@ -9,15 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from jamp._cast import is_floating
 from jamp._jaxprs import interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import PRODUCTS
+from jamp._products.multiply import multiply
 from jamp._products.product import Dtype, Product
-from jamp._products.wide_dot import multiply, multiply_back
 
 Run = Callable[[JaxprEqn, list[Any]], Any]  # evaluates a traced product
 
@@ -58,10 +57,7 @@ class Rounded(NamedTuple):
         return list(map(self.rounded, operands))
 
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
-        bind, params = multiply_back if product.is_gradient else multiply, dict(product.params)
-        if self.dtype == jnp.float32 and params["precision"] in (None, lax.DotAlgorithmPreset.DEFAULT):
-            params["precision"] = (lax.Precision.HIGHEST,) * 2
-        return bind(product.primitive, operands, params, product.dtype)
+        return self.multiply(product.primitive, operands, dict(product.params), product.dtype)
 
     def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
         return [operands[j] for j in others_of(product, perturbed)]
@@ -69,7 +65,11 @@ class Rounded(NamedTuple):
     def tangent(
         self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
     ) -> Array:
-        return _sum_of_products(self, product, perturbed, residuals, list(map(self.rounded, tangents)))
+        # For each perturbed operand, the product with its tangent in its place.
+        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
+        given = [{**values, i: self.rounded(t)} for i, t in zip(perturbed, tangents, strict=True)]
+        terms = [self.value(product, [operands[j] for j in sorted(operands)]) for operands in given]
+        return sum(terms[1:], start=terms[0])
 
     def cotangents(
         self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
@@ -79,7 +79,7 @@ class Rounded(NamedTuple):
         results = []
         for i, aval in zip(perturbed, types, strict=True):
             operands = [g, *(values[j] for j in sorted(values) if j != i)]
-            run = lambda eqn, args, aval=aval: multiply_back(eqn.primitive, args, ir.params(eqn), aval.dtype)
+            run = lambda eqn, args, aval=aval: self.multiply(eqn.primitive, args, ir.params(eqn), aval.dtype)
             given = list(map(jax.typeof, operands))
             results.append(cotangent(product, i, aval.update(dtype=self.dtype), given, operands, run))
         return results
@@ -88,62 +88,33 @@ class Rounded(NamedTuple):
         """A float32 operand in the dtype."""
         return x.astype(self.dtype) if x.dtype == jnp.float32 else x
 
+    def multiply(self, primitive: Any, operands: Sequence[Array], params: dict[str, Any], dtype: Dtype) -> Array:
+        """A product of rounded operands, by a primitive of JAX."""
+        return multiply(primitive, operands, _precise(params) if self.dtype == jnp.float32 else params, dtype)
 
-class Raised:
+
+class Raised(Rounded):
     """A product of 16-bit operands, or of such an operand and a float32 one, whose result is float32.
 
     A product of two numbers of one 16-bit dtype is exact in float32. So a dot_general of two such operands reads them
-    as they are. Any other product is one of float32 operands, with the highest precision unless the code asked for
-    another.
+    as they are. Any other product is one of float32 operands.
     """
-
-    def read(self, product: Product, operands: Sequence[Array]) -> list[Array]:
-        return list(operands)
-
-    def value(self, product: Product, operands: Sequence[Array]) -> Array:
-        return self._multiply(product.primitive, operands, dict(product.params), product.dtype)
-
-    def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
-        return [operands[j] for j in others_of(product, perturbed)]
-
-    def tangent(
-        self, product: Product, perturbed: Sequence[int], residuals: Sequence[Array], tangents: Sequence[Any]
-    ) -> Array:
-        return _sum_of_products(self, product, perturbed, residuals, tangents)
 
     def cotangents(
         self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
     ) -> list[Array]:
-        values = dict(zip(others_of(product, perturbed), residuals, strict=True))
-        run = lambda eqn, args: self._multiply(eqn.primitive, args, ir.params(eqn), np.dtype(np.float32))
-        results = []
-        for i, aval in zip(perturbed, types, strict=True):
-            operands = _in_float32([g, *(values[j] for j in sorted(values) if j != i)])
-            wide = aval.update(dtype=np.dtype(np.float32))
-            results.append(cotangent(product, i, wide, list(map(jax.typeof, operands)), operands, run))
-        return [x.astype(aval.dtype) for x, aval in zip(results, types, strict=True)]
+        return super().cotangents(product, perturbed, types, _in_float32(residuals), g)
 
-    @staticmethod
-    def _multiply(primitive: Any, operands: Sequence[Array], params: dict[str, Any], dtype: Any) -> Array:
+    def multiply(self, primitive: Any, operands: Sequence[Array], params: dict[str, Any], dtype: Dtype) -> Array:
         if primitive.name != "dot_general" or any(x.dtype == jnp.float32 for x in operands):
-            operands = _in_float32(operands)
-            if params["precision"] in (None, lax.DotAlgorithmPreset.DEFAULT):
-                params = {**params, "precision": (lax.Precision.HIGHEST,) * 2}
+            operands, params = _in_float32(operands), _precise(params)
         return multiply(primitive, operands, params, jnp.float32).astype(dtype)
 
 
-def _sum_of_products(
-    arithmetic: Arithmetic,
-    product: Product,
-    perturbed: Sequence[int],
-    residuals: Sequence[Array],
-    tangents: Sequence[Any],
-) -> Array:
-    """The tangent of a product: for each perturbed operand, the product with its tangent in its place."""
-    values = dict(zip(others_of(product, perturbed), residuals, strict=True))
-    given = [{**values, i: t} for i, t in zip(perturbed, tangents, strict=True)]
-    terms = [arithmetic.value(product, [operands[j] for j in sorted(operands)]) for operands in given]
-    return sum(terms[1:], start=terms[0])
+def _precise(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a product with the highest precision, unless they state one."""
+    is_stated = params["precision"] not in (None, lax.DotAlgorithmPreset.DEFAULT)
+    return params if is_stated else {**params, "precision": (lax.Precision.HIGHEST,) * 2}
 
 
 def _in_float32(operands: Sequence[Array]) -> list[Array]:

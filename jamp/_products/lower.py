@@ -57,7 +57,8 @@ def multiplied(product: Product) -> Callable[..., Array]:
     if product.format is None:
         return lambda *operands: product.primitive.bind(*operands, **dict(product.params))
     arithmetic = _arithmetic(product)
-    if isinstance(arithmetic, Rounded) and product.dtype == arithmetic.dtype and not any(product.arguments):
+    is_rounded = isinstance(arithmetic, Rounded) and not product.is_raised
+    if is_rounded and product.dtype == product.format and not any(product.arguments):
         return functools.partial(_by_jax, product, arithmetic)
 
     def multiply(*operands: Array) -> Array:
@@ -103,7 +104,7 @@ def _arithmetic(product: Product) -> Arithmetic:
     assert product.format is not None
     if isinstance(product.format, Format):
         return Quantized(product.format)
-    return Raised() if product.is_raised else Rounded(product.format)
+    return (Raised if product.is_raised else Rounded)(product.format)
 
 
 # `lax.stop_gradient`, but a function that is linear as it stands, such as the rule of a custom_jvp, can be transposed.

@@ -17,8 +17,8 @@ from jamp._products.arithmetic import cotangent
 from jamp._products.formats.protocol import Axes, Encoded, Format
 from jamp._products.formats.scaled import scaled_by
 from jamp._products.formats.scales import no_derivative
+from jamp._products.multiply import multiply
 from jamp._products.product import Product
-from jamp._products.wide_dot import multiply, multiply_back
 from jamp._rounded import as_stored
 
 QUANTIZE = "jamp.quantize"  # the name scope of what quantizes operands
@@ -113,7 +113,7 @@ class Quantized(NamedTuple):
             encoded = [x, y]
             if axes[0] is not None:
                 encoded = [self.format.encode(z, dtype, along) for (z, dtype), along in zip(encoded, axes, strict=True)]
-            return self.format.multiply(multiply_back, eqn.primitive, params, encoded, rest, aval.dtype)
+            return self.format.multiply(multiply, eqn.primitive, params, encoded, rest, aval.dtype)
 
         return cotangent(product, i, low(aval), types, [of_g, other, *sizes], run)
 

@@ -100,7 +100,7 @@ class Format(abc.ABC):
         """Return the product of two encoded operands in a dtype.
 
         Args:
-          bind: Evaluates a product of JAX (`wide_dot.multiply` or `multiply_back`), for formats that use one.
+          bind: Evaluates a product of JAX (`multiply.multiply`), for formats that use one.
           primitive: The primitive of the product as it was traced.
           params: Its parameters.
           operands: The operands, each encoded along its `axes`.
