@@ -183,6 +183,14 @@ def test_16_bit_parameters_keep_their_dtypes_and_float16_without_masters_warns()
     step(jamp.master_params(TX), jnp.float16)
 
 
+@pytest.mark.promotes("optax.add_noise")
+def test_an_optimizer_whose_state_holds_a_random_key_is_stepped():
+    tx = optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.scale(-0.5))
+    state = small().step(tx, tx.init(ONES), ONES, grads=ONES).opt_state
+    assert list(map(jax.typeof, jax.tree.leaves(state))) == list(map(jax.typeof, jax.tree.leaves(tx.init(ONES))))
+    assert state[0].rng_key != tx.init(ONES)[0].rng_key
+
+
 def test_disabled_it_steps_unconditionally_and_all_else_is_the_identity():
     """That it compiles to the plain step is in test_loss_scaled.py."""
     scaler, loss, bad = small(enabled=False), object(), jnp.array([1.0, jnp.inf])

@@ -1,4 +1,4 @@
-"""Every optimizer of optax.* and optax.contrib.*: a skipped step changes nothing, and no dtype drifts."""
+"""Every optimizer of optax.* and optax.contrib.*: a skip changes nothing, and no dtype drifts in any wrapper."""
 
 import functools
 import inspect
@@ -60,9 +60,9 @@ FACTORIES = {name: f for of in (optax, optax.contrib) for name, f in sorted(vars
 REST = [pytest.param(name, marks=pytest.mark.slow) for name in FACTORIES if name not in REPRESENTATIVE]
 
 
-def make(name):
+def make(name, **arguments):
     parameters = inspect.signature(FACTORIES[name]).parameters
-    arguments = {"key": 0} if name in KEYED and "key" in parameters else {}
+    arguments |= {"key": 0} if name in KEYED and "key" in parameters else {}
     for p in (p for p in parameters.values() if p.default is p.empty and p.name not in arguments):
         scheduled = p.name == "learning_rate" and "Callable" in str(p.annotation)
         arguments[p.name] = SCHEDULE if scheduled else BY_NAME[p.name]
@@ -79,8 +79,8 @@ PARAMS = {
 }
 
 
-def fresh_params(name, dtype=None):
-    params = jax.tree.map(lambda x: jnp.array(x, dtype or x.dtype, copy=True), PARAMS)
+def fresh_params(name, dtype=None, like=PARAMS):
+    params = jax.tree.map(lambda x: jnp.array(x, dtype or x.dtype, copy=True), like)
     return optax.LookaheadParams(params, jax.tree.map(jnp.copy, params)) if name == "lookahead" else params
 
 
@@ -101,7 +101,7 @@ loss = lambda params: sum(jnp.sum(jnp.square(x.astype(jnp.float32) - 0.25)) for 
 at = lambda i, tree: jax.tree.map(lambda x: x[i], tree)
 
 
-def trainer(name, tx):
+def trainer(name, tx, run=jax.lax.scan):
     """A scan of steps: what is carried at the end, and after each step."""
 
     def step(carry, grads):
@@ -112,7 +112,7 @@ def trainer(name, tx):
         updates, state = tx.update(grads, carry[1], carry[0], **extra_args)
         return ((optax.apply_updates(carry[0], updates), state),) * 2
 
-    return jax.jit(lambda carry, grads: jax.lax.scan(step, carry, grads), donate_argnums=0)
+    return jax.jit(lambda carry, grads: run(step, carry, grads), donate_argnums=0)
 
 
 @pytest.mark.slow_after(8)
@@ -155,6 +155,101 @@ def test_no_leaf_changes_dtype_or_weak_type_whatever_the_params_dtype(name, dtyp
     seen = lambda x: (x.dtype, x.weak_type)
     for (path, x), y in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(stepped), strict=True):
         assert (*seen(x), (1, *x.shape)) == (*seen(y), y.shape), jax.tree_util.keystr(path)
+
+
+BF16 = jnp.bfloat16
+split = lambda tx: jamp.master_params(tx, split=True)
+in_16_bit = lambda tx: jamp.stochastic_rounding(tx, state_dtype=BF16)
+unscaling = lambda tx, *args: jamp.loss_scaled(tx, *args, unscale=True)
+WRAPPERS = {
+    "loss_scaled": [jamp.loss_scaled, lambda tx: jamp.loss_scaled(tx, jamp.NoOpLossScale())],
+    "loss_scaled, unscale": [unscaling, lambda tx: unscaling(jamp.master_params(tx))],
+    "master_params": [jamp.master_params, split, lambda tx: jamp.loss_scaled(split(tx))],
+    "quantized_state": [
+        jamp.quantized_state, lambda tx: jamp.loss_scaled(jamp.quantized_state(tx)),
+        lambda tx: split(jamp.quantized_state(tx)), lambda tx: jamp.quantized_state(jamp.master_params(tx)),
+    ],
+    "stochastic_rounding": [
+        jamp.stochastic_rounding, in_16_bit, lambda tx: jamp.loss_scaled(in_16_bit(tx)),
+        lambda tx: jamp.stochastic_rounding(tx, state_dtype=jnp.float32),
+        lambda tx: jamp.stochastic_rounding(tx, state_dtype=lambda path, x: BF16 if x.dtype == jnp.float32 else None),
+        lambda tx: in_16_bit(jamp.quantized_state(tx)), lambda tx: jamp.quantized_state(in_16_bit(tx)),
+    ],
+}  # fmt: skip
+DISTANCES = "dog", "dowg", "mechanize"  # which stochastic_rounding refuses for bfloat16 parameters
+CALLING = {name for name, given in EXTRA_ARGS.items() if {"value_fn", "obj_fn"} & set(given)}  # unscale=True refuses
+LARGE = {"w": jnp.ones((64, 64)), "h": jnp.ones(3), "b": jnp.ones((2, 2))}  # w is large enough for eight bits
+
+
+def check_dtypes(name, make):
+    """`jax.lax.scan`, which demands it, finds that the dtypes of the state stay in every wrapper."""
+    for params_dtype, dtype in ((jnp.float32, jnp.float32), (BF16, jnp.float32), (BF16, BF16)):
+        params, half = fresh_params(name, params_dtype, LARGE), params_dtype == BF16
+        grads = {k: jax.ShapeDtypeStruct((2, *(2,) * (name in PER_EXAMPLE), *x.shape), dtype) for k, x in LARGE.items()}
+
+        def run(wrap, run=jax.lax.scan, params=params, grads=grads):
+            tx = wrap(make())
+            return jax.eval_shape(trainer(name, tx, run), (params, tx.init(params)), grads)
+
+        for kind, wrap in [(kind, wrap) for kind, wrappers in WRAPPERS.items() for wrap in wrappers]:
+            if (
+                (dtype == BF16 and wrap is not jamp.quantized_state)  # All others give the optimizer float32 gradients.
+                or (kind == "stochastic_rounding" and half and name in DISTANCES)
+                or (kind == "loss_scaled, unscale" and name in CALLING)
+            ):
+                continue
+            try:
+                run(wrap)
+            except TypeError as error:
+                if wrap is jamp.quantized_state and half and "carry" not in str(error):
+                    with pytest.raises(TypeError):  # Without a wrapper, too, it takes no 16-bit parameters.
+                        run(optax.with_extra_args_support, lambda step, carry, x: step(carry, at(0, x)))
+                    continue
+                error.add_note(f"{kind}, parameters in {params_dtype.__name__}, gradients in {dtype.__name__}")
+                raise
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.filterwarnings(
+    "ignore:(quantized_state stores|stochastic_rounding does) nothing", "ignore:scatter inputs have incompatible types"
+)
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, *REST])
+def test_every_wrapper_keeps_the_dtypes_of_the_state_that_init_made(name):
+    check_dtypes(name, lambda: make(name))
+
+
+def promoting():
+    """An optimizer whose update returns its moment in float32."""
+    init = lambda params: jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float16), params)
+    return optax.GradientTransformation(
+        init, lambda grads, state, params=None: (grads, jax.tree.map(jnp.add, grads, state))
+    )
+
+
+LOW_ADAM, LOW_RATE = optax.adamw(1e-3, b1=0.0, mu_dtype=BF16), jnp.array(1e-3, BF16)
+# Optimizers that keep arrays in 16 bit by themselves, each with the name whose arguments `update` takes.
+OWN = {
+    "promoting": ("sgd", promoting),
+    "inject_hyperparams": ("adamw", lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=LOW_RATE)),
+    "schedule_free": ("adamw", lambda: optax.contrib.schedule_free(LOW_ADAM, 1e-3, state_dtype=BF16)),
+    "MultiSteps": ("adamw", lambda: optax.MultiSteps(LOW_ADAM, 2).gradient_transformation()),
+    "apply_if_finite": ("adamw", lambda: optax.apply_if_finite(LOW_ADAM, 2)),
+    "hyperparam_dtype": ("adamw", lambda: optax.inject_hyperparams(optax.adamw, hyperparam_dtype=BF16)(SCHEDULE)),
+} | {
+    f"{name}({p}=bfloat16)": (name, functools.partial(make, name, **{p: BF16}))
+    for name, f in FACTORIES.items()
+    for p in inspect.signature(f).parameters
+    if "dtype" in p
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.filterwarnings(
+    "ignore:(quantized_state stores|stochastic_rounding does) nothing", "ignore:scatter inputs have incompatible types"
+)
+@pytest.mark.parametrize("case", OWN)
+def test_every_wrapper_keeps_the_16_bit_dtypes_that_the_optimizer_itself_has(case):
+    check_dtypes(*OWN[case])
 
 
 @pytest.mark.slow

@@ -159,7 +159,6 @@ def test_inner_state_that_changes_is_an_error_that_names_the_leaf_a_weak_type_is
         return jax.eval_shape(wrapped.update, GOOD, wrapped.init(PARAMS), PARAMS)[1].inner_state
 
     for update, message in (
-        (lambda s: s | {"a": s["a"].astype(jnp.float16)}, "['a'] changed from float32[3] to float16[3]"),
         (lambda s: s | {"a": s["a"].astype(jnp.int32)}, "['a'] changed from float32[3] to int32[3]"),
         (lambda s: s | {"a": s["a"][None]}, "['a'] changed from float32[3] to float32[1, 3]"),
         (lambda s: s | {"b": {"c": s["a"].sum()}}, "['b']['c'] changed from int32[] to float32[]"),
@@ -173,6 +172,28 @@ def test_inner_state_that_changes_is_an_error_that_names_the_leaf_a_weak_type_is
         assert "so a skipped step could not keep it. Make `update` return the structure" in str(error.value)
     found = updated((jnp.float16(1), jnp.int8(1)), lambda s: (s[0] * 2.0, s[1] + 1))
     assert [(x.dtype, x.weak_type) for x in found] == [(jnp.float16, False), (jnp.int8, False)]
+    # Another floating dtype than that of `init` is cast back.
+    found = updated((jnp.float16(1), ONES), lambda s: (s[0].astype(jnp.float32), s[1].astype(jnp.bfloat16)))
+    assert [x.dtype for x in found] == [jnp.float16, jnp.float32]
+
+
+@pytest.mark.promotes("optax")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("inner", [optax.adamw(1e-3), optax.adamw(1e-3, mu_dtype=jnp.bfloat16)])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jamp.master_params, jamp.stochastic_rounding])
+def test_a_state_at_other_dtypes_than_those_of_init_is_an_error_whose_cure_is_right(inner, wrap, dtype):
+    tx, params = jamp.loss_scaled(wrap(inner)), jnp.ones(3, jnp.bfloat16)
+    state, grads = tx.init(params), jnp.ones(3)
+    moments = lambda state, dtype: optax.tree.set(state, mu=jnp.zeros(3, dtype))
+    made = optax.tree.get(state, "mu").dtype
+    expected = jax.eval_shape(tx.update, grads, state, params)
+    if dtype == made:
+        return
+    with pytest.raises(ValueError, match=rf"mu changed from {dtype.__name__}\[3\] to {made.name}\[3\]") as error:
+        tx.update(grads, moments(state, dtype), params)
+    cure = re.search(r"state = (optax\..*)\.$", str(error.value)).group(1)
+    cured = eval(cure, {"optax": optax, "tx": tx, "params": params, "state": moments(state, dtype)})
+    assert jax.eval_shape(tx.update, grads, cured, params) == expected
 
 
 def test_inner_update_is_fed_zeros_not_nan_where_it_loops_or_calls_back():

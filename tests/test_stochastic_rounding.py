@@ -254,6 +254,29 @@ def test_a_function_chooses_what_is_stored_in_16_bit():
     assert {x.dtype for x in jax.tree.leaves(state.nu)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.parametrize("state_dtype", [BF16, jnp.float32, lambda path, x: BF16])
+def test_the_optimizer_gets_back_what_it_made_itself_in_16_bit_as_it_was(state_dtype):
+    seen = []
+
+    def update(grads, state, params=None):
+        seen.append({k: x.dtype for k, x in state.items()})
+        return grads, {k: x.astype(jnp.float32) + 1.001 for k, x in state.items()}
+
+    made = {"own": BF16, "half": jnp.float16, "moment": jnp.float32}
+    init = lambda p: {k: jnp.zeros_like(p, dtype) for k, dtype in made.items()}
+    tx, p = jamp.stochastic_rounding(optax.GradientTransformation(init, update), state_dtype=state_dtype), jnp.ones(999)
+    state = tx.init(p)
+    for _ in range(2):
+        state = tx.update(p, state, p)[1]
+    assert seen == [made, made]
+    is_stored = state_dtype != jnp.float32
+    assert avals(state) == avals(tx.init(p))
+    assert state.inner_state["moment"].dtype == (BF16 if is_stored else jnp.float32)
+    # What the wrapper stores is rounded up or down, and what the optimizer made is rounded to nearest, as it would be.
+    assert len(np.unique(state.inner_state["moment"].astype(jnp.float32))) == (2 if is_stored else 1)
+    assert set(np.unique(state.inner_state["own"].astype(jnp.float32))) == {2.0}
+
+
 @pytest.mark.promotes("optax.adam")
 @pytest.mark.parametrize("state_dtype", [jnp.float32, lambda path, x: jnp.float32])
 def test_state_that_is_to_stay_float32_is_not_rounded(state_dtype):

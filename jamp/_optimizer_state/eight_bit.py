@@ -16,6 +16,7 @@ from jamp._cast import is_float32, is_floating
 from jamp._jaxprs.source import users_stacklevel
 from jamp._numbers import as_number
 from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
+from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
 from jamp._step.leaves import contains, find_nodes
@@ -105,7 +106,7 @@ def quantized_state(
     """
     check_optimizer(inner, "jamp.quantized_state({})")
     choices = _Choices(_check_block_size(block_size), keep, never_negative)
-    inner = optax.with_extra_args_support(inner)
+    inner = keeping_dtypes(inner)
 
     def init(params: optax.Params) -> QuantizedState:
         state = inner.init(params)

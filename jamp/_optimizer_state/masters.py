@@ -9,6 +9,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_floating
+from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.params import compute_update
 from jamp._optimizer_state.split_masters import (
     MasterParamsState as MasterParamsState,
@@ -87,7 +88,7 @@ def master_params(
 
 
 def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformationExtraArgs:
-    inner, dtype = optax.with_extra_args_support(inner), check_floating("dtype", dtype)
+    inner, dtype = keeping_dtypes(inner), check_floating("dtype", dtype)
 
     def make_master(p: Any) -> Any:
         # Also copies float32 parameters, because a donated parameter and its master must not share a buffer.

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import to_float32
+from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
 from jamp._step.state import check_kind
 
@@ -68,7 +69,7 @@ class SplitMasterParamsState(NamedTuple):
 
 def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Make `master_params(inner, split=True)`."""
-    inner = optax.with_extra_args_support(inner)
+    inner = keeping_dtypes(inner)
 
     def init(params: optax.Params) -> SplitMasterParamsState:
         check_bfloat16(params, _ADVICE)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._jaxprs.source import users_stacklevel
+from jamp._optimizer_state.dtypes import cast_like, keeping_dtypes
 from jamp._optimizer_state.moments import may_be_moment, measures_distance
 from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
@@ -83,7 +84,8 @@ def stochastic_rounding(
       state_dtype: With bfloat16, the moments (arrays of the inner state at a parameter's path) are kept in bfloat16
         between steps, with the same rounding. Sums of gradients and copies of parameters, such as MultiSteps'
         `acc_grads` and schedule-free's `z`, stay float32. A function of path and array returns bfloat16 for one to
-        round, and None or float32 for one that stays.
+        round, and None or float32 for one that stays. It is asked about float32 arrays. What `inner` itself makes in
+        16 bit, such as by `mu_dtype`, stays as it is, rounded to nearest.
       index_specs: Inside `shard_map`, a pytree of `PartitionSpec`s like the parameters, or a prefix of it. Without it,
         and in arrays of the state that do not have their parameter's shape, all shards get the same bits.
 
@@ -113,11 +115,15 @@ def stochastic_rounding(
     check_optimizer(inner, "jamp.stochastic_rounding({})")
     if not jnp.issubdtype(jnp.result_type(seed), jnp.integer) or jnp.ndim(seed):
         raise ValueError(f"seed must be an int, got seed={seed!r}. The random bits are a hash of it, and need no key.")
-    inner = optax.with_extra_args_support(inner)
+    inner = keeping_dtypes(inner)
     choose = _make_chooser(state_dtype)
 
+    def load(inner_state: Any, params: Any) -> Any:
+        """Bring the arrays that `store` rounded back to 32 bit. Others may be 16 bit because `inner` made them so."""
+        return inner_state if state_dtype is None else cast_like(inner_state, jax.eval_shape(inner.init, params))
+
     def store(inner_state: Any, words: Any, params: Any, specs: Any) -> Any:
-        """Round some arrays of the inner state to 16 bit."""
+        """Round some float32 arrays of the inner state to 16 bit."""
         if state_dtype is None:
             return inner_state
         leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
@@ -156,7 +162,7 @@ def stochastic_rounding(
         if state_dtype is None:
             _warn_if_nothing_is_rounded(params)
         in_float32, count = to_float32(params), next_count(state.rounding_count)
-        inner_state = state.inner_state if state_dtype is None else to_float32(state.inner_state)
+        inner_state = load(state.inner_state, in_float32)
         updates, inner_state = inner.update(to_float32(grads), inner_state, in_float32, **extra_args)
         words = random_words(seed, count)
 

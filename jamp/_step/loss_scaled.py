@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
+from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.params import cast_params, cast_params_for_init, check_rounds_last, warn_if_rounded
 from jamp._step import scale_unscale
 from jamp._step.misuse import check_not_a_pair
@@ -76,7 +77,7 @@ def loss_scaled(
     """
     check_optimizer(inner, "jamp.loss_scaled({})")
     check_loss_scale(loss_scale)
-    inner = optax.with_extra_args_support(inner)
+    inner = keeping_dtypes(inner)
     example = jax.eval_shape(loss_scale.init)
     structure, is_off = jax.tree.structure(example), is_noop(example)
 

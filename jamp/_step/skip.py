@@ -24,6 +24,7 @@ from jax.tree_util import keystr
 from jamp._jaxprs import build, constructs, inline, interpret, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import CHEAP
+from jamp._optimizer_state.dtypes import has_other_dtypes
 from jamp._optimizer_state.rounding import check_not_scaled
 from jamp._step.leaves import replace_leaves
 from jamp._step.mesh import reshard_like
@@ -43,9 +44,12 @@ def update_or_skip(
     closed, (updates, new_state) = ir.trace(update, grads, state, params)
     _check_types(
         state, new_state, "The inner optimizer's state",
-        "Make `update` return the structure, shapes and dtypes that `init` made. The moments of 16-bit parameters are "
-        "float32 here: continue the state of a plain optimizer with jamp.cast_floating(state, jnp.float32). For a "
-        "parameter without a gradient, give zeros (jnp.zeros_like) in place of None.",
+        # `keeping_dtypes` brings floating arrays to the dtypes that `init` makes, so they had others before.
+        "It does not have the dtypes that `init` makes, as after a cast, or in a plain optimizer of 16-bit parameters: "
+        "state = optax.tree.cast_like(state, tx.init(params))."
+        if has_other_dtypes(state, new_state)
+        else "Make `update` return the structure, shapes and dtypes that `init` made. For a parameter without a "
+        "gradient, give zeros (jnp.zeros_like) in place of None.",
     )  # fmt: skip
     check_not_scaled(closed, len(jax.tree.leaves(updates)))
     skipped = jax.tree.leaves((jax.tree.map(_no_update, updates), state))
