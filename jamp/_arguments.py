@@ -31,6 +31,7 @@ class Call:
     Attributes:
       leaves: The arrays.
       paths: The path of each of them, or of its box, in the arguments.
+      holders: The box that holds each, or None.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -44,8 +45,9 @@ class Call:
         self._in_boxes = [x for box in self._boxes for x in jax.tree.leaves(box)]
         self.leaves = [nodes[i] for i in self._arrays] + self._in_boxes
         paths = {id(x): path for path, x in reversed(flat)}
-        in_boxes = [paths[id(box)] for box in self._boxes for _ in jax.tree.leaves(box)]
-        self.paths = [flat[i][0] for i in self._arrays] + in_boxes
+        in_boxes = [box for box in self._boxes for _ in jax.tree.leaves(box)]
+        self.paths = [flat[i][0] for i in self._arrays] + [paths[id(box)] for box in in_boxes]
+        self.holders = [None] * len(self._arrays) + in_boxes
         self._result: Any = None
         self._types: Sequence[Any] = []
         self._args = args, kwargs

@@ -16,7 +16,7 @@ from jamp._optimizer_state.moments import averages_and_sums
 from jamp._step.accessors import get_loss_scale, get_stats
 from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite
-from jamp._step.leaves import find_nodes
+from jamp._step.leaves import find_nodes, is_gradient, is_overwritten
 from jamp._step.state import LossScaledState, ScaledGradsState, is_scaler_state
 from jamp.history import History
 
@@ -153,9 +153,9 @@ def _check_bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | N
 
 
 def _check_outside(tree: Any) -> Iterator[str]:
-    found = list(find_nodes(tree, lambda x: is_scaler_state(x) or is_inexact(x)))
+    found = list(find_nodes(tree, lambda x: is_scaler_state(x) or is_overwritten(x) or is_inexact(x)))
     wrapper = next(path for path, x in found if is_scaler_state(x))
-    outside = [(path, x) for path, x in found if not is_scaler_state(x)]
+    outside = [(path, x) for path, x in found if not is_scaler_state(x) and is_gradient(path, x)]
     if not outside or all_finite([x for _, x in outside]):
         return
 

@@ -11,6 +11,7 @@ from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale
 from jamp._step.find import find_state_to_unscale, is_step_applied, read_scale
 from jamp._step.finite import all_finite
+from jamp._step.leaves import is_overwritten
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import select_new
@@ -31,6 +32,10 @@ class Optimizer(nnx.Optimizer[Any]):
     Compute the gradients with `jamp.nnx.value_and_grad(loss_fn, optimizer)(model, ...)`. If they are finite, `update`
     is NNX's. If not, the model's parameters and the optimizer stay unchanged, bit for bit, and the loss scale backs
     off. `step` (u32[]) counts the steps applied. NNX's own `step` also counts skipped steps.
+
+    Variables of Flax's collection `_overwrite_with_gradient` (the scales and histories of fp8 layers, in a Linen module
+    that `nnx.bridge` converted) are replaced by their gradients, which are neither unscaled nor checked. `tx` does not
+    see them. Select them with `wrt=nnx.Any(nnx.Param, nnx.variable_type_from_name("_overwrite_with_gradient"))`.
 
     Args:
       model: The module to optimize.
@@ -73,7 +78,9 @@ class Optimizer(nnx.Optimizer[Any]):
         axis_name: Any = None,
     ) -> None:
         check_optimizer(tx, "jamp.nnx.Optimizer(model, {}, wrt=nnx.Param)")
-        super().__init__(model, loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name), wrt=wrt)
+        stepped = nnx.All(wrt, nnx.Not(_is_overwritten)) if _overwritten(nnx.state(model, wrt)) else wrt
+        super().__init__(model, loss_scaled(tx, loss_scale, unscale=unscale, axis_name=axis_name), wrt=stepped)
+        self.differentiated = wrt
         self.axis_name = axis_name
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
@@ -87,9 +94,13 @@ class Optimizer(nnx.Optimizer[Any]):
         before = nnx.as_pure((nnx.state(model, self.wrt), self.step))
         updates = super().update(model, grads, **kwargs)
         after = nnx.as_pure((nnx.state(model, self.wrt), self.step))
-        kept = select_new(is_step_applied(nnx.as_pure(self.opt_state)), after, before, "The model")
+        applied = is_step_applied(nnx.as_pure(self.opt_state))
+        kept = select_new(applied, after, before, "The model")
         nnx.update(model, kept[0])
         self.step[...] = kept[1]
+        if overwritten := _overwritten(grads):
+            own = {path: x for path, x in _overwritten(model).items() if path in overwritten}
+            nnx.update(model, nnx.from_flat_state(select_new(applied, overwritten, own, "The model")))
         return updates
 
 
@@ -144,17 +155,31 @@ def value_and_grad(
         if argnums is None and args and isinstance(args[0], jax.Array):
             raise TypeError("The model comes first: jamp.nnx.value_and_grad(loss_fn, optimizer)(model, batch).")
         scale, scaled = read_scale(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)
-        differentiated = nnx.DiffState(0, optimizer.wrt) if argnums is None else argnums
+        if argnums is None:  # An nnx.Optimizer around a loss-scaled tx has no `differentiated`.
+            differentiated: Any = nnx.DiffState(0, getattr(optimizer, "differentiated", optimizer.wrt))
+        else:
+            differentiated = argnums
         before = _values((args, kwargs))
         differentiate = nnx.value_and_grad(scaled, argnums=differentiated, has_aux=True)
         (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)
         grads = unscale(scaled_grads, scale)
         if scale is not None:
-            grads_finite = all_finite(nnx.as_pure(grads), axis_name=getattr(optimizer, "axis_name", None))
+            grads_finite = all_finite(grads, axis_name=getattr(optimizer, "axis_name", None))
             _restore_unless(grads_finite, (args, kwargs), before)
         return ((loss, aux) if has_aux else loss), grads
 
     return with_true_gradients
+
+
+def _is_overwritten(path: Any, x: Any) -> bool:
+    """A filter of the Variables that their gradients replace."""
+    del path
+    return is_overwritten(x)
+
+
+def _overwritten(nodes: Any) -> dict[Any, Any]:
+    """The value of each Variable in NNX objects that its gradient replaces, by path."""
+    return {path: nnx.as_pure(x) for path, x in nnx.to_flat_state(nnx.state(nodes, _is_overwritten))}
 
 
 def _values(nodes: Any) -> dict[Any, Any]:

@@ -8,6 +8,19 @@ from trees import assert_close, bits
 
 import jamp
 
+
+class Variable:
+    """A pytree like one of Flax NNX, which knows its collection by its type."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __init_subclass__(cls):
+        keyed = lambda x: (((jax.tree_util.GetAttrKey("value"), x.value),), None)
+        jax.tree_util.register_pytree_with_keys(cls, keyed, lambda _, children: cls(*children))
+
+
+OVERWRITTEN = type("_overwrite_with_gradient", (Variable,), {})
 PARAMS = {"w": jnp.array([0.5, -0.0, 4.0]), "b": jnp.array([-0.0, 1.0])}
 GOOD = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array([0.25, 3.0])}
 INF = GOOD | {"b": jnp.array([0.25, jnp.inf])}

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from steps import stepper
+from steps import OVERWRITTEN, stepper
 
 import jamp
 from jamp.debug import find_nonfinite, nonfinite_report, underflow_report
@@ -288,6 +288,7 @@ def test_the_recommended_scale_leaves_four_powers_of_two_or_half_after_an_overfl
 
 def test_underflow_report_leaves_out_other_leaves_and_wants_a_floating_dtype():
     grads = {"w": F32([1e-8, 1e-3]), "n": jnp.int32([1]), "_overwrite_with_gradient": {"s": jnp.ones(1)}}
+    grads["nnx"] = OVERWRITTEN(jnp.ones(1))
     tree = {"opt": jamp.StaticLossScale(2.0**10).init()}
     title, header, row, last = str(underflow_report(grads, tree)).splitlines()
     assert last == "next: opt_state = jamp.set_loss_scale(opt_state, report.recommended_loss_scale)"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import OVERWRITTEN
 
 import jamp
 from jamp import DynamicLossScale, LossScaleError, StaticLossScale
@@ -88,7 +89,11 @@ def test_nan_in_parameters_or_in_a_transform_before_the_wrapper_is_told():
     assert problems({"params": [BAD, BAD], "opt": state}).startswith("['params'][0] and 1 more hold inf or NaN")
     # A mask or a best value may be inf.
     infinite = {"mask": -jnp.inf * GOOD, "best": optax.contrib.reduce_on_plateau().init(GOOD), "opt": state}
-    for healthy in (train(chain, [GOOD]), train(whole, [BAD, GOOD]), infinite):
+    histories = {
+        "params": [GOOD, {"_overwrite_with_gradient": BAD}, OVERWRITTEN(BAD)],
+        "opt": state,
+    }  # replaced each step
+    for healthy in (train(chain, [GOOD]), train(whole, [BAD, GOOD]), infinite, histories):
         assert not problems(healthy)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from loss_scales import recorded
-from steps import NO_GRADIENTS
+from steps import NO_GRADIENTS, OVERWRITTEN
 from trees import assert_equal, assert_same_quotients
 
 import jamp
@@ -144,10 +144,11 @@ def test_gradients_of_every_dtype(context, x64):
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_ints_bools_keys_float0_none_and_masked_nodes_pass_untouched(context):
-    """And so does what overwrites, as the statistics of Flax's fp8 do, at any depth."""
+    """And so does what overwrites, as the statistics of Flax's fp8 do, at any depth, by its key or its type."""
     kept = {"scale": jnp.float32([8.0]), "half": jnp.float16([jnp.inf]), "nan": jnp.float32(jnp.nan), "n": jnp.int32(3)}
     rest = {k: x for k, x in NO_GRADIENTS.items() if context == "eager" or k not in ("object", "string")}
     grads = {"w": jnp.float32([8.0]), "rest": rest, "model": [{"_overwrite_with_gradient": {"layer": kept}}]}
+    grads |= {"nnx": {"a": [OVERWRITTEN(kept["half"])], "b": type("Subclass", (OVERWRITTEN,), {})(kept)}}
     assert_equal(CONTEXTS[context](grads, state_of(4.0)), (grads | {"w": jnp.float32([2.0])}, TRUE))
     assert jamp.all_finite(grads)
     assert not jamp.all_finite(grads | {"w": jnp.float32([jnp.nan])})

@@ -7,16 +7,18 @@ A state that jamp looks for may be anywhere in a tree of the user's, also inside
 `find_nodes` yields `((DictKey("opt"), GetAttrKey("inner_opt_state"), SequenceKey(0)), LossScaledState(...))`.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.tree_util import keystr
+from jax.tree_util import GetAttrKey, keystr
 
 from jamp._cast import is_inexact
 from jamp._jaxprs import build
 
-# Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients".
+# Flax's name for the collection of fp8 scales and histories. A step replaces their values by their "gradients". In
+# Linen it is a key of a dict, and in NNX the type of a Variable, which `flax.nnx.bridge` makes by that name.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 
@@ -72,9 +74,36 @@ def is_numeric(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def is_gradient(path: tuple[Any, ...], x: Any) -> bool:
-    """Whether a leaf is a gradient to unscale and check. Leaves of Flax's fp8 collection are not."""
+def is_overwritten(x: Any) -> bool:
+    """Whether a node is an NNX Variable of Flax's fp8 collection."""
+    kind: Any = type(x)
+    return _is_kind_overwritten(kind)
+
+
+@functools.lru_cache
+def _is_kind_overwritten(kind: Any) -> bool:
+    return any(cls.__name__ == OVERWRITE_WITH_GRADIENT for cls in kind.__mro__)
+
+
+def is_gradient(path: tuple[Any, ...], x: Any, holder: Any = None) -> bool:
+    """Whether a leaf is a gradient to unscale and check. Leaves of Flax's fp8 collection are not.
+
+    `holder` is the NNX Variable that holds it, if any does.
+    """
+    if is_overwritten(x) or is_overwritten(holder):
+        return False
     return is_inexact(x) and all(getattr(key, "key", None) != OVERWRITE_WITH_GRADIENT for key in path)
+
+
+def leaves_and_gradients(tree: Any) -> list[tuple[tuple[Any, ...], Any, bool]]:
+    """Return the path of each leaf, the leaf, and whether it is a gradient."""
+    leaves = []
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_overwritten):
+        if is_overwritten(x):
+            leaves += [((*path, *inside), y, False) for inside, y in jax.tree.leaves_with_path(x)]
+        else:
+            leaves.append((path, x, is_gradient(path, x)))
+    return leaves
 
 
 def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[list[Any]], Any]]:
@@ -84,11 +113,16 @@ def split_gradients(tree: Any) -> tuple[list[Any], tuple[str, ...], Callable[[li
       The gradients, a label for each (the last key of the path without its digits, so the same parameter of each layer
       has the same label), and a function that puts other leaves in their places.
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    chosen = [i for i, (path, x) in enumerate(flat) if is_gradient(path, x)]
+    flat = leaves_and_gradients(tree)
+    chosen = [i for i, (_, _, is_chosen) in enumerate(flat) if is_chosen]
 
     def merge(gradients: list[Any]) -> Any:
-        return jax.tree.unflatten(treedef, build.replaced([x for _, x in flat], chosen, gradients))
+        leaves = build.replaced([x for _, x, _ in flat], chosen, gradients)
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    labels = tuple(keystr(flat[i][0][-1:]).translate(_NO_DIGITS) for i in chosen)
-    return [flat[i][1] for i in chosen], labels, merge
+    return [flat[i][1] for i in chosen], tuple(_label(flat[i][0]) for i in chosen), merge
+
+
+def _label(path: tuple[Any, ...]) -> str:
+    is_boxed = path[-1:] == (GetAttrKey("value"),)  # Flax's Variables and Partitioned have one field.
+    return keystr(path[-2:-1] if is_boxed else path[-1:]).translate(_NO_DIGITS)

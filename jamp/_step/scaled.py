@@ -77,7 +77,7 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
         with scales_once("scaled"):
             closed = call.trace(fun, "scaled")
         jaxpr, constants = build.without_constants(closed), [True] * len(closed.consts)
-        scaling = Scaling(exponent, retries, (*constants, *map(is_gradient, call.paths, call.leaves)))
+        scaling = Scaling(exponent, retries, (*constants, *map(is_gradient, call.paths, call.leaves, call.holders)))
         # The primitive is not in the closure: cloudpickle would send another one, without its rules.
         result: R = call.finish(scaled_call().bind(*closed.consts, *call.leaves, jaxpr=jaxpr, scaling=scaling))
         return result

@@ -18,7 +18,7 @@ from jamp._arguments import describe
 from jamp._cast import check_floating
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._step.accessors import get_loss_scale
-from jamp._step.leaves import is_gradient
+from jamp._step.leaves import leaves_and_gradients
 from jamp.debug._usage import called_as, is_state
 
 _STATIC: Any = {"static": True}
@@ -129,7 +129,7 @@ def underflow_report(grads: Any, state: Any, dtype: DTypeLike = jnp.float16) -> 
     if is_state(grads):
         raise TypeError(f"jamp.debug.underflow_report takes gradients first, got {describe(grads)}. Write {_CALL}.")
     checked = check_floating("dtype", dtype)
-    flat = [(keystr(path), x) for path, x in jax.tree.leaves_with_path(grads) if is_gradient(path, x)]
+    flat = [(keystr(path), x) for path, x, is_gradient in leaves_and_gradients(grads) if is_gradient]
     scale = get_loss_scale(state)
     paths = tuple(path for path, _ in flat)
     return UnderflowReport(paths, checked.name, scale, *_measure([jnp.asarray(x) for _, x in flat], scale, checked))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jaxprs import products
 from norms import distance
 from pages import ROOT
@@ -15,6 +15,8 @@ from processes import run_python
 from trees import assert_close, bits
 
 import jamp
+import jamp.debug
+import jamp.linen
 import jamp.nnx
 from jamp._optimizer_state.codes import BlockCodes
 
@@ -286,6 +288,122 @@ def test_a_plain_optimizer_of_flax_is_an_error_that_names_jamp_s():
         ValueError, match=r"that scales and skips is a jamp\.nnx\.Optimizer\(model, tx, wrt=nnx\.Param\)"
     ):
         jamp.nnx.value_and_grad(lambda model: jnp.mean(model(jnp.ones((3, 2)))), optimizer)(model)
+
+
+class Fp8(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for n in (8, 4):
+            x = linen.Dense(n, dot_general_cls=linen.Fp8DirectDotGeneralOp)(x)
+        return x
+
+
+class Around(nnx.Module):
+    """Two converted Linen modules, in a list and by themselves."""
+
+    def __init__(self, x):
+        make = lambda: nnx.bridge.ToNNX(Fp8(), rngs=nnx.Rngs(0)).lazy_init(x)
+        self.list, self.scale = nnx.List([make()]), nnx.Param(jnp.float32(1.0))
+        self.last = make()
+
+    def __call__(self, x):
+        return self.last(jnp.tile(self.list[0](x), (1, 2))[:, :6]) * self.scale
+
+
+X8 = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+OWG = "_overwrite_with_gradient"
+fp8_loss = lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
+WRT = nnx.Any(nnx.Param, lambda path, x: type(x).__name__ == OWG)
+named = lambda state: {path: np.asarray(nnx.as_pure(x)) for path, x in nnx.to_flat_state(state)}
+
+
+def of_scaled_loss(model, scale, x):
+    """The gradients of an fp8 model, from each function that unscales some, of a loss that is scaled."""
+    diff = nnx.DiffState(0, WRT)
+    loss_scale = jamp.StaticLossScale(scale)
+    state, scaler = loss_scale.init(), jamp.GradScaler(loss_scale)
+    optimizer = jamp.nnx.Optimizer(model, optax.sgd(0.1), wrt=WRT, loss_scale=loss_scale)
+    yield jamp.nnx.value_and_grad(fp8_loss, optimizer)(model, x)[1]
+    yield jamp.nnx.value_and_grad(fp8_loss, state, argnums=diff)(model, x)[1]
+    scaled = nnx.grad(lambda model, x: jamp.scale_loss(fp8_loss(model, x), state), argnums=diff)(model, x)
+    yield jamp.unscale_and_check(scaled, state)[0]
+    yield scaler.unscale(scaled)
+    yield nnx.grad(jamp.scaled(fp8_loss, scale), argnums=diff)(model, x)
+    graph, params, rest = nnx.split(model, WRT, ...)
+    pure = lambda params: fp8_loss(nnx.merge(graph, params, jax.tree.map(lambda x: x, rest), copy=True), x)
+    yield jamp.grad(pure, state)(params)
+    yield scaler.value_and_grad(pure)(params)[1]
+    yield jax.grad(jamp.scaled(pure, scale))(params)
+    # The updates of an optimizer that unscales are its true gradients.
+    tx = jamp.loss_scaled(optax.identity(), loss_scale, unscale=True)
+    yield tx.update(scaled, tx.init(params), params)[0]
+
+
+@pytest.mark.slow
+def test_fp8_histories_of_a_converted_module_are_neither_unscaled_nor_checked():
+    model, state = Around(X8), jamp.StaticLossScale().init()
+    right = named(nnx.grad(fp8_loss, argnums=nnx.DiffState(0, WRT))(model, X8))
+    assert sum("kernel_scale" in path for path in right) == 4
+    for found in of_scaled_loss(model, 1024.0, X8):
+        for path, x in named(found).items():
+            if "output_grad_amax_history" in path:  # It is of the scaled gradients.
+                np.testing.assert_allclose(x, right[path] * 1024, rtol=1e-2)
+            else:
+                np.testing.assert_allclose(x, right[path], rtol=0.05, atol=1e-4, err_msg=str(path))
+    grads = nnx.grad(fp8_loss, argnums=nnx.DiffState(0, WRT))(model, X8)
+    nan = lambda tree: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), tree)
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    poisoned = jax.tree.map(lambda x: nan(x) if type(x).__name__ == OWG else x, grads, is_leaf=is_variable)
+    assert jamp.all_finite(poisoned)
+    assert not jamp.all_finite(nnx.as_pure(poisoned))  # without the types
+    assert not any("scale" in path and "Fp8" in path for path in jamp.debug.underflow_report(grads, state).paths)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_fp8_model_trains_as_in_linen_also_through_a_skip(unscale):
+    """The histories are replaced, in a step that is applied, and the optimizer does not see them."""
+    model = nnx.bridge.ToNNX(Fp8(), rngs=nnx.Rngs(0)).lazy_init(X8)
+    tx, loss_scale = optax.sgd(1e-2, momentum=0.9), jamp.DynamicLossScale(init_scale=64.0, growth_interval=3)
+    variables = {"params": {}, OWG: {}}
+    for path, x in nnx.to_flat_state(nnx.state(model, WRT)):
+        nested = variables[OWG if type(x).__name__ == OWG else "params"]
+        for key in path[:-1]:
+            nested = nested.setdefault(key, {})
+        nested[path[-1]] = jnp.array(x[...])
+    train = jamp.linen.TrainState.create(
+        apply_fn=Fp8().apply, params=variables, tx=tx, loss_scale=loss_scale, unscale=unscale
+    )
+    optimizer = jamp.nnx.Optimizer(model, tx, wrt=WRT, loss_scale=loss_scale, unscale=unscale)
+    of_linen = lambda params, x: jnp.mean((train.apply_fn(params, x) - 1.0) ** 2)
+
+    @jax.jit
+    def linen_step(train, x):
+        if not unscale:
+            return train.apply_gradients(grads=train.value_and_grad(of_linen)(train.params, x)[1])
+        return train.apply_gradients(grads=jax.grad(lambda p: jamp.scale_loss(of_linen(p, x), train))(train.params))
+
+    @nnx.jit
+    def nnx_step(model, optimizer, x):
+        if unscale:
+            scaled = lambda model: jamp.scale_loss(fp8_loss(model, x), optimizer)
+            grads = nnx.grad(scaled, argnums=nnx.DiffState(0, WRT))(model)
+        else:
+            _, grads = jamp.nnx.value_and_grad(fp8_loss, optimizer)(model, x)
+        optimizer.update(model, grads)
+
+    assert OWG not in str(jax.tree.structure(nnx.state(optimizer)))
+    for x in (X8, X8 * np.float32(np.nan), 2 * X8, 3 * X8):
+        before = bits(named(nnx.state(model, WRT)))
+        train = linen_step(train, x)
+        nnx_step(model, optimizer, x)
+        assert (bits(named(nnx.state(model, WRT))) == before) == bool(np.isnan(x).any())
+        for path, found in named(nnx.state(model, WRT)).items():
+            nested = train.params["params" if path[-1] in ("kernel", "bias") else OWG]
+            for key in path:
+                nested = nested[key]
+            np.testing.assert_allclose(found, nested, rtol=1e-4, atol=1e-6, err_msg=str(path))
+    assert int(optimizer.step[...]) == int(train.step) == 3
+    assert float(jamp.get_loss_scale(optimizer)) == float(jamp.get_loss_scale(train)) == 32.0
 
 
 @pytest.mark.slow
