@@ -281,3 +281,19 @@ def test_16_bit_parameters_are_stepped_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         stepped = jamp.GradScaler().step(tx, tx.init(params), params, grads=params)
     assert stepped.params["w"].dtype == jnp.bfloat16
+
+
+def test_true_gradients_are_unscaled_once():
+    """As in torch. What arithmetic, or a `jit` of its own, makes of true gradients is not recognized."""
+    scaler, loss = jamp.GradScaler(), lambda w: jnp.sum(w**2)
+    scaled = jax.grad(lambda w: scaler.scale(loss(w)))(jnp.ones(2))
+    for twice in (
+        lambda s: s.unscale(s.value_and_grad(loss)(jnp.ones(2))[1]),
+        lambda s: s.unscale(s.unscale(jax.grad(lambda w: s.scale(loss(w)))(jnp.ones(2)))),
+    ):
+        for step in (twice, jax.jit(twice)):
+            with pytest.raises(ValueError, match=r"grads=grads"):
+                step(scaler)
+    np.testing.assert_array_equal(scaler.unscale(scaled), scaler.unscale(scaled))  # of two optimizers
+    off = scaler.disable()
+    assert off.unscale(off.unscale(scaled)) is scaled

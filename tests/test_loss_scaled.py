@@ -84,6 +84,32 @@ def test_extra_args_reach_inner_params_are_optional_and_grads_finite_may_be_give
 
 
 @promotes
+def test_a_step_that_the_optimizer_inside_skips_leaves_the_loss_scale_and_itself_as_they_were():
+    """With `grads_finite=False` the loss scale backs off."""
+    skips = lambda updates, step, params: optax.skip_large_updates(updates, step, params, max_squared_norm=100.0)
+    adam, loss_scale = optax.adamw(1e-3), jamp.DynamicLossScale(growth_interval=6)
+    tx = jamp.loss_scaled(optax.MultiSteps(adam, 1, should_skip_update_fn=skips), loss_scale)
+    update = jax.jit(tx.update)
+    updates, state = update(GOOD, tx.init(PARAMS), PARAMS)
+    assert_close(updates, adam.update(GOOD, adam.init(PARAMS), PARAMS)[0])
+    inner = lambda state: state.inner_state.inner_opt_state
+    large, before = jax.tree.map(lambda g: 1e3 * g, GOOD), inner(state)
+    for _ in range(5):
+        updates, state = update(large, state, PARAMS)
+        assert_equal((updates, inner(state)), (jax.tree.map(jnp.zeros_like, GOOD), before))
+        assert optax.tree.get(state, "should_skip")
+    assert (float(jamp.get_loss_scale(state)), int(jamp.get_stats(state).overflow_steps)) == (
+        2.0**17,
+        0,
+    )  # it has grown
+    _, state = update(INF, state, PARAMS)
+    assert (float(jamp.get_loss_scale(state)), int(jamp.get_stats(state).overflow_steps)) == (2.0**16, 1)
+    for _ in range(5):
+        _, state = update(GOOD, state, PARAMS, grads_finite=False)
+    assert float(jamp.get_loss_scale(state)) == 2.0**11
+
+
+@promotes
 def test_outside_jit_a_step_is_traced_once_for_arguments_of_the_same_types():
     traces = []
     spy = optax.stateless(lambda updates, params: traces.append(1) or updates)

@@ -55,8 +55,10 @@ def loss_scaled(
 
     Returns:
       An Optax transformation. Its `update` also takes `grads_finite` (bool[]), which replaces the check, and passes any
-      other extra argument to `inner`. Its state is a `LossScaledState`, or with `unscale=True` one of another type with
-      the same fields.
+      other extra argument to `inner`. False means an overflow, and the loss scale backs off. To skip a step for another
+      reason, such as a large norm, put `optax.MultiSteps(tx, 1, should_skip_update_fn=...)` inside.
+
+      Its state is a `LossScaledState`, or with `unscale=True` one of another type with the same fields.
 
     Raises:
       TypeError: If `inner` or `loss_scale` is of the wrong kind. From `update`, if the state is not from `init`.

@@ -1,5 +1,7 @@
 """`GradScaler`, an immutable pytree with the methods of `torch.amp.GradScaler`."""
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
@@ -27,6 +29,15 @@ from jamp.grad_scaler._state_dict import from_state_dict, to_state_dict
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# The true gradients that a scaler returned, by id, as long as they exist.
+_TRUE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _returned(true_grads: Any) -> Any:
+    """True gradients, which are remembered."""
+    _TRUE.update((id(x), x) for x in jax.tree.leaves(true_grads) if isinstance(x, jax.Array))
+    return true_grads
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -140,11 +151,29 @@ class GradScaler(Pytree):
         self, fun: Callable[P, R], argnums: int | Sequence[int] = 0, has_aux: bool = False
     ) -> Callable[P, tuple[R, Any]]:
         """`jax.value_and_grad` with scaling inside: the true loss and the true gradients, for `step(grads=...)`."""
-        return value_and_grad(fun, self, argnums, has_aux)
+        differentiate = value_and_grad(fun, self, argnums, has_aux)
+
+        @functools.wraps(fun)
+        def with_true_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            value, grads = differentiate(*args, **kwargs)
+            return value, _returned(grads)
+
+        return with_true_gradients
 
     def unscale(self, scaled_grads: Any) -> Any:
-        """Divide the gradients of a scaled loss by the scale. They come out float32, and as they are if disabled."""
-        return unscale(scaled_grads, self.get_scale()) if self.is_enabled() else scaled_grads
+        """Divide the gradients of a scaled loss by the scale. They come out float32, and as they are if disabled.
+
+        Gradients that are true already, because `value_and_grad` or `unscale` returned them, raise a ValueError. It
+        does not recognize the results of arithmetic with them, or of a `jit` of its own, and divides those again.
+        """
+        if not self.is_enabled():
+            return scaled_grads
+        if any(_TRUE.get(id(x)) is x for x in jax.tree.leaves(scaled_grads)):
+            raise ValueError(
+                "unscale takes the gradients of a scaled loss, and these are true: value_and_grad or unscale returned "
+                "them. Clip them as they are, and pass them to scaler.step(..., grads=grads)."
+            )
+        return _returned(unscale(scaled_grads, self.get_scale()))
 
     def check_overflow(self, grads: Any) -> Array:
         """Return whether gradients, scaled or true, hold inf or NaN, bool[]. It is False while disabled."""
