@@ -177,6 +177,15 @@ def test_inner_state_that_changes_is_an_error_that_names_the_leaf_a_weak_type_is
     assert [x.dtype for x in found] == [jnp.float16, jnp.float32]
 
 
+def test_wide_and_complex_state_keeps_its_dtypes_too(x64):
+    made = (jnp.complex64(1j), jnp.float32(1), jnp.float64(1), jnp.complex128(1))
+    update = lambda s: (s[0].astype(jnp.complex128), s[1].astype(jnp.float64), s[2].astype(jnp.float32), s[3] + 1)
+    for params in (PARAMS, None):
+        tx = jamp.loss_scaled(inner(made, lambda g, s: (g, update(s))))
+        state = tx.update(GOOD, tx.init(PARAMS), params)[1].inner_state
+        assert [x.dtype for x in state] == [x.dtype for x in made]
+
+
 @pytest.mark.promotes("optax")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("inner", [optax.adamw(1e-3), optax.adamw(1e-3, mu_dtype=jnp.bfloat16)])

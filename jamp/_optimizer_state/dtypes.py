@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import optax
 
-from jamp._cast import is_floating
+from jamp._cast import is_complex, is_floating
 from jamp._step.leaves import replace_leaves
 
 
 def keeping_dtypes(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer whose `update` casts the floating arrays of its new state to the dtypes that `init` makes.
+    """Return an optimizer whose `update` casts the arrays of its new state to the dtypes that `init` makes.
 
-    `init` is only traced if a dtype changed. Without `params` it cannot be, and the dtypes of the old state are kept.
+    A floating array is not cast to another kind, nor is a complex one. `init` is only traced if a dtype changed. It
+    cannot be without `params`, and the dtypes of the old state are kept.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -31,14 +32,19 @@ def keeping_dtypes(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def has_other_dtypes(state: Any, other: Any) -> bool:
-    """Whether a floating array of a state has another floating dtype in another state of the same optimizer."""
+    """Whether a floating or complex array has another dtype of its kind in another state of the same optimizer."""
     return any(_is_other(x, y) for x, y in _pairs(state, other))
 
 
 def cast_like(state: Any, like: Any) -> Any:
-    """Return a state with its floating arrays at the dtypes of another state of the same optimizer."""
-    cast = [x.astype(y.dtype) if _is_other(x, y) else x for x, y in _pairs(state, like)]
+    """Return a state with its floating and complex arrays at the dtypes of another state of the same optimizer."""
+    cast = [cast_array_like(x, y) for x, y in _pairs(state, like)]
     return replace_leaves(state, cast) if cast else state
+
+
+def cast_array_like(x: Any, like: Any) -> Any:
+    """Return an array at the dtype of another one, if both are floating or both are complex, and else as it is."""
+    return x.astype(like.dtype) if _is_other(x, like) else x
 
 
 def _pairs(state: Any, other: Any) -> list[tuple[Any, Any]]:
@@ -48,4 +54,5 @@ def _pairs(state: Any, other: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_other(x: Any, y: Any) -> bool:
-    return is_floating(x) and is_floating(y) and x.dtype != y.dtype
+    is_same_kind = (is_floating(x) and is_floating(y)) or (is_complex(x) and is_complex(y))
+    return is_same_kind and x.dtype != y.dtype

@@ -8,7 +8,7 @@ import optax
 from jax import Array
 
 from jamp._cast import to_float32
-from jamp._optimizer_state.dtypes import cast_like
+from jamp._optimizer_state.dtypes import cast_array_like
 from jamp._optimizer_state.params import cast_params, warn_if_rounded
 from jamp._step.misuse import check_not_a_pair
 from jamp._step.skip import apply_or_keep, update_or_skip
@@ -53,7 +53,7 @@ def step_plain(
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, new = with_extra_args.update(grads, state, params, **extra_args)
         # State that `init` made float16 for float16 parameters stays float16.
-        return updates, cast_like(new, state)
+        return updates, jax.tree.map(cast_array_like, new, state)
 
     args = to_float32(grads), opt_state, cast_params(opt_state, params)
     updates, new_state = update_or_skip(grads_finite, update, *args)
