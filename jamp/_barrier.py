@@ -14,21 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
+from jamp._jaxprs.define import define
 from jamp._jaxprs.manual_axes import is_partial
-
-
-def _primitive(name: str) -> core.Primitive:
-    barrier = core.Primitive(name)
-    barrier.multiple_results = True
-    barrier.def_impl(lambda *xs: list(xs))
-    barrier.def_abstract_eval(lambda *avals: list(avals))
-    ad.primitive_jvps[barrier] = lambda xs, tangents: (barrier.bind(*xs), list(tangents))
-    batching.primitive_batchers[barrier] = lambda xs, dims: (barrier.bind(*xs), list(dims))
-    mlir.register_lowering(barrier, mlir.lower_fun(_by_jax))
-    return barrier
 
 
 def _by_jax(*values: Any) -> list[Any]:
@@ -40,30 +29,37 @@ def _by_jax(*values: Any) -> list[Any]:
     ]
 
 
-_barrier, _barrier_unless_tpu = _primitive("barrier"), _primitive("barrier_unless_tpu")
-mlir.register_lowering(_barrier_unless_tpu, lambda ctx, *xs: list(xs), platform="tpu")
-ad.primitive_transposes[_barrier] = lambda cotangents, *xs: [
-    ct if ad.is_undefined_primal(x) else None for ct, x in zip(_behind(cotangents), xs, strict=True)
-]
-_identity = _primitive("cotangents_behind_barrier")
-mlir.register_lowering(_identity, lambda ctx, *xs: list(xs))
-ad.primitive_jvps[_identity] = lambda xs, tangents: (list(xs), _behind(tangents))
-
-
-_one_kernel = _primitive("in_one_kernel_on_tpu")
-mlir.register_lowering(_one_kernel, lambda ctx, *xs: list(xs))
-mlir.register_lowering(_one_kernel, mlir.lower_fun(lambda *xs: [_needing(*xs), *xs[1:]]), platform="tpu")
-
-
-def _needing(x: Array, *codes: Array) -> Array:
-    """The value, computed from codes of 8 bits, none of which is 1000."""
+def _needing(x: Array, *codes: Array) -> list[Array]:
+    """The value, computed from codes of 8 bits, none of which is 1000, and the codes."""
     for code in codes:
         x = jnp.where(code.astype(jnp.int32) == 1000, jnp.zeros_like(x), x)
-    return x
+    return [x, *codes]
 
 
-_row_major = _primitive("row_major")
-mlir.register_lowering(_row_major, lambda ctx, x: [x])
+def _as_they_are(*values: Any) -> list[Any]:
+    return list(values)
+
+
+def _identity(name: str, lowered: Any = _as_they_are, **options: Any) -> Any:
+    """A primitive that returns its operands. `lowered` may tell the compiler something about them."""
+    same = lambda xs, tangents: (primitive.bind(*xs), list(tangents))
+    types = lambda *avals: list(avals)
+    primitive: Any = define(name, lowered, types, **{"jvp": same, **options}, multiple_results=True)
+    primitive.def_impl(_as_they_are)
+    return primitive
+
+
+_barrier = _identity(
+    "barrier",
+    _by_jax,
+    transpose=lambda cotangents, *xs: [
+        ct if ad.is_undefined_primal(x) else None for ct, x in zip(_behind(cotangents), xs, strict=True)
+    ],
+)
+_barrier_unless_tpu = _identity("barrier_unless_tpu", _by_jax, platforms={"tpu": _as_they_are})
+_barrier_of_cotangents = _identity("cotangents_behind_barrier", jvp=lambda xs, tangents: (list(xs), _behind(tangents)))
+_one_kernel = _identity("in_one_kernel_on_tpu", platforms={"tpu": _needing})
+_row_major = _identity("row_major")
 
 
 def _lower_row_major(ctx: Any, x: Any) -> Any:
@@ -72,11 +68,7 @@ def _lower_row_major(ctx: Any, x: Any) -> Any:
     return _lower_constraint(ctx, x) if is_alone else [x]
 
 
-def _constrained(x: Any) -> list[Any]:
-    return [with_layout_constraint(x, Layout(tuple(range(x.ndim))))]
-
-
-_lower_constraint = mlir.lower_fun(_constrained)
+_lower_constraint = mlir.lower_fun(lambda x: [with_layout_constraint(x, Layout(tuple(range(x.ndim))))])
 mlir.register_lowering(_row_major, _lower_row_major, platform="cuda")
 
 
@@ -111,7 +103,7 @@ def in_one_kernel_on_tpu(x: Array, codes: Sequence[Array]) -> Array:
 
 def cotangents_behind_barrier(values: Sequence[Any]) -> list[Any]:
     """The values. In reverse mode their cotangents, in forward mode their tangents, are behind one barrier."""
-    same: list[Any] = _identity.bind(*values)
+    same: list[Any] = _barrier_of_cotangents.bind(*values)
     return same
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 
 from jamp._cast import is_floating
+from jamp._jaxprs.define import define
 from jamp._jaxprs.manual_axes import is_partial
 
 ROUNDED = "rounded"
@@ -25,13 +24,13 @@ def _by_jax(x: Any) -> Any:
 
 
 # Its tangents and cotangents are not rounded, as `lax.reduce_precision` rounds its own.
-rounded = core.Primitive(ROUNDED)
-rounded.def_impl(_by_jax)
-rounded.def_abstract_eval(lambda x: x)
-ad.primitive_jvps[rounded] = lambda xs, tangents: (rounded.bind(*xs), tangents[0])
-ad.primitive_transposes[rounded] = lambda ct, _: [ct]
-batching.primitive_batchers[rounded] = lambda xs, dims: (rounded.bind(*xs), dims[0])
-mlir.register_lowering(rounded, mlir.lower_fun(_by_jax, multiple_results=False))
+rounded: Any = define(
+    ROUNDED,
+    _by_jax,
+    lambda x: x,
+    jvp=lambda xs, tangents: (rounded.bind(*xs), tangents[0]),
+    transpose=lambda ct, _: [ct],
+)
 
 
 def as_stored(x: Any) -> Any:

@@ -376,3 +376,16 @@ def test_float32_parameters_in_a_model_that_casts_them():
     np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
     assert error(grads, wanted[1]) < 5e-3
     assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype(F32)}
+
+
+@pytest.mark.parametrize("category", ["float32", "accumulate"])
+def test_a_raised_product_is_differentiated_in_both_modes_under_vmap(category):
+    w, xs = normal(16, 16).astype(jnp.bfloat16), normal(5, 4, 16, seed=1).astype(jnp.bfloat16)
+    fun = lambda w, x: jnp.sum(jnp.sin((x @ w).astype(jnp.float32)))
+    raised = jamp.autocast(fun, jnp.bfloat16, rules={"dot_general": category})
+    for derivative in (
+        lambda f: lambda x: jax.jvp(lambda w: f(w, x), (w,), (w,))[1],
+        lambda f: lambda x: jax.grad(f)(w, x),
+    ):
+        found, right = (jax.vmap(derivative(f))(xs).astype(jnp.float32) for f in (raised, fun))
+        assert float(jnp.linalg.norm(found - right)) < 0.02 * float(jnp.linalg.norm(right))

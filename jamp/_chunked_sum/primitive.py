@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 
 from jamp._chunked_sum.hoist import hoisted
 from jamp._jaxprs import build, constructs, equality, interpret, walk
+from jamp._jaxprs.define import define, no_tangent, with_tangents
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.manual_axes import varying, zeros
 from jamp._step import retry
@@ -139,7 +138,7 @@ def _types(*avals: Any, jaxpr: ClosedJaxpr, chunks: Chunks, wanted: tuple[int, .
 def _differentiate(
     operands: Sequence[Any], tangents: Sequence[Any], *, wanted: tuple[int, ...], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    places = tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0)
+    places = with_tangents(tangents)
     if wanted:  # a second derivative, for which JAX differentiates the loop
         run = functools.partial(_run, wanted=wanted, retries=0, **params)
         fun = lambda *xs: run(*build.replaced(operands, places, xs))
@@ -147,7 +146,7 @@ def _differentiate(
         return found
     results = chunked_sum_p.bind(*operands, wanted=places, **params)
     sums = results[: len(results) - len(places)]
-    no_tangents = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in sums]
+    no_tangents = list(map(no_tangent, sums))
     if not places:
         return sums, no_tangents
     wide = _sum_dtype(sums[0].dtype)
@@ -160,13 +159,8 @@ def _differentiate(
     return sums, [tangent.astype(sums[0].dtype), *no_tangents[1:]]
 
 
-def _batch(
-    axis: Any, operands: Sequence[Any], axes: Sequence[Any], **params: Any
-) -> tuple[list[Any], list[int | None]]:
+def _batch(axis: Any, operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
     """A loop over chunks of the batch. The gradient of a sum for each element would be as large as all of theirs."""
-    if all(x is None for x in axes):
-        results = chunked_sum_p.bind(*operands, **params)
-        return results, [None] * len(results)
     run = functools.partial(_run, computes_again=not params["wanted"], **params)
     mapped = jax.vmap(run, tuple(axes), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
     results = mapped(*operands)
@@ -198,12 +192,8 @@ def _evaluate(*operands: Any, jaxpr: ClosedJaxpr, **params: Any) -> list[Any]:
     return _compiled(_Key(jaxpr), **params)(*operands)
 
 
-chunked_sum_p = core.Primitive("chunked_sum")
-chunked_sum_p.multiple_results = True
+chunked_sum_p = define(
+    "chunked_sum", _run, _types, jvp=_differentiate, batch=_batch, multiple_results=True, has_bodies=True
+)
 chunked_sum_p.def_impl(_evaluate)
-chunked_sum_p.def_effectful_abstract_eval(_types)
-chunked_sum_p.to_lojax = _run  # type: ignore[method-assign]  # under jax_remat3, if the body has a checkpoint
-mlir.register_lowering(chunked_sum_p, mlir.lower_fun(_run, multiple_results=True))
-batching.fancy_primitive_batchers[chunked_sum_p] = _batch
-ad.primitive_jvps[chunked_sum_p] = _differentiate
 constructs.LOOPS["chunked_sum"] = _run

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs.define import define, no_tangent, with_tangents
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
 from jamp._jaxprs.primitives import PRODUCTS
@@ -76,10 +76,10 @@ def multiplied(product: Product) -> Callable[..., Array]:
 
 
 def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, product: Product) -> tuple[Any, Any]:
-    places = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0]
+    places = with_tangents(tangents)
     if not places:
         out = product_p.bind(*primals, product=product)
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+        return out, no_tangent(out)
     fun = lambda *xs: multiplied(product)(*build.replaced(primals, places, xs))
     found: tuple[Any, Any] = jax.jvp(fun, [primals[i] for i in places], [tangents[i] for i in places])
     return found
@@ -108,19 +108,13 @@ def _arithmetic(product: Product) -> Arithmetic:
 
 
 # `lax.stop_gradient`, but a function that is linear as it stands, such as the rule of a custom_jvp, can be transposed.
-_detached = core.Primitive("detached")
-_detached.def_impl(lambda x: x)
-_detached.def_abstract_eval(lambda x: x)
-ad.primitive_jvps[_detached] = lambda xs, _: (_detached.bind(*xs), ad.Zero(jax.typeof(xs[0]).to_tangent_aval()))
-ad.primitive_transposes[_detached] = lambda g, _: [g]
-batching.primitive_batchers[_detached] = lambda xs, dims: (_detached.bind(*xs), dims[0])
-mlir.register_lowering(_detached, lambda ctx, x: [x])
-
-# `attach(value, *read, *operands)` returns `value` and has the derivative of the product. Under `vmap` it is not
-# unrolled: `vmaps` has a tuple for each vmap, outermost first, with the batch axis of each input after the value. The
-# batch axes of the value are its first ones. For `attach(out, x16, w16, x, w)` under a vmap over x alone it is
-# ((0, None, 0, None),).
-_attach = core.Primitive("attach")
+_detached: Any = define(
+    "detached",
+    lambda x: x,
+    lambda x: x,
+    jvp=lambda xs, _: (_detached.bind(*xs), no_tangent(xs[0])),
+    transpose=lambda g, _: [g],
+)
 
 
 def _parts(product: Product, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -155,9 +149,9 @@ def _attach_jvp(
 ) -> tuple[Any, Any]:
     out = _attach.bind(*primals, product=product, vmaps=vmaps)
     given = dict(enumerate(_parts(product, tangents[1:])[1]))
-    perturbed = tuple(i for i, t in given.items() if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0)
+    perturbed = with_tangents(list(given.values()))
     if not perturbed:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+        return out, no_tangent(out)
     return out, _pushed(product, vmaps, perturbed, jax.typeof(out), primals[1:], [given[i] for i in perturbed])
 
 
@@ -174,23 +168,25 @@ def _attach_transpose(g: Any, *inputs: Any, product: Product, vmaps: tuple[Any, 
 
 
 def _attach_batch(
-    inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
+    axis: Any, inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
 ) -> tuple[Any, int]:
-    size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
-    out = (
-        jnp.broadcast_to(inputs[0], (size, *inputs[0].shape))
-        if axes[0] is None
-        else jnp.moveaxis(inputs[0], axes[0], 0)
-    )
-    return _attach.bind(out, *inputs[1:], product=product, vmaps=(tuple(axes[1:]), *vmaps)), 0
+    out = inputs[0] if axes[0] is not None else jnp.broadcast_to(inputs[0], (axis.size, *inputs[0].shape))
+    first = jnp.moveaxis(out, axes[0] or 0, 0)
+    return _attach.bind(first, *inputs[1:], product=product, vmaps=(tuple(axes[1:]), *vmaps)), 0
 
 
-_attach.def_impl(lambda out, *_, **__: out)
-_attach.def_abstract_eval(lambda out, *_, **__: out)
-ad.primitive_jvps[_attach] = _attach_jvp
-ad.primitive_transposes[_attach] = _attach_transpose
-batching.primitive_batchers[_attach] = _attach_batch
-mlir.register_lowering(_attach, lambda ctx, out, *_, **__: [out])
+# `attach(value, *read, *operands)` returns `value` and has the derivative of the product. Under `vmap` it is not
+# unrolled: `vmaps` has a tuple for each vmap, outermost first, with the batch axis of each input after the value. The
+# batch axes of the value are its first ones. For `attach(out, x16, w16, x, w)` under a vmap over x alone it is
+# ((0, None, 0, None),).
+_attach = define(
+    "attach",
+    lambda out, *_, **__: out,
+    lambda out, *_, **__: out,
+    jvp=_attach_jvp,
+    transpose=_attach_transpose,
+    batch=_attach_batch,
+)
 
 
 def reads_without_derivative(eqn: JaxprEqn) -> list[bool]:
@@ -201,12 +197,6 @@ def reads_without_derivative(eqn: JaxprEqn) -> list[bool]:
         return [False] * len(eqn.invars)
     n = ir.params(eqn)["product"].arity
     return [True] * (len(eqn.invars) - n) + [False] * n
-
-
-# The tangent of a product: from the residuals, and the tangents of the perturbed operands, in which it is linear.
-# `types` are the types of the perturbed operands. `vmaps` are as in `_attach`, and only around 8-bit
-# products: the product of a 16-bit batch is another product.
-_tangent = core.Primitive("product_tangent")
 
 
 def _forward(*inputs: Array, product: Product, perturbed: tuple[int, ...], **_: Any) -> Array:
@@ -254,16 +244,15 @@ def _pulled_back(
     return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, axes[n:], strict=True)]
 
 
-def _batch(inputs: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+def _batch(axis: Any, inputs: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     product, perturbed, aval = params["product"], params["perturbed"], params["aval"]
     n, arithmetic = len(inputs) - len(perturbed), _arithmetic(product)
-    size = next(x.shape[d] for x, d in zip(inputs, axes, strict=True) if d is not None)
     if isinstance(arithmetic, Rounded):
         values = dict(zip(others_of(product, perturbed), zip(inputs[:n], axes[:n], strict=True), strict=True))
         tangents = zip(perturbed, zip(inputs[n:], axes[n:], strict=True), strict=True)
-        terms = [_batch_one(product, arithmetic, i, {**values, i: x}, size) for i, x in tangents]
+        terms = [_batch_one(product, arithmetic, i, {**values, i: x}, axis.size) for i, x in tangents]
         return functools.reduce(ad.add_tangents, terms), 0
-    changes = {"aval": aval.update(shape=(size, *aval.shape)), "vmaps": (tuple(axes), *params["vmaps"])}
+    changes = {"aval": aval.update(shape=(axis.size, *aval.shape)), "vmaps": (tuple(axes), *params["vmaps"])}
     return _tangent.bind(*inputs, **{**params, **changes}), 0
 
 
@@ -294,9 +283,9 @@ def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int
     return interpret.interpret(closed.jaxpr, values, run, lambda v: (ir.value(v), False))[0][0]
 
 
-_tangent.def_impl(_forward)
-_tangent.def_abstract_eval(lambda *_, aval, **__: aval)
-ad.primitive_jvps[_tangent] = _jvp
-ad.primitive_transposes[_tangent] = _transpose
-batching.primitive_batchers[_tangent] = _batch
-mlir.register_lowering(_tangent, mlir.lower_fun(_forward, multiple_results=False))
+# The tangent of a product: from the residuals, and the tangents of the perturbed operands, in which it is linear.
+# `types` are the types of the perturbed operands. `vmaps` are as in `_attach`, and only around 8-bit
+# products: the product of a 16-bit batch is another product.
+_tangent = define(
+    "product_tangent", _forward, lambda *_, aval, **__: aval, jvp=_jvp, transpose=_transpose, batch=_batch
+)

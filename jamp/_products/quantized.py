@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 
 from jamp._barrier import row_major
 from jamp._jaxprs import ir
+from jamp._jaxprs.define import batch_first, define
 from jamp._jaxprs.ir import JaxprEqn
 from jamp._products.arithmetic import cotangent
 from jamp._products.formats.protocol import Axes, Encoded, Format
@@ -150,25 +149,18 @@ def _others(perturbed: Sequence[int]) -> list[int]:
     return [j for j in range(2) if 1 - j in perturbed]
 
 
-# The result of a product from its sums, which have its derivative: its tangents and cotangents are not scaled. So the
-# backward pass can keep the sums, as a GPU writes them, and scales them in what reads the result.
-scaled_sums = core.Primitive("scaled_sums")
-
-
 def _scaled(sums: Array, x: Array, y: Array) -> Array:
     at_batch = lambda z: z.reshape(z.shape + (1,) * (sums.ndim - z.ndim))  # under vmap, a scale for each example
     return scaled_by(sums, at_batch(x), at_batch(y), sums.dtype)
 
 
-def _batch_scaled_sums(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    first = lambda x, d: jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-    return scaled_sums.bind(*map(first, args, dims)), 0
-
-
-scaled_sums.def_impl(_scaled)
-scaled_sums.def_abstract_eval(lambda sums, *_: sums)
-ad.primitive_jvps[scaled_sums] = lambda xs, tangents: (scaled_sums.bind(*xs), tangents[0])
-ad.primitive_transposes[scaled_sums] = lambda ct, *_: [ct, None, None]
-batching.primitive_batchers[scaled_sums] = _batch_scaled_sums
-mlir.register_lowering(scaled_sums, mlir.lower_fun(_scaled, multiple_results=False))
+# The result of a product from its sums, which have its derivative: its tangents and cotangents are not scaled. So the
+# backward pass can keep the sums, as a GPU writes them, and scales them in what reads the result.
+scaled_sums: Any = define(
+    "scaled_sums",
+    _scaled,
+    lambda sums, *_: sums,
+    jvp=lambda xs, tangents: (scaled_sums.bind(*xs), tangents[0]),
+    transpose=lambda ct, *_: [ct, None, None],
+    batch=lambda _, args, dims: (scaled_sums.bind(*batch_first(args, dims)), 0),
+)

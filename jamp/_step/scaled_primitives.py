@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from jamp._barrier import behind_barrier
 from jamp._cast import is_inexact
 from jamp._jaxprs import build, interpret, ir
+from jamp._jaxprs.define import define
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.source import users_stacklevel
 from jamp._step import retry
@@ -71,8 +71,15 @@ def scaled_call() -> Any:
         results = call.bind(*inputs, jaxpr=interpret.batched(jaxpr, axis, inputs, axes), scaling=scaling)
         return results, [0] * len(results)
 
-    call = _primitive("scaled_call", run, batch, lambda *_, jaxpr, scaling: (jaxpr.out_avals, jaxpr.effects))
-    ad.primitive_jvps[call] = _linearize
+    call = define(
+        "scaled_call",
+        run,
+        lambda *_, jaxpr, scaling: (jaxpr.out_avals, jaxpr.effects),
+        jvp=_linearize,
+        batch=batch,
+        multiple_results=True,
+        has_bodies=True,
+    )
     return call
 
 
@@ -99,27 +106,16 @@ def _linear_call() -> Any:
         return jax.jvp(fun, [operands[i] for i in indices], [tangents[i] for i in indices])
 
     types = lambda *_, derivative, scaling: (derivative.linear.out_avals, derivative.linear.effects)
-    call = _primitive("scaled_linear_call", run, batch, types)
-    ad.primitive_jvps[call] = differentiate
-    ad.primitive_transposes[call] = _transpose
-    return call
-
-
-def _primitive(name: str, run: Callable[..., Any], batch: Callable[..., Any], types: Callable[..., Any]) -> Any:
-    call = core.Primitive(name)
-    call.multiple_results = True
-    call.def_impl(run)
-    call.def_effectful_abstract_eval(types)
-    call.to_lojax = run  # type: ignore[method-assign]  # under jax_remat3, if the function has a checkpoint
-    mlir.register_lowering(call, mlir.lower_fun(run, multiple_results=True))
-
-    def batch_mapped(axis: Any, operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
-        if any(x is not None for x in axes):
-            return batch(axis, operands, axes, **params)
-        results = call.bind(*operands, **params)  # JAX asks for the rule also if no operand is mapped.
-        return results, [None] * len(results)
-
-    batching.fancy_primitive_batchers[call] = batch_mapped
+    call = define(
+        "scaled_linear_call",
+        run,
+        types,
+        jvp=differentiate,
+        transpose=_transpose,
+        batch=batch,
+        multiple_results=True,
+        has_bodies=True,
+    )
     return call
 
 
@@ -201,12 +197,9 @@ def _refusing_identity() -> Any:
 
     Without it, JAX would say that a `while_loop` cannot be differentiated.
     """
-    identity = core.Primitive("scaled_gradient")
-    identity.def_impl(lambda x: x)
-    identity.def_abstract_eval(lambda aval: aval)
-    mlir.register_lowering(identity, lambda _, x: [x])
-    batching.defvectorized(identity)
-    ad.deflinear2(identity, _refuse)
+    same = lambda x: x
+    jvp = lambda xs, tangents: (identity.bind(*xs), identity.bind(*tangents))
+    identity: Any = define("scaled_gradient", same, same, jvp=jvp, transpose=_refuse)
     return identity
 
 

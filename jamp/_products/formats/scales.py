@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
+
+from jamp._jaxprs.define import define
 
 
 def power_of_two(amax: Array, dtype: DTypeLike) -> Array:
@@ -47,15 +47,16 @@ def _derived_rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Ar
     return derived(scale, x), SymbolicZero(aval.to_tangent_aval()) if is_zero else _scale_tangent.bind(t, aval=aval)
 
 
-def _batch_scale_tangent(args: Sequence[Any], dims: Sequence[Any], *, aval: Any) -> tuple[Any, int]:
+def _batch_scale_tangent(_: Any, args: Sequence[Any], dims: Sequence[Any], *, aval: Any) -> tuple[Any, int]:
     return _scale_tangent.bind(*args, aval=aval.update(shape=(args[0].shape[dims[0]], *aval.shape))), 0
 
 
 derived.defjvp(_derived_rule, symbolic_zeros=True)
-_scale_tangent = core.Primitive("scale_tangent")
-_scale_tangent.def_impl(no_derivative)
-_scale_tangent.def_abstract_eval(lambda _, aval: aval)
-ad.primitive_jvps[_scale_tangent] = no_derivative
-ad.primitive_transposes[_scale_tangent] = no_derivative
-batching.primitive_batchers[_scale_tangent] = _batch_scale_tangent
-mlir.register_lowering(_scale_tangent, no_derivative)
+_scale_tangent = define(
+    "scale_tangent",
+    no_derivative,
+    lambda _, aval: aval,
+    jvp=no_derivative,
+    transpose=no_derivative,
+    batch=_batch_scale_tangent,
+)

@@ -1,0 +1,83 @@
+"""Define a primitive of JAX with all its rules in one call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+Rule = Callable[..., Any]
+
+
+def define(
+    name: str,
+    run: Rule,
+    types: Rule,
+    *,
+    jvp: Rule,
+    transpose: Rule | None = None,
+    batch: Rule | None = None,
+    platforms: Mapping[str, Rule] | None = None,
+    multiple_results: bool = False,
+    has_bodies: bool = False,
+) -> Any:
+    """Make a primitive. The rules get the operands, and the parameters as keywords, as JAX's rules do.
+
+    Args:
+      name: Its name.
+      run: What it computes, by operations of JAX. It is evaluated, and lowered.
+      types: From the types of the operands to the type of the result, or to a list of them.
+      jvp: Its derivative.
+      transpose: Its transpose, if it is linear.
+      batch: Its rule under vmap, if an operand is mapped, which also gets the axis first. Without one, the results
+        have the batch axes of the first operands, as those of an identity have.
+      platforms: What it computes in place of that on some platforms.
+      multiple_results: Whether `run` returns a list.
+      has_bodies: Whether it evaluates jaxprs in its parameters. Then `types` also returns their effects.
+    """
+    primitive = core.Primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_impl(run)
+    lower = lambda run: mlir.lower_fun(run, multiple_results=multiple_results)
+    mlir.register_lowering(primitive, lower(run))
+    for platform, other in (platforms or {}).items():
+        mlir.register_lowering(primitive, lower(other), platform=platform)
+    if has_bodies:
+        primitive.def_effectful_abstract_eval(types)
+        primitive.to_lojax = run  # type: ignore[method-assign]  # under jax_remat3, if a body has a checkpoint
+    else:
+        primitive.def_abstract_eval(types)
+    ad.primitive_jvps[primitive] = jvp
+    if transpose:
+        ad.primitive_transposes[primitive] = transpose
+
+    def batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        is_mapped = any(d is not None for d in dims)  # JAX also asks if none is.
+        if batch and is_mapped:
+            found: tuple[Any, Any] = batch(axis, args, dims, **params)
+            return found
+        results = primitive.bind(*args, **params)
+        of_results = list(dims) if is_mapped else [None] * (len(results) if multiple_results else 1)
+        return results, of_results if multiple_results else of_results[0]
+
+    batching.fancy_primitive_batchers[primitive] = batched
+    return primitive
+
+
+def batch_first(args: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """The operands of a batch with their batch axes first. One that all examples share is repeated."""
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    first = lambda x, d: jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+    return list(map(first, args, dims))
+
+
+def no_tangent(x: Any) -> Any:
+    """The tangent of a value that depends on nothing that is differentiated."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def with_tangents(tangents: Sequence[Any]) -> tuple[int, ...]:
+    """Which operands have a tangent that may not be zero."""
+    return tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and t.dtype != jax.dtypes.float0)
