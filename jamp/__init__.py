@@ -1,8 +1,6 @@
 """Automatic mixed precision for JAX."""
 
 from . import interop as interop, optimizers as optimizers
-from ._autocast.api import autocast as autocast, full_precision as full_precision
-from ._autocast.report import autocast_report as autocast_report
 from ._cast import cast_floating as cast_floating, check_castable as check_castable
 from ._chunked_sum.api import chunked_sum as chunked_sum
 from ._health import LossScaleError as LossScaleError, check_health as check_health
@@ -12,6 +10,7 @@ from ._loss_scale.adaptive import (
 )
 from ._loss_scale.config import loss_scale_for as loss_scale_for, loss_scale_from_config as loss_scale_from_config
 from ._loss_scale.dynamic import DynamicLossScale as DynamicLossScale, DynamicLossScaleState as DynamicLossScaleState
+from ._loss_scale.scaler_state import LossScaledState as LossScaledState
 from ._loss_scale.static import (
     LossScale as LossScale,
     NoOpLossScale as NoOpLossScale,
@@ -28,7 +27,6 @@ from ._optimizer_state.stochastic_rounding import (
     stochastic_rounding as stochastic_rounding,
 )
 from ._products.formats import MXFP8 as MXFP8, Float8 as Float8, Int8 as Int8
-from ._recompute.api import memory_report as memory_report, recompute as recompute
 from ._step.accessors import (
     convert_loss_scale as convert_loss_scale,
     get_grads_finite as get_grads_finite,
@@ -43,7 +41,10 @@ from ._step.gradients import grad as grad, value_and_grad as value_and_grad
 from ._step.loss_scaled import loss_scaled as loss_scaled
 from ._step.scale_unscale import scale_loss as scale_loss, unscale_and_check as unscale_and_check
 from ._step.scaled import scaled as scaled
-from ._step.state import LossScaledState as LossScaledState
+from ._transforms.autocast import autocast as autocast, full_precision as full_precision
+from ._transforms.autocast_report import autocast_report as autocast_report
+from ._transforms.memory_report import memory_report as memory_report
+from ._transforms.recompute import recompute as recompute
 from .grad_scaler import GradScaler as GradScaler
 from .history import History as History
 

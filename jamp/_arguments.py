@@ -229,15 +229,6 @@ def _is_type(x: Any) -> bool:
     return isinstance(x, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
 
 
-def check_concrete(caller: str, leaves: Sequence[Any]) -> None:
-    """Raise if a function that runs others on real values is called inside a transformation."""
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        raise TypeError(
-            f"jamp.debug.{caller} runs the function on real values, so call it outside jit, grad, vmap and scan. Give "
-            f"it the transformed function in place of that: {caller}(jax.grad(fun))(...)."
-        )
-
-
 def differentiable(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> list[int]:
     """Which leaves of a call are floating or complex arrays of the first argument that holds any."""
     for argument in (*args, *kwargs.values()):

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._leaves import contains, is_numeric
+from jamp._loss_scale.scaler_state import is_skipping
 from jamp._loss_scale.static import LossScale, NoOpLossScale
-from jamp._step.leaves import contains, is_numeric
-from jamp._step.state import is_skipping
 
 
 def checkpoint_config(tree: Any, loss_scale: LossScale = NoOpLossScale()) -> dict[str, Any]:

@@ -10,14 +10,14 @@ import numpy as np
 from jax.tree_util import SequenceKey, keystr
 
 from jamp._cast import is_inexact
+from jamp._leaves import find_nodes, is_gradient, is_overwritten
+from jamp._loss_scale.scaler_state import LossScaledState, ScaledGradsState, is_scaler_state
 from jamp._loss_scale.static import LossScale, check_loss_scale
 from jamp._loss_scale.stats import LossScaleStats
 from jamp._optimizer_state.moments import averages_and_sums
 from jamp._step.accessors import get_loss_scale, get_stats
 from jamp._step.find import find_scaler_state
 from jamp._step.finite import all_finite
-from jamp._step.leaves import find_nodes, is_gradient, is_overwritten
-from jamp._step.state import LossScaledState, ScaledGradsState, is_scaler_state
 from jamp.history import History
 
 _RECENT = 200  # the last steps of the history, which are examined

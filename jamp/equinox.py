@@ -6,10 +6,10 @@ from typing import Any
 
 import optax
 
+from jamp._loss_scale.scaler_state import check_optimizer
 from jamp._step.find import is_step_applied
 from jamp._step.gradients import value_and_grad
 from jamp._step.skip import apply_or_keep
-from jamp._step.state import check_optimizer
 
 try:
     import equinox as eqx

@@ -9,12 +9,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._leaves import replace_leaves
 from jamp._loss_scale.checks import check_count
+from jamp._loss_scale.scaler_state import ScalerState, get_scaler
 from jamp._numbers import as_number
 from jamp._step.accessors import metrics
 from jamp._step.find import find_scaler_state
-from jamp._step.leaves import replace_leaves
-from jamp._step.state import ScalerState, get_scaler
 
 __all__ = ["History"]
 __dir__ = lambda: __all__

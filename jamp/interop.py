@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._checkpoint import check_checkpoint_config as check_checkpoint_config, checkpoint_config as checkpoint_config
+from jamp._leaves import contains
 from jamp._loss_scale.adaptive import AdaptiveLossScale, AdaptiveLossScaleState
 from jamp._loss_scale.checks import INT32_MAX, TINY
 from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.scaler_state import AnyLossScaledState, wrap_inner
 from jamp._loss_scale.static import LossScale, check_loss_scale
 from jamp._optimizer_state.eight_bit import dequantize_state as dequantize_state, quantize_state as quantize_state
 from jamp._optimizer_state.split_masters import join_masters as join_masters, split_masters as split_masters
 from jamp._step.find import find_loss_scale_state
-from jamp._step.leaves import contains
-from jamp._step.state import AnyLossScaledState, wrap_inner
 from jamp.grad_scaler import GradScaler
 
 __all__ = [

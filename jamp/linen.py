@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from jamp._jaxprs.manual_axes import hashable
+from jamp._leaves import OVERWRITE_WITH_GRADIENT
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._loss_scale.static import LossScale
 from jamp._step import gradients
 from jamp._step.accessors import metrics
 from jamp._step.find import is_step_applied
-from jamp._step.leaves import OVERWRITE_WITH_GRADIENT
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.skip import apply_or_keep, select_new
 

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import optax
 
+from jamp._leaves import is_overwritten
 from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.scaler_state import check_optimizer
 from jamp._loss_scale.static import LossScale
 from jamp._step.find import find_state_to_unscale, is_step_applied, read_scale
 from jamp._step.finite import all_finite
-from jamp._step.leaves import is_overwritten
 from jamp._step.loss_scaled import loss_scaled
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 from jamp._step.skip import select_new
-from jamp._step.state import check_optimizer
 
 try:
     from flax import nnx

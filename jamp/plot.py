@@ -14,8 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _table
+from jamp._leaves import split_gradients
 from jamp._step.accessors import get_loss_scale
-from jamp._step.leaves import split_gradients
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,9 +21,13 @@ PACKAGES = {name_of(path) for path in ROOT.rglob("__init__.py")}
 FLOORS = [
     {"_cast"},
     {"_jaxprs"},
-    {"_arguments", "_barrier", "_loss_scale", "_numbers", "_rounded", "_staging", "_table"},
+    {"_arguments", "_compiler_hints", "_leaves", "_loss_scale", "_mesh", "_numbers", "_rounded", "_staging", "_table"},
     {"_products"},
-    {"_step", "_optimizer_state", "_recompute", "_autocast", "_chunked_sum"},
+    {"_autocast", "_recompute"},
+    {"_transforms"},
+    {"_optimizer_state"},
+    {"_step"},
+    {"_chunked_sum"},
 ]
 
 

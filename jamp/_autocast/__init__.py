@@ -1,1 +1,1 @@
-"""Autocast in passes: cast, quantize, each from a closed jaxpr to a closed jaxpr; the report."""
+"""The decisions of autocast: its rules, and the passes `cast` and `quantize`."""

@@ -17,13 +17,13 @@ read as float32 and cast by each of them (XLA merges equal casts). With one read
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.extend import core
 
 from jamp._autocast import facts
-from jamp._autocast.custom_rules import Call, Rewritten, enter, is_entered
+from jamp._autocast.custom_rules import CastConstruct, Rewritten, enter, is_entered
 from jamp._autocast.decisions import Decision, Decisions
 from jamp._autocast.facts import Constant, Input, Output
 from jamp._autocast.qualify import feeds, is_after_product, is_candidate, why_not
@@ -60,25 +60,14 @@ def cast(
       rest: The passes after this one. Derivative rules are traced while JAX differentiates, and run through all passes.
       in_shard_map: Whether it is called inside a shard_map.
     """
-    every = _Pass(target, format, rest)
+    every = _Caster(target, format, rest)
     arguments = [Input(is_computed=False)] * len(closed.in_avals)
     outputs = [Output()] * len(closed.out_avals)
-    body = every.run(closed, arguments, outputs, _Place(Context(in_shard_map=in_shard_map)))
+    body = every.run(closed, arguments, outputs, Context(in_shard_map=in_shard_map))
     return body.at([False] * len(outputs)), every.decisions
 
 
-class _Place(NamedTuple):
-    """Where a jaxpr is. No transposed equation is around the backward rule of a custom_vjp."""
-
-    context: Context
-    in_backward_rule: bool = False
-
-    @property
-    def is_backward(self) -> bool:
-        return self.in_backward_rule or self.context.is_backward
-
-
-class _Pass:
+class _Caster:
     """Casts jaxprs, each of them once for the same facts about its inputs and outputs, and the same kind of place."""
 
     def __init__(self, target: Target, format: Format | None, rest: Rest):
@@ -94,12 +83,13 @@ class _Pass:
         self.of_tangents = dataflow.spreads(lambda eqn, operands: any(operands))
         self._cache: Cache[Rewritten] = Cache()
 
-    def run(self, closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output], place: _Place) -> Rewritten:
-        context = place.context
+    def run(
+        self, closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output], context: Context
+    ) -> Rewritten:
         path = context.path if self.target.parts else ""
-        here = path, context.shard_map, context.is_manual, place.is_backward, place.in_backward_rule
+        here = path, context.shard_map, context.is_manual, context.is_backward, context.in_backward_rule
         key = tuple(inputs), tuple(outputs), here
-        return self._cache(closed, key, lambda: _Body(self, closed, inputs, outputs, place, path).rewritten())
+        return self._cache(closed, key, lambda: _Body(self, closed, inputs, outputs, context, path).rewritten())
 
 
 class _Body:
@@ -107,14 +97,14 @@ class _Body:
 
     def __init__(
         self,
-        every: _Pass,
+        every: _Caster,
         closed: ClosedJaxpr,
         inputs: Sequence[Input],
         outputs: Sequence[Output],
-        place: _Place,
+        context: Context,
         path: str,
     ):
-        self._pass, self._target, self._place, self._path, self._traced = every, every.target, place, path, closed
+        self._pass, self._target, self._context, self._path, self._traced = every, every.target, context, path, closed
         jaxpr = closed.jaxpr
         self._consumed = every.consumed(closed, [x.is_consumed for x in outputs])
         self._computed = every.computed(closed, [x.is_computed for x in inputs])
@@ -163,7 +153,7 @@ class _Body:
             self._enter(eqn)
         else:
             is_product = name in PRODUCTS
-            is_back = is_product and (is_transposed(eqn) or self._place.is_backward)
+            is_back = is_product and (is_transposed(eqn) or self._context.is_backward)
             is_gradient = is_back and not self._consumed.intersection(eqn.outvars)
             # Of arithmetic, only a rule for all operations of a scope asks.
             is_asked = is_product or self._target.parts
@@ -287,7 +277,7 @@ class _Body:
             return False
         if name == "convert_element_type" and not self._is_raised(eqn.invars[0]):
             # The transpose of a cast to float32 rounds the cotangent that a raised product reads.
-            is_back = is_transposed(eqn) or self._place.is_backward
+            is_back = is_transposed(eqn) or self._context.is_backward
             if not (is_back and result in self._read_wide and ir.avals([result])[0].dtype.itemsize == 2):
                 return False
             if not self._target.is_wide(eqn.invars[0].aval):
@@ -349,15 +339,15 @@ class _Body:
             key,
             is_asked_for=self._target.rules[key].reason == YOURS,
             is_linear=any(self._pass.of_tangents.read(self._of_tangents, eqn.invars)),
-            in_backward_rule=self._place.in_backward_rule,
-            in_gradient=is_transposed(eqn) or self._place.is_backward,
+            in_backward_rule=self._context.in_backward_rule,
+            in_gradient=is_transposed(eqn) or self._context.is_backward,
             is_attention=all(self._pass.after_product.read(self._after_product, eqn.invars[:2])),
             is_fed_on=eqn.outvars[0] in self._feeding,
         )
         return (usual, why) if why else (wanted, "")
 
     def _enter(self, eqn: JaxprEqn) -> None:
-        if not is_entered(eqn, self._place.context.is_manual, self._target):
+        if not is_entered(eqn, self._context.is_manual, self._target):
             return self._copy(eqn, ir.name(eqn), facts.NOT_ENTERED, narrow=False)
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
         is_split = splits(eqn) if ir.name(eqn) == "shard_map" else [True] * len(eqn.invars)
@@ -368,12 +358,12 @@ class _Body:
             not is_by_rule and i not in carry if self._is_raised(v) else i not in wide and self._is_narrow(v)
             for i, v in enumerate(eqn.invars)
         ]
-        place = self._place._replace(context=self._place.context.inside(eqn))
+        inside = self._context.inside(eqn)
 
         def rewrite(
             closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output], in_backward_rule: bool = False
         ) -> Rewritten:
-            here = place._replace(in_backward_rule=in_backward_rule or place.in_backward_rule)
+            here = inside._replace(in_backward_rule=in_backward_rule or inside.in_backward_rule)
             return self._pass.run(closed, inputs, outputs, here)
 
         # The first results keep their traced dtypes.
@@ -387,8 +377,8 @@ class _Body:
         narrow = [i >= first and meets(i)(body.narrow[i] for body in bodies) for i in range(len(eqn.outvars))]
         reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_stored, strict=True)]
         writes = [self._define(v, x) for v, x in zip(eqn.outvars, narrow, strict=True)]
-        call = Call(eqn, bodies, inputs, outputs, narrow, rewrite, self._pass.rest)
-        self._eqns.extend(enter(call, reads, writes, place.context.shard_map))
+        call = CastConstruct(eqn, bodies, inputs, outputs, narrow, rewrite, self._pass.rest)
+        self._eqns.extend(enter(call, reads, writes, self._context.shard_map))
         self._changed = True
 
     def _facts_of_bodies(

@@ -61,7 +61,7 @@ class Rewrite(Protocol):
     ) -> Rewritten: ...
 
 
-class Call(NamedTuple):
+class CastConstruct(NamedTuple):
     """A construct whose bodies were cast.
 
     Attributes:
@@ -122,7 +122,7 @@ def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
     return constructs.bodies(eqn) is not None and not (manual and constructs.asks_for_zeros(eqn))
 
 
-def enter(call: Call, reads: Sequence[Any], writes: Sequence[Var], inside: JaxprEqn | None) -> list[JaxprEqn]:
+def enter(call: CastConstruct, reads: Sequence[Any], writes: Sequence[Var], inside: JaxprEqn | None) -> list[JaxprEqn]:
     """Return the equations of a construct with cast bodies. It may be `inside` a shard_map."""
     eqn, bodies, narrow = call.eqn, call.bodies, call.narrow
     name = ir.name(eqn)
@@ -142,7 +142,7 @@ def enter(call: Call, reads: Sequence[Any], writes: Sequence[Var], inside: Jaxpr
     return [build.with_thunk(entered, thunk)]
 
 
-def _custom_jvp(call: Call, args: Sequence[Any]) -> Sequence[Any]:
+def _custom_jvp(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
     """Keep the author's rule. It is traced through the original call and rewritten like any other code."""
     eqn = call.eqn
     inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
@@ -172,7 +172,7 @@ def _custom_jvp(call: Call, args: Sequence[Any]) -> Sequence[Any]:
     return result
 
 
-def _custom_vjp(call: Call, args: Sequence[Any]) -> Sequence[Any]:
+def _custom_vjp(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
     """As `_custom_jvp`. The residuals of the forward rule are 16 bit where that is exact."""
     eqn = call.eqn
     inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
@@ -206,7 +206,7 @@ def _custom_vjp(call: Call, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _pull_back(
-    call: Call,
+    call: CastConstruct,
     perturbed: Sequence[int],
     dtypes: Sequence[Any],
     structure: Any,
@@ -239,7 +239,7 @@ def _no_tangent(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
-def _linear_call(call: Call, args: Sequence[Any]) -> Sequence[Any]:
+def _linear_call(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
     """A linear function with its own transpose, traced through the original call."""
     inputs, n = ir.avals(call.eqn.invars), constructs.nonlinear_operands(call.eqn)
 
@@ -267,7 +267,7 @@ def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int])
     return original
 
 
-_RETRACED: dict[str, Callable[[Call, Sequence[Any]], Sequence[Any]]] = {
+_RETRACED: dict[str, Callable[[CastConstruct, Sequence[Any]], Sequence[Any]]] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
     "linear_call": _linear_call,

@@ -18,14 +18,16 @@ class Context(NamedTuple):
     Attributes:
       around: The constructs.
       in_shard_map: Whether the function is called inside a shard_map, which is not in its jaxpr.
+      in_backward_rule: Whether it is in the backward rule of a custom_vjp, around which no equation is transposed.
     """
 
     around: tuple[JaxprEqn, ...] = ()
     in_shard_map: bool = False
+    in_backward_rule: bool = False
 
     def inside(self, eqn: JaxprEqn) -> "Context":
         """The context of the bodies of a construct here."""
-        return Context((*self.around, eqn), self.in_shard_map)
+        return self._replace(around=(*self.around, eqn))
 
     @property
     def shard_map(self) -> JaxprEqn | None:
@@ -45,7 +47,7 @@ class Context(NamedTuple):
     @property
     def is_backward(self) -> bool:
         """Whether it is part of a backward pass."""
-        return any(map(is_transposed, self.around))
+        return self.in_backward_rule or any(map(is_transposed, self.around))
 
     @property
     def path(self) -> str:

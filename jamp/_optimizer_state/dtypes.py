@@ -9,7 +9,7 @@ import jax
 import optax
 
 from jamp._cast import is_complex, is_floating
-from jamp._step.leaves import replace_leaves
+from jamp._leaves import replace_leaves
 
 
 def keeping_dtypes(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -11,16 +11,16 @@ import optax
 from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
-from jamp._barrier import in_one_kernel_on_tpu
 from jamp._cast import is_float32, is_floating
+from jamp._compiler_hints import in_one_kernel_on_tpu
 from jamp._jaxprs.source import users_stacklevel
+from jamp._leaves import contains, find_nodes
+from jamp._loss_scale.scaler_state import check_holds_no_scaler, check_kind, check_optimizer
 from jamp._numbers import as_number
 from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
-from jamp._step.leaves import contains, find_nodes
-from jamp._step.state import check_holds_no_scaler, check_kind, check_optimizer
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 _Scales = dict[str, list[Array]]  # of the arrays of each leaf

@@ -9,6 +9,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._cast import cast_leaf, check_floating, is_floating
+from jamp._loss_scale.scaler_state import check_kind, check_optimizer
 from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.params import compute_update
 from jamp._optimizer_state.split_masters import (
@@ -17,7 +18,6 @@ from jamp._optimizer_state.split_masters import (
     check_inner,
     with_split_masters,
 )
-from jamp._step.state import check_kind, check_optimizer
 
 _CURE = (
     "If it is that of jamp.master_params(tx, split=True): jamp.interop.join_masters(state, params). If it is that of "

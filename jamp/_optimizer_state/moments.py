@@ -7,7 +7,7 @@ import jax
 from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from jamp._cast import is_inexact
-from jamp._step.leaves import contains, find_nodes
+from jamp._leaves import contains, find_nodes
 
 # What a field of a state holds:
 # signed: a moment

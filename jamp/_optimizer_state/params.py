@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 
 from jamp._cast import is_floating, to_float32
 from jamp._jaxprs.source import users_stacklevel
-from jamp._step.leaves import contains, is_numeric
+from jamp._leaves import contains, is_numeric
 
 
 def rounds_params(opt_state: Any) -> bool:

@@ -21,9 +21,9 @@ from jax import Array, lax
 from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import to_float32
+from jamp._loss_scale.scaler_state import check_kind
 from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
-from jamp._step.state import check_kind
 
 _INF = np.uint32(0x7F800000)
 _ADVICE = (

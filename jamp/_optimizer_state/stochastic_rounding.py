@@ -16,13 +16,13 @@ from jax.typing import DTypeLike
 
 from jamp._cast import check_floating, is_floating, to_float32
 from jamp._jaxprs.source import users_stacklevel
+from jamp._leaves import contains
+from jamp._loss_scale.scaler_state import check_holds_no_scaler, check_kind, check_optimizer
 from jamp._optimizer_state.dtypes import cast_like, keeping_dtypes
 from jamp._optimizer_state.moments import may_be_moment, measures_distance
 from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
 from jamp._optimizer_state.split_masters import MasterParamsState, SplitMasterParamsState
-from jamp._step.leaves import contains
-from jamp._step.state import check_holds_no_scaler, check_kind, check_optimizer
 
 _ADVICE = (
     "Stochastic rounding is for bfloat16, which has the range of float32: smaller types would make small parameters 0. "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jamp._barrier import row_major
+from jamp._compiler_hints import row_major
 from jamp._jaxprs import ir
 from jamp._jaxprs.define import batch_first, define
 from jamp._jaxprs.ir import JaxprEqn

@@ -12,12 +12,11 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from jamp._barrier import cotangents_behind_barrier, unless_tpu
 from jamp._cast import is_inexact
+from jamp._compiler_hints import cotangents_behind_barrier, unless_tpu
 from jamp._jaxprs import build, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
-from jamp._products.lower import lower
 from jamp._products.product import of
 from jamp._recompute.budget import Chosen, MemoryBudget, Place, choose
 from jamp._recompute.policies import check_version
@@ -32,21 +31,10 @@ from jamp._recompute.segments import (
     SplitJaxpr,
     computed_twice,
     flatten_segment,
-    opened,
     with_names,
 )
-from jamp._recompute.stored import round_stored, rounding, with_rounding
+from jamp._recompute.stored import rounding, with_rounding
 from jamp._rounded import may_be_wider
-
-
-def lowered(closed: ClosedJaxpr, budget: MemoryBudget | None) -> ClosedJaxpr:
-    """Return a function by JAX's own primitives. With a budget, its backward pass computes values again.
-
-    The outermost budget decides, also about the segments of an autocast or a recompute inside.
-    """
-    if budget is None:
-        return lower(round_stored(closed))
-    return lower(recompute(round_stored(opened(closed)), budget))
 
 
 def recompute(closed: ClosedJaxpr, budget: MemoryBudget) -> ClosedJaxpr:
@@ -57,12 +45,12 @@ def recompute(closed: ClosedJaxpr, budget: MemoryBudget) -> ClosedJaxpr:
     """
     check_version(budget)
     if budget == 1.0:
-        return _Pass({}).run(Split().function(closed), ())
+        return _Checkpointer({}).run(Split().function(closed), ())
     plan = choose(closed, budget)
-    return _Pass(plan.chosen).run(plan.body, ())
+    return _Checkpointer(plan.chosen).run(plan.body, ())
 
 
-class _Pass:
+class _Checkpointer:
     """Rewrites a body. A segment keeps the values that are `chosen` for it, else the choice of `kept.py`."""
 
     def __init__(self, chosen: Chosen):

@@ -13,12 +13,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._leaves import find_nodes, replace_leaves, replace_node
 from jamp._loss_scale.checks import TINY
+from jamp._loss_scale.scaler_state import ScalerState, get_scaler
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
 from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.find import find_loss_scale_state, find_scaler_state, to_array
-from jamp._step.leaves import find_nodes, replace_leaves, replace_node
-from jamp._step.state import ScalerState, get_scaler
 
 
 def get_loss_scale(tree: Any) -> Array:

@@ -16,9 +16,9 @@ from jax import Array
 from jax.tree_util import keystr
 
 from jamp._jaxprs.source import users_stacklevel
+from jamp._leaves import Node, contains, find_nodes
+from jamp._loss_scale.scaler_state import LossScaledState, ScaledGradsState, can_change, is_scaler_state, is_skipping
 from jamp._loss_scale.static import LossScale, is_noop
-from jamp._step.leaves import Node, contains, find_nodes
-from jamp._step.state import LossScaledState, ScaledGradsState, can_change, is_scaler_state, is_skipping
 
 _HIDES_OVERFLOWS = (
     "optax.apply_if_finite (or should_skip_update_fn of optax.MultiSteps) around a loss-scaled optimizer keeps "

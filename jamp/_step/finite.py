@@ -10,8 +10,8 @@ from jax import Array, lax
 from jax.sharding import AxisType
 
 from jamp._jaxprs.manual_axes import by_kind, hashable, varying_over
-from jamp._step.leaves import split_gradients
-from jamp._step.mesh import reshard_like
+from jamp._leaves import split_gradients
+from jamp._mesh import reshard_like
 
 # The most arrays that are combined before they are reduced. With more, XLA needs a second kernel for a clip's norm.
 _MOST = 8

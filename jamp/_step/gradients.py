@@ -11,8 +11,8 @@ from jax.tree_util import keystr
 
 from jamp._arguments import check_function, nnx_state
 from jamp._cast import is_inexact
+from jamp._leaves import is_numeric
 from jamp._step.find import check_not_nnx, find_state_to_unscale, read_scale, warn_of_order
-from jamp._step.leaves import is_numeric
 from jamp._step.scale_unscale import unscale, with_scaled_loss
 
 P = ParamSpec("P")

@@ -10,13 +10,20 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.scaler_state import (
+    AnyLossScaledState,
+    check_optimizer,
+    check_state,
+    check_whole,
+    get_scaler,
+    wrap_inner,
+)
 from jamp._loss_scale.static import LossScale, check_loss_scale, is_noop
 from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.params import cast_params, cast_params_for_init, check_rounds_last, warn_if_rounded
 from jamp._step import scale_unscale
 from jamp._step.misuse import check_not_a_pair
 from jamp._step.skip import update_or_skip
-from jamp._step.state import AnyLossScaledState, check_optimizer, check_state, check_whole, get_scaler, wrap_inner
 
 
 def loss_scaled(

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from jamp._jaxprs.source import users_stacklevel
+from jamp._loss_scale.scaler_state import can_change
 from jamp._staging import is_trace_reused
-from jamp._step.state import can_change
 
 _SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # jamp's function that is being traced
 

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from jamp._cast import cast_leaf, check_floating, is_inexact, to_float32
 from jamp._jaxprs.manual_axes import hashable
 from jamp._jaxprs.source import users_stacklevel
+from jamp._leaves import is_numeric, split_gradients
+from jamp._mesh import reshard_like
 from jamp._step.find import find_loss_scale_state, find_state_to_unscale, read_scale, warn_of_order
 from jamp._step.finite import are_leaves_finite
-from jamp._step.leaves import is_numeric, split_gradients
-from jamp._step.mesh import reshard_like
 from jamp._step.misuse import check_scaled_once, scales_once, warn_if_frozen
 
 

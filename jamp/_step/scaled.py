@@ -7,8 +7,8 @@ from typing import ParamSpec, TypeVar
 
 from jamp._arguments import Call, check_function
 from jamp._jaxprs import build
+from jamp._leaves import is_gradient
 from jamp._numbers import as_number
-from jamp._step.leaves import is_gradient
 from jamp._step.misuse import scales_once
 from jamp._step.retry import Scaling
 from jamp._step.scaled_primitives import scaled_call

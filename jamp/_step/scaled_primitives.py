@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.interpreters import ad
 
-from jamp._barrier import behind_barrier
 from jamp._cast import is_inexact
+from jamp._compiler_hints import behind_barrier
 from jamp._jaxprs import build, interpret, ir
 from jamp._jaxprs.define import define
 from jamp._jaxprs.ir import ClosedJaxpr

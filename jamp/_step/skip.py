@@ -24,10 +24,10 @@ from jax.tree_util import keystr
 from jamp._jaxprs import build, constructs, inline, interpret, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import CHEAP
+from jamp._leaves import replace_leaves
+from jamp._mesh import reshard_like
 from jamp._optimizer_state.dtypes import has_other_dtypes
 from jamp._optimizer_state.rounding import check_not_scaled
-from jamp._step.leaves import replace_leaves
-from jamp._step.mesh import reshard_like
 
 
 def update_or_skip(

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jamp._arguments import Call, check_concrete, leaf_names
+from jamp._arguments import Call, leaf_names
 from jamp._cast import is_floating
 from jamp.debug._align import AlignedProgram, Entry, align, list_entries, pair_up
 from jamp.debug._compared_array import FLOAT32, JUMP, ComparedArray, agree, differ_by, relative_difference, roundoff
 from jamp.debug._comparison import ComparedRow, Comparison
 from jamp.debug._observe import Operation, observe
 from jamp.debug._parting import find_differences, find_region, make_row
-from jamp.debug._usage import called_as, naming_states
+from jamp.debug._usage import called_as, check_concrete, naming_states
 
 _CALL = "jamp.debug.compare(fun, other)(params, batch)"
 

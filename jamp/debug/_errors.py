@@ -12,10 +12,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jamp._arguments import Call, differentiable, parameter_paths
-from jamp._autocast.api import autocast
 from jamp._autocast.rules import wide_dtype
 from jamp._cast import check_floating, is_floating
 from jamp._jaxprs import build
+from jamp._transforms.autocast import autocast
 from jamp.debug._program import ON, RoundedProgram
 from jamp.debug._run_steps import Damage, Data, reference_dtype
 

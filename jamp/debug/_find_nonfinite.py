@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jamp._arguments import Call, arguments_by_name, check_concrete, differentiable, parameter_paths
+from jamp._arguments import Call, arguments_by_name, differentiable, parameter_paths
 from jamp._cast import is_inexact
 from jamp._jaxprs import build
 from jamp.debug._made import all_finite
 from jamp.debug._nonfinite_search import NonfiniteSearch, Values
 from jamp.debug._reaching import Run, distinct, run
-from jamp.debug._usage import called_as, naming_states
+from jamp.debug._usage import called_as, check_concrete, naming_states
 
 _CALL = "jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)"
 

@@ -10,18 +10,18 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _table
-from jamp._arguments import Call, check_concrete, describe, is_array
-from jamp._autocast.api import autocast
+from jamp._arguments import Call, describe, is_array
 from jamp._autocast.rules import wide_dtype
 from jamp._jaxprs.primitives import PRODUCTS
 from jamp._jaxprs.source import pattern
 from jamp._products.formats import Format
+from jamp._transforms.autocast import autocast
 from jamp.debug._errors import Errors
 from jamp.debug._program import ON
 from jamp.debug._rules import find_rules
 from jamp.debug._run_steps import Damage
 from jamp.debug._steps import Site
-from jamp.debug._usage import called_as, naming_states
+from jamp.debug._usage import called_as, check_concrete, naming_states
 
 _CHECKED = 2  # rows that are measured, too
 _SHOWN = 12  # rows

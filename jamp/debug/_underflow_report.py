@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from jamp import _table
 from jamp._arguments import describe
 from jamp._cast import check_floating
+from jamp._leaves import leaves_and_gradients
 from jamp._loss_scale.dynamic import DynamicLossScale
 from jamp._step.accessors import get_loss_scale
-from jamp._step.leaves import leaves_and_gradients
 from jamp.debug._usage import called_as, is_state
 
 _STATIC: Any = {"static": True}

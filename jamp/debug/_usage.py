@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -77,3 +77,12 @@ def is_state(x: Any) -> bool:
 def _is_part_of_state(x: Any) -> bool:
     package = type(x).__module__.partition(".")[0]
     return is_state(x) if type(x) is tuple else isinstance(x, tuple) and package in ("jamp", "optax")
+
+
+def check_concrete(caller: str, leaves: Sequence[Any]) -> None:
+    """Raise if a function that runs others on real values is called inside a transformation."""
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TypeError(
+            f"jamp.debug.{caller} runs the function on real values, so call it outside jit, grad, vmap and scan. Give "
+            f"it the transformed function in place of that: {caller}(jax.grad(fun))(...)."
+        )

@@ -8,11 +8,11 @@ import optax
 from jax import Array
 
 from jamp._cast import to_float32
+from jamp._loss_scale.scaler_state import check_holds_no_scaler, check_optimizer
 from jamp._optimizer_state.dtypes import cast_array_like
 from jamp._optimizer_state.params import cast_params, warn_if_rounded
 from jamp._step.misuse import check_not_a_pair
 from jamp._step.skip import apply_or_keep, update_or_skip
-from jamp._step.state import check_holds_no_scaler, check_optimizer
 
 
 class GradScalerStep(NamedTuple):

@@ -12,17 +12,17 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from jamp._leaves import replace_leaves
 from jamp._loss_scale.config import loss_scale_for, loss_scale_from_config
 from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.scaler_state import ScalerState
 from jamp._loss_scale.static import LossScale, NoOpLossScale, StaticLossScale, check_loss_scale, is_noop
 from jamp._loss_scale.stats import LossScaleStats
 from jamp._step.accessors import convert_loss_scale, get_loss_scale, get_stats, reset
 from jamp._step.find import read_scale
 from jamp._step.finite import all_finite
 from jamp._step.gradients import value_and_grad
-from jamp._step.leaves import replace_leaves
 from jamp._step.scale_unscale import scale_loss, true_gradients, unscale
-from jamp._step.state import ScalerState
 from jamp.grad_scaler._plain import GradScalerStep, step_plain
 from jamp.grad_scaler._pytree import Pytree
 from jamp.grad_scaler._state_dict import from_state_dict, to_state_dict

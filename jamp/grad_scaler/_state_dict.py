@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jamp._leaves import replace_leaves
 from jamp._loss_scale.dynamic import DynamicLossScale
+from jamp._loss_scale.scaler_state import ScalerState
 from jamp._loss_scale.static import LossScale
-from jamp._step.leaves import replace_leaves
-from jamp._step.state import ScalerState
 
 # torch's names of these fields, and the part of the configuration that its state dict holds.
 _TORCH_NAMES = {"loss_scale": "scale", "growth_count": "_growth_tracker"}

@@ -1,10 +1,10 @@
-"""`optimization_barrier`, for values of any types, one that does nothing on TPUs, and one for cotangents alone.
+"""Hints to the compiler, as primitives that return their operands.
 
-And their opposite on TPUs: values that are to be computed in one kernel. `row_major` is for XLA's choice of layouts
-what these are for its choice of what to compute where.
+`behind_barrier`, `unless_tpu` and `cotangents_behind_barrier` keep it from moving a computation across a place.
+`in_one_kernel_on_tpu` asks for one kernel, and `row_major` for a layout in memory.
 
-JAX's own gives all its results the mesh axes along which any of its operands varies. Here each value keeps its type.
-Where the platform matters, the platform of the lowered program decides, not the one that traces it.
+JAX's own barrier gives all its results the mesh axes along which any of its operands varies. Here each value keeps its
+type. Where the platform matters, the platform of the lowered program decides, not the one that traces it.
 """
 
 from collections.abc import Sequence

@@ -1,24 +1,14 @@
-"""`recompute`, which keeps less for the backward pass of any function, and `memory_report`, which says what is kept."""
+"""`memory_report`: what the backward pass of a function keeps, by line and layer."""
 
-import contextlib
 import dataclasses
-import functools
 import math
-import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-
-import jax
+from typing import Any
 
 from jamp import _table
-from jamp._arguments import Call, check_function, of_types
-from jamp._autocast.facts import AUTOCAST
-from jamp._autocast.passes import passes_of
-from jamp._autocast.warn import warnings_of
-from jamp._jaxprs import interpret
-from jamp._jaxprs.ir import ClosedJaxpr
+from jamp._arguments import check_function, of_types
 from jamp._jaxprs.primitives import operation
-from jamp._jaxprs.source import pattern, scope, user_line, users_stacklevel
+from jamp._jaxprs.source import pattern, scope, user_line
 from jamp._numbers import as_number
 from jamp._recompute.budget import (
     MemoryBudget,
@@ -29,101 +19,9 @@ from jamp._recompute.budget import (
     check_budget,
     choose,
     megabytes,
-    warnings_of_budget,
 )
-from jamp._recompute.checkpoint import lowered
-from jamp._recompute.policies import warnings_of_policies
-from jamp._recompute.segments import flatten_segment, opened
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def recompute(fun: Callable[P, R], memory_budget: MemoryBudget) -> Callable[P, R]:
-    """Compute values again in the backward pass of a function, so that it keeps no more than a budget.
-
-    It is `jax.checkpoint` that chooses by itself what to keep, and it needs no change in the model. Cheap operations
-    (norms, activations, softmax) are computed again first, at any budget. Below 1.0 the results of products are dropped
-    too, those first that free the most bytes for the FLOPs of computing them again: the scores of attention, then
-    products with few terms, at last everything but the inputs of segments of about a layer. It enters jit, scan, cond
-    and shard_map. Your own `jax.checkpoint` stays as it is. A `checkpoint_name` outside of one keeps its value at a
-    budget of 1.0 only. Collectives are not repeated, but for an `all_gather` of an argument, as FSDP has for each
-    weight. That counts as 2,000 FLOPs a byte. `memory_report` shows the choice.
-
-    A function without a product is left to JAX at 1.0, and cut into segments of about equal bytes below. What reaches a
-    result only through `stop_gradient` is not kept. The code from where a Ref is made to its last use is computed once.
-
-    The choice depends on shapes only, so that a program is the same on every host. It takes every floating-point
-    argument to be differentiated.
-
-    Args:
-      fun: A function of arrays, or pytrees of them, and any other arguments: a loss, or a model. A train step has a
-        gradient in it, whose values are not entered: transform the loss inside.
-      memory_budget: A share from 0 to 1 of the bytes that are kept at 1.0, where every product is kept. Or bytes:
-        "12GiB", "800MB". It bounds what the backward pass keeps of the forward pass: not parameters, optimizer state or
-        temporaries, nor the last product and what follows, such as logits, which the backward pass reads at once. The
-        bytes are of one device inside shard_map and on explicit mesh axes. With automatic sharding a trace sees
-        whole arrays.
-
-    Returns:
-      A function like `fun`, with the same results and gradients, but XLA may round values that are computed again
-      differently. Under `jamp.autocast` use the argument `memory_budget` of `jamp.autocast`.
-
-    Raises:
-      TypeError: If `fun` is not a function, or `memory_budget` is not a number or a string.
-      ValueError: If it is not in [0, 1], or has an unknown unit.
-      NotImplementedError: If it is not 1.0, under `jax_remat3` with JAX 0.10.2.
-
-    Warns:
-      UserWarning: If the least that can be kept is more than the budget. The largest values are named. If the function
-        takes a gradient itself. If bytes are given where arrays are sharded automatically. If JAX ignores the policy
-        of a `jax.checkpoint` inside, under `jax_remat3` with JAX 0.10.2 to 0.11.1.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, jamp
-      >>> def loss(w, x):
-      ...     for _ in range(4):
-      ...         x = jnp.tanh(x @ w)
-      ...     return jnp.mean(x**2)
-      >>> args = jnp.eye(64), jnp.ones((32, 64))
-      >>> grad = jax.jit(jax.grad(jamp.recompute(loss, 0.5)))(*args)
-      >>> bool(jnp.allclose(grad, jax.grad(loss)(*args), rtol=1e-5))
-      True
-
-    References:
-      Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016. Korthikanti et al., Reducing Activation
-      Recomputation in Large Transformer Models, 2022. The budget is as in `torch._functorch.config`.
-    """
-    check_function(fun, "jamp.recompute({}, 0.5)")
-    check_budget(memory_budget)
-    memory_budget = as_number(memory_budget)
-
-    @functools.wraps(fun)
-    def with_budget(*args: P.args, **kwargs: P.kwargs) -> R:
-        call, closed = _traced(args, kwargs, fun, memory_budget, "recompute")
-        with jax.named_scope(AUTOCAST) if passes_of(fun) else contextlib.nullcontext():
-            values = interpret.call(lowered(closed, memory_budget), call.leaves)
-        result: R = call.finish(values)
-        return result
-
-    return with_budget
-
-
-def _traced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], fun: Callable[..., Any], budget: MemoryBudget, caller: str
-) -> tuple[Call, ClosedJaxpr]:
-    """Return a call and its jaxpr. Of an autocast function, the products are not lowered, and its budget is ignored."""
-    if trace := passes_of(fun):
-        traced = trace(args, kwargs)
-        is_unchanged = not traced.is_cast and budget == 1.0  # Then autocast opens nothing either.
-        call, closed = traced.call, traced.traced if is_unchanged else opened(traced.quantized)
-    else:
-        call = Call(args, kwargs)
-        closed = opened(call.trace(fun, caller))
-    others = warnings_of(traced, 1.0) if trace else warnings_of_policies(closed)
-    for message in [*warnings_of_budget(closed, budget, "recompute(loss, memory_budget)"), *others]:
-        warnings.warn(message, stacklevel=users_stacklevel())
-    return call, closed
+from jamp._recompute.segments import flatten_segment
+from jamp._transforms.recompute import traced_with_budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +139,7 @@ def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) ->
 def _report(
     fun: Callable[..., Any], budget: MemoryBudget, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> MemoryReport:
-    _, closed = _traced(args, kwargs, fun, budget, "memory_report")
+    _, closed = traced_with_budget(args, kwargs, fun, budget, "memory_report")
     without = choose(closed, 1.0)
     plan = without if budget == 1.0 else choose(closed, budget)
     rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}

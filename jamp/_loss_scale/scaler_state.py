@@ -13,9 +13,9 @@ import optax
 from jax import Array
 
 from jamp._cast import is_floating, is_inexact
+from jamp._leaves import contains
 from jamp._loss_scale.static import LossScale, StaticLossScaleState, is_noop
 from jamp._loss_scale.stats import LossScaleStats
-from jamp._step.leaves import contains
 
 
 class ScalerState(NamedTuple):

@@ -14,15 +14,15 @@ from jamp._arguments import check_function, of_types, parameter_paths
 from jamp._autocast.cast import cast
 from jamp._autocast.decisions import Entry, entries
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
-from jamp._autocast.passes import Passes, finished, passes
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, ROUNDED_AGAIN, WIDEST, Rule, rules_for, wide_dtype
 from jamp._autocast.target import Target
-from jamp._autocast.warn import cause
 from jamp._jaxprs import ir, walk
 from jamp._jaxprs.primitives import CHEAP, PRODUCTS, operation
 from jamp._jaxprs.source import in_scope, is_transposed, pattern
 from jamp._products.flops import flops
 from jamp._products.formats import Format
+from jamp._transforms.passes import Passes, finished, passes
+from jamp._transforms.warn import cause
 
 _SHOWN = 30  # rows
 

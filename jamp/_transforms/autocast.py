@@ -11,14 +11,14 @@ from jax.typing import DTypeLike
 
 from jamp._arguments import check_function
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
-from jamp._autocast.passes import is_format_class, marked_by_passes, passes
-from jamp._autocast.warn import warnings_of
 from jamp._cast import as_dtype, is_dtype
 from jamp._jaxprs import interpret
 from jamp._jaxprs.source import users_stacklevel
 from jamp._numbers import as_number
 from jamp._products.formats import Format
 from jamp._recompute.budget import MemoryBudget, check_budget
+from jamp._transforms.passes import is_format_class, marked_by_passes, passes
+from jamp._transforms.warn import warnings_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,9 +20,11 @@ from jamp._cast import as_dtype, is_dtype
 from jamp._jaxprs import constructs, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._products.formats import Format
+from jamp._products.lower import lower
 from jamp._products.product import products
 from jamp._recompute.budget import MemoryBudget
-from jamp._recompute.checkpoint import lowered
+from jamp._recompute.checkpoint import recompute
+from jamp._recompute.segments import opened
 from jamp._recompute.stored import round_stored
 
 NO_CONTEXT = (
@@ -75,6 +77,16 @@ class Passes(NamedTuple):
 def finished(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Run the passes after `cast` on a derivative rule. What JAX keeps for it, the author has decided."""
     return lowered(quantize(closed), None)
+
+
+def lowered(closed: ClosedJaxpr, budget: MemoryBudget | None) -> ClosedJaxpr:
+    """Return a function by JAX's own primitives. With a budget, its backward pass computes values again.
+
+    The outermost budget decides, also about the segments of an autocast or a recompute inside.
+    """
+    if budget is None:
+        return lower(round_stored(closed))
+    return lower(recompute(round_stored(opened(closed)), budget))
 
 
 Trace: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Passes]

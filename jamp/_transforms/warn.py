@@ -6,7 +6,6 @@ import numpy as np
 
 from jamp._autocast.decisions import Entry, entries
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED
-from jamp._autocast.passes import Passes
 from jamp._autocast.rules import GRADIENT, YOURS, rules_for
 from jamp._autocast.target import Target
 from jamp._cast import is_floating
@@ -18,6 +17,7 @@ from jamp._products.flops import flops
 from jamp._products.product import Product, products
 from jamp._recompute.budget import MemoryBudget, warnings_of_budget
 from jamp._recompute.policies import warnings_of_policies
+from jamp._transforms.passes import Passes
 
 _WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
 
