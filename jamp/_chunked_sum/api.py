@@ -6,17 +6,16 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.tree_util import keystr
 
 from jamp._arguments import Call, check_function
 from jamp._cast import is_floating, is_inexact
 from jamp._chunked_sum.primitive import Chunks, chunked_sum_p
-from jamp._jaxprs import build, ir, walk
-from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._chunked_sum.rows import FACTOR, check
+from jamp._jaxprs import build
+from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.manual_axes import varying, varying_together
-from jamp._jaxprs.source import user_line
 from jamp._numbers import as_number
 
 R = TypeVar("R")
@@ -126,12 +125,11 @@ class _Function:
 
     def sums(self, start: int, count: int, size: int) -> list[Array]:
         """The sums over some chunks of a size."""
-        longer = self._trace_or_none(2 * size)
         closed = self._trace(size)
         _check_results(self._fun, self._call, closed)
         self._check_closure(closed.consts)
-        if longer and size:
-            _check_sum(closed, longer, size)
+        if start == 0:
+            self._check_rows(closed, size)
         split = [self._split(i, start, count, size) for i in self._of_rows]
         shared = [*closed.consts, *(self._leaves[i] for i in self._shared)]
         jaxpr = closed.jaxpr
@@ -148,11 +146,15 @@ class _Function:
             types[i] = types[i].update(shape=(*shape[:axis], size, *shape[axis + 1 :]))
         return self._call.trace(self._fun, "chunked_sum", types)
 
-    def _trace_or_none(self, size: int) -> ClosedJaxpr | None:
+    def _check_rows(self, closed: ClosedJaxpr, size: int) -> None:
+        few = max(size, 2)  # An axis of one row may be broadcast or dropped.
         try:
-            return self._trace(size)
-        except Exception:  # The function may close over something that has a chunk's size.
-            return None
+            longer = self._trace(FACTOR * few)
+            fewer = closed if few == size else self._trace(few)
+        except (TypeError, ValueError):  # It closes over something that has a chunk's size.
+            return
+        _check_shapes(closed, longer, size)
+        check(longer, fewer, [i in self._axes for i in range(len(self._leaves))], FACTOR * few, size)
 
     def _split(self, i: int, start: int, count: int, size: int) -> Array:
         """Rows, as [.., size, count, ..]. A chunk has every `count`th."""
@@ -192,34 +194,14 @@ def _check_results(fun: Callable[..., Any], call: Call, closed: ClosedJaxpr) -> 
             raise TypeError(f"An aux of chunked_sum is summed, and aux{keystr(path)} is {x.dtype}: count with jnp.sum.")
 
 
-def _check_sum(closed: ClosedJaxpr, longer: ClosedJaxpr, size: int) -> None:
-    """Raise if results follow the number of rows, as a mean and a value for each row do."""
+def _check_shapes(closed: ClosedJaxpr, longer: ClosedJaxpr, size: int) -> None:
+    """Raise if a result has a value for each row."""
     for x, y in zip(closed.out_avals, longer.out_avals, strict=False):
         if x.shape != y.shape:
             raise TypeError(
                 f"chunked_sum adds up what the function returns for each chunk, and an aux of shape {x.shape} has a "
                 f"value for each of {size} rows. Return its sum, or compute it outside."
             )
-    pairs = zip(walk.all_equations(closed.jaxpr), walk.all_equations(longer.jaxpr), strict=False)
-    for one, two in pairs:
-        if ir.name(one) not in ("div", "mul") or ir.name(two) != ir.name(one):
-            continue
-        operands: list[tuple[Any, Any]] = list(zip(one.invars, two.invars, strict=True))
-        for x, y in operands:
-            if not (ir.is_literal(x) and ir.is_literal(y) and is_floating(x.aval)):
-                continue
-            # To multiply by the number of rows is a sum over them.
-            if np.any(x.val < y.val if ir.name(one) == "div" else x.val > y.val):
-                raise ValueError(
-                    "chunked_sum takes a sum over rows, and this function divides by their number, as jnp.mean does"
-                    f"{_at(one)}: by {size} in a chunk of {size}. Return the sum and divide outside: "
-                    "jamp.chunked_sum(loss_sum, n)(params, x, y) / len(x)."
-                )
-
-
-def _at(eqn: JaxprEqn) -> str:
-    line = user_line(eqn)
-    return f" at {line}" if line else ""
 
 
 def _vary_alike(leaves: Sequence[Any]) -> list[Any]:

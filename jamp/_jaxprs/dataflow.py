@@ -33,14 +33,15 @@ class Forward(Generic[T]):
     """A fact about each value, from the facts about the values that it is computed from.
 
     Args:
-      rule: From an equation and the facts about its operands to the fact about its results.
+      rule: From an equation and the facts about its operands to the fact about its results, or to a list with one for
+        each result.
       join: The fact about a value that comes from one of two places.
       constant: The fact about a constant.
     """
 
     def __init__(
         self,
-        rule: Callable[[JaxprEqn, list[T]], T],
+        rule: Callable[[JaxprEqn, list[T]], T | list[T]],
         join: Callable[[T, T], T],
         constant: Callable[[Any], T],
     ):
@@ -82,13 +83,17 @@ class Forward(Generic[T]):
 
     def _results(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
         if not _bodies(eqn):
-            return [self._rule(eqn, operands)] * len(eqn.outvars)
+            return self._ruled(eqn, operands)
         known = self._around(eqn, operands)
         (first, *others), carry = self._outputs(eqn, known), constructs.carry(eqn)
         first = build.replaced(first, range(len(carry)), [known[i] for i in carry])
         results = [functools.reduce(self._join, column) for column in zip(first, *others, strict=True)]
         # The gradients that a chunked_sum also returns are results of no body.
-        return results + [self._rule(eqn, operands) for _ in eqn.outvars[len(results) :]]
+        return results + (self._ruled(eqn, operands)[len(results) :] if len(results) < len(eqn.outvars) else [])
+
+    def _ruled(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
+        found = self._rule(eqn, operands)
+        return found if isinstance(found, list) else [found] * len(eqn.outvars)
 
     def _outputs(self, eqn: JaxprEqn, operands: list[T]) -> list[list[T]]:
         """The facts about the outputs of each body that computes results, given those about the operands."""
