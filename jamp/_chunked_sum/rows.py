@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jamp._jaxprs import constructs, ir
+from jamp._jaxprs import build, constructs, ir
 from jamp._jaxprs.dataflow import Forward
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import ARITHMETIC, GATHERS, TRANSFERS, operation
@@ -101,6 +101,8 @@ def _join(one: Fact, two: Fact) -> Fact:
     one, two = sorted((one, two), key=lambda x: x.kind.value)
     if two.kind in (WRONG, UNKNOWN) or one.kind == ZERO:
         return two
+    if one.kind == ROWS and two.kind == RUNNING:
+        return one
     if one.kind == CONSTANT and two.kind in (CONSTANT, POSITION, ROWS, PAIRS):
         return Fact(CONSTANT) if two.kind == CONSTANT else two
     return two if one == Fact(CONSTANT, 1) and two.kind == SUM else Fact(UNKNOWN)
@@ -121,7 +123,8 @@ def _per_row(step: _Step) -> Fact:
     if PAIRS in kinds:
         return Fact(UNKNOWN) if POSITION in kinds else Fact(PAIRS)
     if POSITION in kinds:
-        return step.wrong(PLACE) if ROWS in kinds else Fact(POSITION, MOVED)
+        is_sorted = any(x.detail == SORTED for x in facts)
+        return step.wrong(PLACE) if ROWS in kinds else Fact(POSITION, SORTED if is_sorted else MOVED)
     is_fixed = all(x.detail == 0 for x in facts if x.kind == CONSTANT)
     if ROWS not in kinds:
         return FIXED if is_fixed else Fact(CONSTANT)
@@ -196,16 +199,19 @@ def _total(step: _Step, x: Fact) -> Fact:
     return {POSITION: Fact(CONSTANT), PAIRS: step.wrong(PAIRED), SUM: step.wrong(IN_ROWS)}.get(x.kind, x)
 
 
-def _sum(step: _Step) -> Fact:
-    return _total(step, step.facts[0]) if set(step.axes(0)) & set(step.params["axes"]) else step.facts[0]
+def _sum(step: _Step) -> list[Fact]:
+    axes = set(step.params["axes"])
+    return [_total(step, x) if axes & set(step.axes(i)) else x for i, x in enumerate(_each(step))]
 
 
 def _reduce(step: _Step) -> Fact | list[Fact]:
     """What looks at all elements along some axes: a maximum, a sort, a cumulative sum."""
     params, x = step.params, step.facts[0]
-    axes = params.get("axes", (params.get("axis", params.get("dimension", params.get("reduction_dimension", -1))),))
+    axes = params.get("axes", [params[key] for key in ("axis", "dimension", "reduction_dimension") if key in params])
+    if ir.name(step.eqn) in ("fft", "top_k") and not axes:
+        axes = range(-len(params.get("fft_lengths", "k")), 0)
     rank = len(step.eqn.invars[0].aval.shape)
-    if not {i % rank for i in axes if rank} & set(step.axes(0)):
+    if not {i % rank for i in axes if isinstance(i, (int, np.integer))} & set(step.axes(0)):
         return x if ir.name(step.eqn) == "cumsum" else _per_row(step)
     if x.kind in (ROWS, PAIRS):  # A sort that carries positions along gives a permutation.
         return [step.wrong(REDUCED) if i >= len(step.facts) or step.facts[i].kind != POSITION else Fact(POSITION, SORTED) for i, _ in enumerate(step.eqn.outvars)]
@@ -221,19 +227,25 @@ def _dot(step: _Step) -> Fact:
 
 
 def _convolve(step: _Step) -> Fact:
-    batch = step.params["dimension_numbers"].lhs_spec[0]
-    followed = set(step.axes(0)) <= {batch} and not step.axes(1)
-    return _product(step, *step.facts) if followed else Fact(UNKNOWN)
+    params, axes = step.params, step.axes(0)
+    batch, _, *spatial = params["dimension_numbers"].lhs_spec
+    if step.axes(1) or not set(axes) <= {batch, *spatial}:
+        return Fact(UNKNOWN)
+    window = [step.eqn.invars[1].aval.shape[i] for i in params["dimension_numbers"].rhs_spec[2:]]
+    is_mixed = ROWS in step.kinds() and any(n > 1 and i in axes for i, n in zip(spatial, window, strict=True))
+    return step.wrong(PAIRED) if is_mixed else _product(step, *step.facts)
 
 
 def _select(step: _Step) -> Fact:
     which, *cases = step.facts
     if which.kind == ZERO:
         return cases[0]
+    if which.kind == UNKNOWN:
+        return which
     found = cases[0]
     for x in cases[1:]:
         found = _join(found, x)
-    if which.kind == CONSTANT or (which.kind == ROWS and found.kind == RUNNING):
+    if which.kind == CONSTANT or found.kind == UNKNOWN or (which.kind == ROWS and found.kind == RUNNING):
         return found
     return _per_row(step)
 
@@ -269,7 +281,10 @@ def _slice(step: _Step) -> Fact:
     params, other, shape = step.params, ir.params(step.other), step.eqn.invars[0].aval.shape
     bounds = lambda given, i: (given["start_indices"][i], given["limit_indices"][i])
     for i in step.axes(0):
-        if bounds(params, i) != (0, shape[i]) or (params["strides"] or shape)[i] not in (1, shape[i]):
+        stride = (params["strides"] or [1] * len(shape))[i]
+        if shape[i] % (stride * step.rows) == 0 and stride > 1:
+            continue  # one of the elements of each row
+        if bounds(params, i) != (0, shape[i]) or stride > 1:
             return _part(step, i, *bounds(params, i), bounds(other, i))
     return _placed(step)
 
@@ -325,7 +340,7 @@ def _gather(step: _Step) -> Fact:
     picked = [i for i in step.axes(0) if i in numbers.start_index_map and params["slice_sizes"][i] != shape[i]]
     if not picked or x.kind not in (ROWS, PAIRS):
         if index.kind in (ZERO, CONSTANT):
-            return _placed(step)
+            return x if step.axes(1) else _placed(step)
         is_table = x.kind in (ZERO, CONSTANT) and index.kind == POSITION
         return Fact(POSITION, MOVED) if is_table else _per_row(step)
     if index.detail == OWN:
@@ -370,7 +385,9 @@ def _matrices(step: _Step) -> Fact:
     """A function of the last two axes."""
     ranks = [len(v.aval.shape) for v in step.eqn.invars]
     inside = any(axis >= rank - 2 for i, rank in enumerate(ranks) for axis in step.axes(i))
-    return Fact(UNKNOWN) if inside else _per_row(step)
+    if ir.name(step.eqn) == "triangular_solve" and (inside or step.facts[0].kind == CONSTANT):
+        return step.facts[1] if step.facts[0].kind == CONSTANT else Fact(UNKNOWN)
+    return step.wrong(REDUCED) if inside and ROWS in step.kinds() else _per_row(step)
 
 
 def _random(step: _Step) -> Fact:
@@ -398,14 +415,14 @@ _PER_DEVICE = {"all_to_all", "collective_permute", "ppermute", *(x for x in GATH
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(ARITHMETIC, _per_row),
     **dict.fromkeys((TRANSFERS | GATHERS) - _PER_DEVICE, _each),
-    **_names("broadcast_in_dim conj copy copy_p detached imag neg psum psum_invariant real reduce_precision", _each),
+    **_names("broadcast_in_dim conj copy copy_p detached imag neg real reduce_precision", _each),
     **_names("rounded row_major squeeze stop_gradient transpose", _each),
-    **_names("bessel_i0e bessel_i1e digamma igamma igammac lgamma pmax pmin polygamma zeta", _per_row),
+    **_names("bessel_i0e bessel_i1e digamma igamma igammac lgamma polygamma zeta", _per_row),
     **_names("random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap", _random),
     **_names("random_wrap rng_bit_generator threefry2x32", _random),
     **_names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor", _reduce),
-    **_names("approx_top_k cumlogsumexp cummax cummin cumprod cumsum sort top_k", _reduce),
-    **_names("cholesky eig eigh fft householder_product lu qr svd triangular_solve", _matrices),
+    **_names("approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft pmax pmin sort top_k", _reduce),
+    **_names("cholesky eig eigh householder_product lu qr svd triangular_solve", _matrices),
     **_names("dynamic_update_slice scatter scatter-add scatter_add scatter-max scatter-min scatter-mul", _update),
     **_names("add add_any sub", _add),
     **_names("attach scaled_sums", _encoded),
@@ -423,7 +440,7 @@ _RULES: dict[str, Rule] = {
     "lt": _compare,
     "mul": _multiply,
     "pad": _pad,
-    "reduce_sum": _sum,
+    **_names("psum psum_invariant reduce_sum", _sum),
     "reshape": _reshape,
     "rev": _reverse,
     "select_n": _select,
@@ -486,7 +503,7 @@ class _Rows(Forward[Fact]):
         rule = _RULES.get(name, _other)
         found: Fact | list[Fact]
         wrong = next((x for x in facts if x.kind == WRONG), None)
-        if rule in (_each, _encoded):
+        if rule in (_each, _encoded, _sum):
             found = rule(step)
         elif wrong:
             found = wrong
@@ -498,12 +515,14 @@ class _Rows(Forward[Fact]):
         return [Fact(PAIRS) if x.kind == ROWS and len(step.out(i)) > 1 else x for i, x in enumerate(results)]
 
     def _around(self, eqn: JaxprEqn, operands: list[Fact]) -> list[Fact]:
+        if not self._scans_rows(eqn, operands):
+            return super()._around(eqn, operands)
         carry = constructs.carry(eqn)
-        if self._scans_rows(eqn, operands):
-            operands = [
-                Fact(RUNNING) if i in carry and x.kind in (ZERO, SUM) else x for i, x in enumerate(operands)
-            ]
-        return super()._around(eqn, operands)
+        at_start = [Fact(RUNNING) if operands[i].kind in (ZERO, SUM) else operands[i] for i in carry]
+        known = super()._around(eqn, build.replaced(operands, carry, at_start))
+        wrong = self._step(eqn, operands).wrong(CARRIED)
+        at_end = [wrong if known[i].kind in (ROWS, PAIRS) else known[i] for i in carry]
+        return super()._around(eqn, build.replaced(known, carry, at_end))
 
     def _scans_rows(self, eqn: JaxprEqn, operands: list[Fact]) -> bool:
         step, xs = self._step(eqn, operands), range(constructs.carry(eqn).stop, len(operands))
@@ -520,11 +539,8 @@ class _Rows(Forward[Fact]):
         carry = len(constructs.carry(eqn))
         if not self._scans_rows(eqn, operands):  # by index, perhaps
             return [Fact(UNKNOWN) if x.kind in (CONSTANT, SUM) and i < carry else x for i, x in enumerate(results)]
-        end = {ROWS: step.wrong(CARRIED), RUNNING: Fact(SUM)}
-        return [
-            end.get(x.kind, x) if i < carry else step.wrong(CARRIED) if x.kind == RUNNING else x
-            for i, x in enumerate(results)
-        ]
+        end = [Fact(SUM) if i < carry else step.wrong(CARRIED) for i, _ in enumerate(results)]
+        return [y if x.kind == RUNNING else x for x, y in zip(results, end, strict=True)]
 
 
 def _chosen(which: Fact, x: Fact) -> Fact:
@@ -566,14 +582,12 @@ def check(closed: ClosedJaxpr, fewer: ClosedJaxpr, are_rows: Sequence[bool], row
     for v, x in zip(closed.jaxpr.outvars, analysis.read(facts, closed.jaxpr.outvars), strict=True):
         if x.kind == WRONG:
             why, _ = x.detail
-            is_origin = lambda eqn, known: x in [known[v] for v in eqn.outvars] and x not in analysis.read(known, eqn.invars)
-            found = walk(closed, _enters, analysis, given)
-            eqn = next((eqn for eqn, known, _ in found if is_origin(eqn, known)), None)
+            found = walk(closed, lambda e: id(e) != x.detail[1] and _enters(e), analysis, given)
+            line = next((user_line(e) or context.line for e, known, context in found if x in map(known.get, e.outvars) and _holds(e, x.detail[1])), "")
         elif x.kind == CONSTANT and x.detail != 1:
-            why, eqn = TERM, next((e for e in closed.jaxpr.eqns if any(w is v for w in e.outvars)), None)
+            why, line = TERM, next((user_line(e) for e in closed.jaxpr.eqns if any(w is v for w in e.outvars)), "")
         else:
             continue
-        line = eqn and user_line(eqn)
         at = f" at {line}" if line else ""
         raise ValueError(f"chunked_sum takes a sum over rows, and this function {why}{at}{_cure(why, size)}")
 
@@ -581,6 +595,11 @@ def check(closed: ClosedJaxpr, fewer: ClosedJaxpr, are_rows: Sequence[bool], row
 def _enters(eqn: JaxprEqn) -> bool:
     """Not into a function of JAX under jit: its lines are those of the first call with such operands."""
     return not (ir.name(eqn) == "jit" and all(is_of_jax(body.jaxpr) for body in constructs.bodies(eqn) or ()))
+
+
+def _holds(eqn: JaxprEqn, origin: int) -> bool:
+    bodies = constructs.bodies(eqn) or ()
+    return id(eqn) == origin or any(_holds(e, origin) for body in bodies for e in body.jaxpr.eqns)
 
 
 def _cure(why: str, size: int) -> str:
