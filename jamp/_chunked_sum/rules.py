@@ -110,8 +110,10 @@ def _per_row(step: Step) -> Fact:
     if POSITION in kinds:
         orders = {x.detail for x in facts if x.kind == POSITION}
         is_own = orders == {OWN} and ir.name(step.eqn) in ("clamp", "max", "min")
-        order = SORTED if SORTED in orders else OWN if is_own else MOVED
-        return step.wrong(PLACE) if ROWS in kinds else Fact(POSITION, order)
+        if ROWS not in kinds:
+            return Fact(POSITION, SORTED if SORTED in orders else OWN if is_own else MOVED)
+        # An integer may be an index into rows that are merged with another axis.
+        return Fact(UNKNOWN) if ir.avals(step.eqn.outvars)[0].dtype.kind in "iu" else step.wrong(PLACE)
     is_fixed = all(x.detail == 0 for x in facts if x.kind == CONSTANT)
     if ROWS not in kinds:
         return FIXED if is_fixed else Fact(CONSTANT)
