@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxprs import normal
 
 import jamp
@@ -273,6 +274,12 @@ def experts_by_sorted_rows(w, x, y):
 
 
 @sums(*ROW)
+def a_kernel(w, x, y):
+    double = lambda x_ref, y_ref: y_ref.__setitem__(..., 2 * x_ref[...])
+    return jnp.sum(pl.pallas_call(double, out_shape=jax.typeof(x), interpret=True)(x) @ w)
+
+
+@sums(*ROW)
 def a_callback(w, x, y):
     z = jax.pure_callback(lambda z: np.asarray(z) - 1, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     jax.debug.callback(lambda mean: None, jnp.mean(x))
@@ -350,6 +357,7 @@ def _dropout_with_one_key(w, x, y):
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_over_rows_is_no_error(name):
+    """It is a sum of what is computed from each row alone, or linear in such sums, or not followed: a kernel."""
     fun, params, rows, axis = SUMS[name]
     found = jax.eval_shape(jamp.chunked_sum(fun, CHUNK, axis=axis), params, *rows)
     assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, jax.eval_shape(fun, params, *rows))
@@ -384,10 +392,11 @@ def test_autocast_inside_is_no_error(format):
     assert ("float8" in str(jaxpr) or "int8" in str(jaxpr)) == (format != jnp.bfloat16)
 
 
-def test_a_function_of_one_number_of_rows_is_not_followed():
-    """It cannot be traced with more."""
-    fun = lambda w, x: jnp.sum((x.reshape(2, 2, WIDTH) @ w).max(0))
-    jax.eval_shape(jamp.chunked_sum(fun, CHUNK), W, X)
+def test_what_cannot_be_traced_with_more_rows_or_then_has_other_operations_is_not_followed():
+    fixed = lambda w, x: jnp.sum((x.reshape(2, 2, WIDTH) @ w).max(0))
+    loop = lambda w, x: sum(jnp.sum(x[i] @ w) for i in range(len(x))) + jnp.sum(jnp.max(x, 0))
+    for fun in (fixed, loop):
+        jax.eval_shape(jamp.chunked_sum(fun, CHUNK), W, X)
 
 
 # Functions whose rows interact.
@@ -764,6 +773,9 @@ def in_autocast(w, x, y):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_rows_that_interact_are_an_error_that_names_the_line(name):
+    """An average over rows, a function of a sum that is not linear, a maximum, softmax, sort or cumulative sum over
+    rows, a row that reads other rows or its place among them, and a term that depends on no row.
+    """
     fun, params, rows, axis, match = OTHERS[name]
     with pytest.raises(ValueError, match=f"takes a sum over rows, and this function .*{match}") as found:
         jax.eval_shape(jamp.chunked_sum(fun, CHUNK, axis=axis), params, *rows)
@@ -807,3 +819,9 @@ def test_what_reaches_no_result_is_no_error():
         return where(w, x, y)
 
     jax.eval_shape(jamp.chunked_sum(fun, CHUNK), W, *ROW)
+
+
+def test_the_result_has_the_structure_that_the_function_returns_for_a_chunk():
+    fun = lambda w, x, y: (where(w, x, y), {"rows": len(x)})
+    for size in (1, CHUNK, N):
+        assert jamp.chunked_sum(fun, size)(W, *ROW)[1] == {"rows": N}

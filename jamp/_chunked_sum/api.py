@@ -30,9 +30,12 @@ def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Cal
     gradients with respect to the params and the floating-point rows. The backward pass multiplies them by the
     cotangent of the sum. Without differentiation, nothing of the gradient is computed.
 
-    A mean over the rows of a chunk is wrong, so divide outside, as in the example. A number that `fun` divides by and
-    that follows the number of its rows, as in `jnp.mean`, is found and an error, if `fun` can be traced with more rows.
-    A division by the sum of a mask, as in `jnp.nanmean`, is not found: return this sum as an auxiliary result.
+    Rows must not interact. A result is a sum over rows of what is computed from each row alone, or linear in such sums.
+    Anything else is an error that names your line: an average over rows, a function of a sum that is not linear, a
+    maximum, softmax, sort or cumulative sum over rows, a row that reads other rows or its place among them, and a term
+    that depends on no row. So divide outside, as in the example: by the number of rows, or by the sum of a mask as an
+    auxiliary result. What jamp cannot follow is not an error: a kernel, a callback, and a `fun` that cannot be traced
+    with three times as many rows or then has other operations, as a Python loop over rows has.
 
     The form of the loss matters as much as the chunks. `jnp.where(jnp.arange(n) == y[:, None], logits, 0).sum(-1)`
     reads the target's logit in half the memory of `jnp.take_along_axis`, whose gradient is a scatter into zeros.
@@ -51,13 +54,13 @@ def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Cal
       least float32, and have the dtypes of the params. Auxiliary results have no derivative. Use it under `jax.grad`,
       `jit`, `vmap`, `scan`, `shard_map`, `autocast` and `recompute`, and put `autocast` around or inside. In float16
       each chunk scales its own backward pass, as `jamp.scaled` does. `jax.checkpoint` around it computes all of it
-      again. So does the gradient of a `vmap` of it, which also needs a loss scale in float16 (a `vmap` of its gradient
-      does neither). Outside `jit`, it is traced at every call.
+      again. Use a `vmap` of its gradient, not the gradient of a `vmap`, which computes each chunk twice and needs a
+      loss scale in float16. Outside `jit`, it is traced at every call.
 
     Raises:
       TypeError: If `fun` is not a function. When called, if it returns something else, or there are no rows.
-      ValueError: If `chunk_size` is not positive, or `axis` is not an int. When called, if rows differ in size, if
-        `fun` divides by their number, changes a Variable of a module, or closes over arrays inside a `shard_map`.
+      ValueError: If `chunk_size` is not positive, or `axis` is not an int. When called, if rows differ in size or
+        interact, if `fun` changes a Variable of a module, or closes over arrays inside a `shard_map`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
@@ -125,11 +128,14 @@ class _Function:
 
     def sums(self, start: int, count: int, size: int) -> list[Array]:
         """The sums over some chunks of a size."""
-        closed = self._trace(size)
+        before = self._traces_to_compare(size) if start == 0 else []
+        closed = self._trace(size)  # the last one, because the structure of the results is that of the last trace
         _check_results(self._fun, self._call, closed)
         self._check_closure(closed.consts)
-        if start == 0:
-            self._check_rows(closed, size)
+        if before:
+            longer, fewer = [*before, closed][:2]
+            _check_shapes(closed, longer, size)
+            check(longer, fewer, [i in self._axes for i in range(len(self._leaves))], size)
         split = [self._split(i, start, count, size) for i in self._of_rows]
         shared = [*closed.consts, *(self._leaves[i] for i in self._shared)]
         jaxpr = closed.jaxpr
@@ -146,15 +152,15 @@ class _Function:
             types[i] = types[i].update(shape=(*shape[:axis], size, *shape[axis + 1 :]))
         return self._call.trace(self._fun, "chunked_sum", types)
 
-    def _check_rows(self, closed: ClosedJaxpr, size: int) -> None:
-        few = max(size, 2)  # An axis of one row may be broadcast or dropped.
+    def _traces_to_compare(self, size: int) -> list[ClosedJaxpr]:
+        """A trace with more rows, and one with fewer unless they are `size`. None if it is a function of `size` rows.
+
+        One row is too few, because its axis may be broadcast or dropped.
+        """
         try:
-            longer = self._trace(FACTOR * few)
-            fewer = closed if few == size else self._trace(few)
-        except (AssertionError, TypeError, ValueError):  # It is a function of this number of rows only.
-            return
-        _check_shapes(closed, longer, size)
-        check(longer, fewer, [i in self._axes for i in range(len(self._leaves))], FACTOR * few, size)
+            return [self._trace(n) for n in ([FACTOR * size] if size > 1 else [FACTOR * 2, 2])]
+        except (AssertionError, TypeError, ValueError):
+            return []
 
     def _split(self, i: int, start: int, count: int, size: int) -> Array:
         """Rows, as [.., size, count, ..]. A chunk has every `count`th."""

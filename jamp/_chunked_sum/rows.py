@@ -55,16 +55,17 @@ from jamp._jaxprs.walk import walk
 FACTOR = 3  # of the rows in one trace to those in the other
 
 
-def check(closed: ClosedJaxpr, fewer: ClosedJaxpr, are_rows: Sequence[bool], rows: int, size: int) -> None:
+def check(closed: ClosedJaxpr, fewer: ClosedJaxpr, are_rows: Sequence[bool], size: int) -> None:
     """Raise unless the results of a function are sums over rows, as far as they can be followed.
 
     Args:
       closed: The function of some number of rows.
       fewer: The function of `FACTOR` times fewer rows.
       are_rows: Which arguments are rows.
-      rows: How many there are in `closed`.
-      size: How many there are in a chunk, for the message.
+      size: How many rows there are in a chunk, for the message.
     """
+    inputs = zip(closed.jaxpr.invars, fewer.jaxpr.invars, strict=True)
+    rows = next(ir.avals([v])[0].shape[i] for v, w in inputs for i in following(v, w))
     analysis = _Rows(rows)
     if not analysis.pair(closed, fewer):
         return
