@@ -217,7 +217,8 @@ def a_scan_that_counts(w, x, y):
 def rows_by_number(w, x, y):
     loss = lambda i: -jax.nn.log_softmax(x[i] @ w)[y[i]]
     numbers = jnp.arange(len(x))
-    total = lax.map(loss, numbers).sum() + jax.vmap(loss)(numbers).sum()
+    total = lax.map(loss, numbers).sum() + lax.map(lambda x: jnp.tanh(x @ w), x, batch_size=2).sum()
+    total = total + jax.vmap(loss)(numbers).sum()
     return total + lax.fori_loop(0, len(x), lambda i, total: total + loss(i), jnp.float32(0))
 
 
@@ -335,7 +336,8 @@ def a_diagonal(w, x, y):
 def any_order(w, x, y):
     first, second = x[: len(x) // 2], x[len(x) // 2 :]
     order = jax.random.permutation(jax.random.key(0), len(x))
-    return jnp.sum(x[::-1] @ w) + jnp.sum(x[order] @ w) + jnp.sum(first**2) + jnp.sum(second**2)
+    halves = jnp.sum(first**2) + jnp.sum(second**2) + jnp.sum(x * jnp.concatenate([first, second]))
+    return jnp.sum(x[::-1] @ w) + jnp.sum(x[order] @ w) + halves
 
 
 @sums(*ROW)
@@ -691,9 +693,19 @@ def rows_named_by_rows(w, x, y):
     return jnp.sum(jnp.abs(x - x[y]))
 
 
-@interacts(*ROW, match=PAIRED_ROWS)
+@interacts(*ROW, match="reads some rows")
 def the_first_row(w, x, y):
     return jnp.sum(x[0] @ w)
+
+
+@interacts(*ROW, match=PAIRED_ROWS)
+def differences_from_the_first_row(w, x, y):
+    return jnp.sum(jnp.abs(x - x[0]))
+
+
+@interacts(*ROW, match=PAIRED_ROWS)
+def shifted_by_concatenation(w, x, y):
+    return jnp.sum(x * jnp.concatenate([jnp.zeros((1, WIDTH)), x[:-1]]))
 
 
 @interacts(*ROW, match=POSITION)

@@ -35,6 +35,7 @@ from jamp._chunked_sum.rules import (
     ROWS,
     RULES,
     RUNNING,
+    SOME,
     SUM,
     TERM,
     UNKNOWN,
@@ -73,8 +74,9 @@ def check(closed: ClosedJaxpr, fewer: ClosedJaxpr, are_rows: Sequence[bool], siz
     for v, x in zip(outputs, analysis.read(analysis(closed, given), outputs), strict=True):
         if x.kind == WRONG:
             why, line = x.detail[0], _line(closed, analysis, given, x)
-        elif x.kind == CONSTANT and x.detail != 1:
-            why, line = TERM, next((user_line(e) for e in closed.jaxpr.eqns if v in e.outvars), None)
+        elif (x.kind == CONSTANT and x.detail != 1) or (x.kind == ROWS and x.detail):
+            why = TERM if x.kind == CONSTANT else SOME
+            line = next((user_line(e) for e in closed.jaxpr.eqns if v in e.outvars), None)
         else:
             continue
         at = f" at {line}" if line else ""

@@ -37,7 +37,11 @@ FIXED = Fact(CONSTANT, 0)
 AVERAGE = "divides by their number, as jnp.mean does"
 TERM = "adds a term that depends on no row, once for each chunk"
 NONLINEAR, REDUCED = "computes {} of a sum over rows, which is not linear", "reduces rows by {}, which is not a sum"
-PAIRED, CARRIED = "combines a row with other rows by {}", "carries from row to row what is not a sum"
+SOME, PAIRED, CARRIED = (
+    "reads some rows of a chunk and not the others",
+    "combines a row with other rows by {}",
+    "carries from row to row what is not a sum",
+)
 IN_ROWS, PLACE = "reads a sum over the rows of a chunk in each row", "reads the place of a row in its chunk"
 NUMBER = "reads the number of rows in a chunk"
 
@@ -117,7 +121,7 @@ def _per_row(step: Step) -> Fact:
     is_fixed = all(x.detail == 0 for x in facts if x.kind == CONSTANT)
     if ROWS not in kinds:
         return FIXED if is_fixed else Fact(CONSTANT)
-    orders = {x.detail for i, x in enumerate(facts) if x.kind == ROWS and step.axes(i)}
+    orders = {x.detail for i, x in enumerate(facts) if x.kind == ROWS and (step.axes(i) or x.detail)}
     if len(orders) > 1 or not is_fixed:
         return step.wrong(PAIRED if is_fixed else NUMBER)
     return Fact(ROWS, next(iter(orders), None))
@@ -238,9 +242,11 @@ def _part(step: Step, axis: int, one: Sequence[int], two: Sequence[int]) -> Fact
     x, size, fewer = step.facts[0], step.shape(0)[axis], ir.avals(step.other.invars)[0].shape[axis]
     if x.kind not in (POSITION, ROWS, PAIRS):
         return x
-    if x.kind == POSITION or any(m * fewer != n * size for m, n in zip(one, two, strict=True)):
-        return Fact(POSITION, MOVED) if x.kind == POSITION else step.wrong(PAIRED)
-    return Fact(x.kind, (x.detail, *one)) if size == step.rows else Fact(UNKNOWN)
+    if x.kind == POSITION:
+        return Fact(POSITION, MOVED)
+    # A part of what is merged may be an entry of each row.
+    is_share = size != step.rows and all(m * fewer == n * size for m, n in zip(one, two, strict=True))
+    return Fact(UNKNOWN) if is_share else Fact(x.kind, (x.detail, *one))
 
 
 def _slice(step: Step) -> Fact:
@@ -249,7 +255,7 @@ def _slice(step: Step) -> Fact:
         stride = (step.params["strides"] or [1] * len(shape))[i]
         one, two = bounds(step.params, i), bounds(ir.params(step.other), i)
         if stride > 1 and shape[i] % (stride * step.rows):
-            return _part(step, i, (1,), (1,))
+            return _part(step, i, (*one, stride), (*one, stride))
         if stride == 1 and one != (0, shape[i]):
             return _part(step, i, one, two)
     return _piece(step)  # all rows, or one element of each
@@ -274,7 +280,14 @@ def _piece(step: Step) -> Fact:
 def _concatenate(step: Step) -> Fact:
     kinds, orders = step.kinds, {x.detail for x in step.facts if x.kind == POSITION}
     if step.params["dimension"] in step.out():
-        return Fact(POSITION, MOVED) if kinds <= {ZERO, CONSTANT, POSITION} else Fact(UNKNOWN)
+        if kinds <= {ZERO, CONSTANT, POSITION}:
+            return Fact(POSITION, MOVED)
+        parts = [x.detail for x in step.facts if isinstance(x.detail, tuple)]
+        if not parts or not kinds <= {ZERO, CONSTANT, ROWS}:
+            return Fact(UNKNOWN)
+        ends = [0, *(part[-1] for part in parts)]
+        is_whole = kinds == {ROWS} and all(part[1:] == ends[i : i + 2] for i, part in enumerate(map(list, parts)))
+        return Fact(ROWS, parts[0][0] if is_whole and ends[-1] % step.rows == 0 else (*parts,))
     if kinds <= {ZERO, SUM}:
         return Fact(SUM if SUM in kinds else ZERO)
     if orders == {OWN}:  # the indices of a gather
