@@ -74,7 +74,7 @@ def check(closed: ClosedJaxpr, fewer: ClosedJaxpr, are_rows: Sequence[bool], siz
     for v, x in zip(outputs, analysis.read(analysis(closed, given), outputs), strict=True):
         if x.kind == WRONG:
             why, line = x.detail[0], _line(closed, analysis, given, x)
-        elif (x.kind == CONSTANT and x.detail != 1) or (x.kind == ROWS and x.detail):
+        elif (x.kind == CONSTANT and x.detail != 1) or (x.kind in (ROWS, SUM) and x.detail):
             why = TERM if x.kind == CONSTANT else SOME
             line = next((user_line(e) for e in closed.jaxpr.eqns if v in e.outvars), None)
         else:

@@ -37,11 +37,8 @@ FIXED = Fact(CONSTANT, 0)
 AVERAGE = "divides by their number, as jnp.mean does"
 TERM = "adds a term that depends on no row, once for each chunk"
 NONLINEAR, REDUCED = "computes {} of a sum over rows, which is not linear", "reduces rows by {}, which is not a sum"
-SOME, PAIRED, CARRIED = (
-    "reads some rows of a chunk and not the others",
-    "combines a row with other rows by {}",
-    "carries from row to row what is not a sum",
-)
+PAIRED, CARRIED = "combines a row with other rows by {}", "carries from row to row what is not a sum"
+SOME = "reads some rows of a chunk and not the others"
 IN_ROWS, PLACE = "reads a sum over the rows of a chunk in each row", "reads the place of a row in its chunk"
 NUMBER = "reads the number of rows in a chunk"
 
@@ -139,8 +136,11 @@ def _add(step: Step) -> Fact:
     if RUNNING in kinds and len(kinds) == 2 and SUM not in kinds:  # plus something of a row, or the same in each row
         is_left = facts[0].kind == RUNNING or ir.name(step.eqn) != "sub"
         return Fact(RUNNING) if is_left else step.wrong(CARRIED)
-    if SUM in kinds and kinds <= {CONSTANT, SUM}:
-        return Fact(SUM) if all(x.detail == 1 for x in facts if x.kind == CONSTANT) else step.wrong(TERM)
+    facts = [_total(step, x) if x.kind == ROWS and _is_part(x.detail) and not step.out() else x for x in facts]
+    if SUM in kinds and {x.kind for x in facts} <= {CONSTANT, SUM}:
+        is_sum = all(x.detail == 1 for x in facts if x.kind == CONSTANT)
+        parts = {part for x in facts if x.kind == SUM for part in x.detail or ()}
+        return Fact(SUM, None if _whole(step, sorted(parts)) else frozenset(parts)) if is_sum else step.wrong(TERM)
     return facts[0] if kinds == {CONSTANT} and facts[0] == facts[1] else _per_row(step)
 
 
@@ -173,11 +173,23 @@ def _power(step: Step) -> Fact:
 
 def _total(step: Step, x: Fact) -> Fact:
     """The sum over an axis that follows the rows."""
-    if x.kind == ROWS:  # Some rows may be all, together with others.
+    if x.kind == ROWS:
+        if _is_part(x.detail):
+            return Fact(SUM, frozenset([x.detail[1:]]))
         return Fact(SUM if x.detail in (None, OWN, REVERSED) else UNKNOWN)
     if x.kind in (CONSTANT, POSITION):
         return Fact(CONSTANT, None if x.kind == POSITION or x.detail is None else x.detail + 1)
     return step.wrong(PAIRED if x.kind == PAIRS else IN_ROWS) if x.kind in (PAIRS, SUM) else x
+
+
+def _is_part(order: Any) -> bool:
+    return isinstance(order, tuple) and len(order) == 3 and order[0] is None
+
+
+def _whole(step: Step, parts: Sequence[tuple[int, int]]) -> bool:
+    """Whether parts, in this order, are all rows."""
+    ends = [0, *(stop for _, stop in parts)]
+    return not ends[-1] % step.rows and all(start == end for (start, _), end in zip(parts, ends, strict=False))
 
 
 def add_up(step: Step) -> list[Fact]:
@@ -233,7 +245,8 @@ def select(step: Step) -> Fact:
 def _reshape(step: Step) -> Fact:
     """Rows lie along an axis, alone or merged with others. If they are divided into groups, nobody knows how."""
     shape: tuple[int, ...] = ir.avals(step.eqn.outvars)[0].shape
-    is_whole = all(shape[i] % step.rows == 0 for i in step.out())
+    sizes = [shape[i] for i in step.out()]
+    is_whole = all(n % step.rows == 0 for n in sizes) or sizes == [step.shape(0)[i] for i in step.axes(0)]
     return step.facts[0] if is_whole or step.facts[0].kind in (ZERO, CONSTANT) else Fact(UNKNOWN)
 
 
@@ -282,12 +295,11 @@ def _concatenate(step: Step) -> Fact:
     if step.params["dimension"] in step.out():
         if kinds <= {ZERO, CONSTANT, POSITION}:
             return Fact(POSITION, MOVED)
-        parts = [x.detail for x in step.facts if isinstance(x.detail, tuple)]
-        if not parts or not kinds <= {ZERO, CONSTANT, ROWS}:
-            return Fact(UNKNOWN)
-        ends = [0, *(part[-1] for part in parts)]
-        is_whole = kinds == {ROWS} and all(part[1:] == ends[i : i + 2] for i, part in enumerate(map(list, parts)))
-        return Fact(ROWS, parts[0][0] if is_whole and ends[-1] % step.rows == 0 else (*parts,))
+        parts = [x.detail for x in step.facts]
+        if all(map(_is_part, parts)) and _whole(step, [part[1:] for part in parts]):
+            return Fact(ROWS)
+        is_moved = any(isinstance(x, tuple) for x in parts) and kinds <= {ZERO, CONSTANT, ROWS}
+        return Fact(ROWS, (*parts, MOVED)) if is_moved else Fact(UNKNOWN)
     if kinds <= {ZERO, SUM}:
         return Fact(SUM if SUM in kinds else ZERO)
     if orders == {OWN}:  # the indices of a gather
