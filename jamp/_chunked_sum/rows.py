@@ -199,7 +199,9 @@ class _Rows(Forward[Fact]):
 
 def _chosen(which: Fact, x: Fact) -> Fact:
     """The result of a branch that a value chooses."""
-    if which.kind in (UNKNOWN, WRONG):
+    if UNKNOWN in (which.kind, x.kind):  # The other branch may raise an error, by a callback.
+        return Fact(UNKNOWN)
+    if which.kind == WRONG:
         return which
     return Fact(UNKNOWN) if x.kind == SUM else join(which, x) if x.kind in (ZERO, CONSTANT) else x
 

@@ -303,7 +303,8 @@ def _concatenate(step: Step) -> Fact:
     if kinds <= {ZERO, SUM}:
         return Fact(SUM if SUM in kinds else ZERO)
     if orders == {OWN}:  # the indices of a gather
-        return Fact(ROWS if ROWS in kinds else POSITION, OWN)
+        of_rows = {x.detail for x in step.facts if x.kind == ROWS} - {None}
+        return Fact(ROWS if ROWS in kinds else POSITION, next(iter(of_rows), OWN))
     return Fact(UNKNOWN) if kinds & {POSITION, RUNNING, SUM} else _per_row(step)
 
 
@@ -325,8 +326,8 @@ def _gather(step: Step) -> Fact:
     (x, index), shape, mapped = step.facts, step.shape(0), step.params["dimension_numbers"].start_index_map
     picked = [i for i in step.axes(0) if i in mapped and step.params["slice_sizes"][i] != shape[i]]
     if picked and x.kind in (ROWS, PAIRS):
-        if index.detail == OWN:
-            return Fact(ROWS) if x.kind == ROWS or len(step.out()) == 1 else x
+        if index.detail in (OWN, x.detail or OWN):
+            return Fact(ROWS, x.detail) if x.kind == ROWS or len(step.out()) == 1 else x
         return Fact(UNKNOWN) if index.kind in (ZERO, CONSTANT) or index.detail == SORTED else step.wrong(PAIRED)
     if index.kind in (ZERO, CONSTANT):
         return x if step.axes(1) else _piece(step)
@@ -354,6 +355,11 @@ def _update(step: Step) -> Fact:
     return Fact(UNKNOWN) if step.kinds & {POSITION, RUNNING, SUM} else _per_row(step)
 
 
+def _is_number(step: Step) -> Fact:
+    """Whether a value is finite, or NaN. It is a guard, not a part of the result."""
+    return Fact(UNKNOWN) if SUM in step.kinds else _per_row(step)
+
+
 def encoded(step: Step) -> Fact:
     """A product in 8 bit. It is that of the operands also if their scale is a maximum over rows."""
     x, *others = step.facts
@@ -362,8 +368,8 @@ def encoded(step: Step) -> Fact:
 
 
 def unknown(step: Step) -> Fact:
-    is_fixed = step.kinds <= {ZERO, CONSTANT} and not any(map(step.out, range(len(step.eqn.outvars))))
-    return FIXED if is_fixed else Fact(UNKNOWN)
+    follows = "callback" in ir.name(step.eqn) or any(map(step.out, range(len(step.eqn.outvars))))
+    return FIXED if step.kinds <= {ZERO, CONSTANT} and not follows else Fact(UNKNOWN)
 
 
 Rule = Callable[[Step], Fact | list[Fact]]
@@ -402,8 +408,9 @@ RULES: dict[str, Rule] = {
     "gather": _gather,
     "integer_pow": _power,
     "iota": lambda step: Fact(POSITION, OWN) if step.params["dimension"] in step.out() else FIXED,
-    "is_finite": lambda step: Fact(UNKNOWN) if SUM in step.kinds else _per_row(step),
+    "is_finite": _is_number,
     "lt": _less,
+    "ne": lambda step: _is_number(step) if step.eqn.invars[0] is step.eqn.invars[1] else _per_row(step),  # isnan
     "mul": lambda step: multiply(step, *step.facts),
     "pad": _pad,
     "reshape": _reshape,
