@@ -301,7 +301,8 @@ def divided(params, x, y):
 @sums(*ROW)
 def linear_in_sums(w, x, y):
     second_moment = (x @ w).T @ x
-    return 2 * jnp.sum(second_moment * w.T) / 7 - jnp.sum(x), second_moment
+    solved = jnp.linalg.solve(w @ w.T + jnp.eye(WIDTH), x.sum(0))
+    return 2 * jnp.sum(second_moment * w.T) / 7 - jnp.sum(solved), second_moment
 
 
 @sums(*ROW)

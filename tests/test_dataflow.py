@@ -118,3 +118,10 @@ def test_any_fact_that_can_be_joined_is_followed():
     closed = jax.make_jaxpr(fun)(1, 2)
     assert analysis.read(analysis(closed, [3, 2]), closed.jaxpr.outvars) == [4, 7, 9, None]
     assert analysis.read(analysis(closed, [None, 8]), closed.jaxpr.outvars) == [None, 8, 9, None]
+
+
+def test_a_rule_may_have_a_fact_for_each_result():
+    """A sort moves one operand to each result."""
+    each = Forward(lambda eqn, operands: operands if ir.name(eqn) == "sort" else max(operands), max, lambda value: 0)
+    closed = jax.make_jaxpr(lambda x, y: lax.sort((x, jnp.cos(y), x + y), num_keys=1))(X, X)
+    assert each.read(each(closed, [1, 2]), closed.jaxpr.outvars) == [1, 2, 2]
