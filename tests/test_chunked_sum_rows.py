@@ -426,7 +426,7 @@ def test_what_cannot_be_traced_with_more_rows_or_then_has_other_operations_is_no
 
 # Functions whose rows interact.
 
-REDUCED, PAIRED_ROWS, NONLINEAR = "reduces rows by", "combines a row with other rows", "which is not linear"
+REDUCED, PAIRED_ROWS, NONLINEAR = "reduces rows by", "combines a row with other rows", "is not linear in a sum"
 AVERAGE = f"divides by their number, as jnp.mean does.*by {CHUNK} in a chunk of {CHUNK}.*divide outside"
 POSITION, TERM, CARRY = "the place of a row", "depends on no row, once for each chunk.*outside", "from row to row"
 

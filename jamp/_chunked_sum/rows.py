@@ -21,32 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jamp._chunked_sum.rules import (
-    ANY,
-    AVERAGE,
-    CARRIED,
-    CONSTANT,
-    EACH,
-    FIXED,
-    MOVED,
-    OWN,
-    PAIRS,
-    POSITION,
-    ROWS,
-    RULES,
-    RUNNING,
-    SOME,
-    SUM,
-    TERM,
-    UNKNOWN,
-    WRONG,
-    ZERO,
-    Fact,
-    Step,
-    following,
-    join,
-    unknown,
-)
+from jamp._chunked_sum import rules
+from jamp._chunked_sum.rules import CONSTANT, PAIRS, POSITION, ROWS, RUNNING, SUM, UNKNOWN, WRONG, ZERO, Fact, Step
 from jamp._jaxprs import build, constructs, ir
 from jamp._jaxprs.dataflow import Forward
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
@@ -66,16 +42,16 @@ def check(closed: ClosedJaxpr, fewer: ClosedJaxpr, are_rows: Sequence[bool], siz
       size: How many rows there are in a chunk, for the message.
     """
     inputs = zip(closed.jaxpr.invars, fewer.jaxpr.invars, strict=True)
-    rows = next(ir.avals([v])[0].shape[i] for v, w in inputs for i in following(v, w))
+    rows = next(ir.avals([v])[0].shape[i] for v, w in inputs for i in rules.following(v, w))
     analysis = _Rows(rows)
     if not analysis.pair(closed, fewer):
         return
-    given, outputs = [Fact(ROWS) if x else FIXED for x in are_rows], closed.jaxpr.outvars
+    given, outputs = [Fact(ROWS) if x else rules.FIXED for x in are_rows], closed.jaxpr.outvars
     for v, x in zip(outputs, analysis.read(analysis(closed, given), outputs), strict=True):
         if x.kind == WRONG:
             why, line = x.detail[0], _line(closed, analysis, given, x)
         elif (x.kind == CONSTANT and x.detail != 1) or (x.kind in (ROWS, SUM) and x.detail):
-            why = TERM if x.kind == CONSTANT else SOME
+            why = rules.TERM if x.kind == CONSTANT else rules.SOME
             line = next((user_line(e) for e in closed.jaxpr.eqns if v in e.outvars), None)
         else:
             continue
@@ -85,9 +61,9 @@ def check(closed: ClosedJaxpr, fewer: ClosedJaxpr, are_rows: Sequence[bool], siz
 
 def _cure(why: str, size: int) -> str:
     call = "jamp.chunked_sum(loss_sum, n)(params, x, y)"
-    if why == AVERAGE:
+    if why == rules.AVERAGE:
         return f": by {size} in a chunk of {size}. Return the sum and divide outside: {call} / len(x)."
-    if why == TERM:
+    if why == rules.TERM:
         return f". Add it outside: {call} + term."
     return ". Return sums over rows, more of them as aux, and compute outside what needs all rows."
 
@@ -112,7 +88,7 @@ class _Rows(Forward[Fact]):
     """The facts about the values of a trace, from it and another one with fewer rows."""
 
     def __init__(self, rows: int):
-        super().__init__(self._of_results, join, lambda x: self._numbers.get(id(x), FIXED))
+        super().__init__(self._of_results, rules.join, lambda x: self._numbers.get(id(x), rules.FIXED))
         self._rows = rows
         self._numbers: dict[int, Fact] = {}  # of literals and constants
         self._others: dict[int, list[JaxprEqn]] = {}
@@ -141,26 +117,26 @@ class _Rows(Forward[Fact]):
         for v, w in zip(ones, twos, strict=False):
             if ir.is_literal(v) and ir.is_literal(w):
                 fact = _number(v.val, w.val)
-                self._numbers[id(v)] = join(fact, self._numbers.get(id(v), fact))
+                self._numbers[id(v)] = rules.join(fact, self._numbers.get(id(v), fact))
 
     def read(self, facts: dict[Any, Fact], atoms: Sequence[Any]) -> list[Fact]:
-        return [self._numbers.get(id(v), FIXED) if ir.is_literal(v) else facts[v] for v in atoms]
+        return [self._numbers.get(id(v), rules.FIXED) if ir.is_literal(v) else facts[v] for v in atoms]
 
     def _step(self, eqn: JaxprEqn, facts: list[Fact]) -> Step:
         others = self._others[id(eqn)]
         if len(others) > 1:  # One jit is called with rows, and with something else of the same size.
             atoms = lambda e: [*e.invars, *e.outvars]
-            axes = lambda other: sum(len(following(*pair)) for pair in zip(atoms(eqn), atoms(other), strict=True))
+            axes = lambda other: sum(len(rules.following(*pair)) for pair in zip(atoms(eqn), atoms(other), strict=True))
             others = sorted(others, key=axes, reverse=any(x.kind in (POSITION, ROWS, PAIRS) for x in facts))
         return Step(eqn, others[0], facts, self._rows)
 
     def _of_results(self, eqn: JaxprEqn, facts: list[Fact]) -> list[Fact]:
         """The facts about the results of an equation that is not a construct."""
-        step, rule = self._step(eqn, facts), RULES.get(ir.name(eqn), unknown)
+        step, rule = self._step(eqn, facts), rules.RULES.get(ir.name(eqn), rules.unknown)
         found: Fact | list[Fact] | None = None
-        if rule not in EACH:
+        if rule not in rules.EACH:
             found = next((x for x in facts if x.kind == WRONG), None)
-            found = Fact(UNKNOWN) if not found and UNKNOWN in step.kinds and rule not in ANY else found
+            found = Fact(UNKNOWN) if not found and UNKNOWN in step.kinds and rule not in rules.ANY else found
         found = found or rule(step)
         results = found if isinstance(found, list) else [found] * len(eqn.outvars)
         return [Fact(PAIRS) if x.kind == ROWS and len(step.out(i)) > 1 else x for i, x in enumerate(results)]
@@ -168,7 +144,7 @@ class _Rows(Forward[Fact]):
     def _around(self, eqn: JaxprEqn, operands: list[Fact]) -> list[Fact]:
         if not self._scans_rows(eqn, operands):
             return super()._around(eqn, operands)
-        carry, wrong = constructs.carry(eqn), self._step(eqn, operands).wrong(CARRIED)
+        carry, wrong = constructs.carry(eqn), self._step(eqn, operands).wrong(rules.CARRIED)
         start = [Fact(RUNNING) if operands[i].kind in (ZERO, SUM) else operands[i] for i in carry]
         known = super()._around(eqn, build.replaced(operands, carry, start))
         end = [wrong if known[i].kind in (ROWS, PAIRS) else known[i] for i in carry]
@@ -190,7 +166,7 @@ class _Rows(Forward[Fact]):
             return results
         carry = len(constructs.carry(eqn))
         if self._scans_rows(eqn, operands):
-            wrong = self._step(eqn, operands).wrong(CARRIED)
+            wrong = self._step(eqn, operands).wrong(rules.CARRIED)
             end = [Fact(SUM) if i < carry else wrong for i, _ in enumerate(results)]
             return [y if x.kind == RUNNING else x for x, y in zip(results, end, strict=True)]
         # It may read rows by their numbers.
@@ -203,20 +179,20 @@ def _chosen(which: Fact, x: Fact) -> Fact:
         return Fact(UNKNOWN)
     if which.kind == WRONG:
         return which
-    return Fact(UNKNOWN) if x.kind == SUM else join(which, x) if x.kind in (ZERO, CONSTANT) else x
+    return Fact(UNKNOWN) if x.kind == SUM else rules.join(which, x) if x.kind in (ZERO, CONSTANT) else x
 
 
 def _number(x: Any, y: Any) -> Fact:
     """The fact about a constant that is `x`, and `y` with fewer rows."""
     if isinstance(x, jax.core.Tracer) or not isinstance(getattr(x, "dtype", np.dtype(float)), np.dtype):
-        return FIXED  # A key of a random stream has another dtype.
+        return rules.FIXED  # A key of a random stream has another dtype.
     if np.shape(x) == np.shape(y) and (np.size(x) != 1 or not getattr(x, "is_fully_addressable", True)):
-        return FIXED
+        return rules.FIXED
     values = [np.unique(np.asarray(v).astype(np.complex128)) for v in (x, y)]
     if any(len(v) != 1 for v in values):
-        return Fact(POSITION, OWN if np.array_equal(x, np.arange(np.size(x))) else MOVED)
+        return Fact(POSITION, rules.OWN if np.array_equal(x, np.arange(np.size(x))) else rules.MOVED)
     m, n = (v.item() for v in values)
     if m == n or (m != m and n != n):
-        return FIXED if m else Fact(ZERO)
+        return rules.FIXED if m else Fact(ZERO)
     power = math.log(abs(m / n), FACTOR) if m and n and math.isfinite(abs(m / n)) else 0.5
     return Fact(CONSTANT, round(power) if abs(power - round(power)) < 0.02 else None)
