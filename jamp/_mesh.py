@@ -40,7 +40,22 @@ def count_shards(x: Array, axis: int) -> int:
     mesh = get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
     if mesh.empty:
         return _SHARDS_WITHOUT_A_MESH
-    names = sharding.spec[axis] if len(sharding.spec) >= -axis else None
-    named = () if names is None else (names,) if isinstance(names, str) else tuple(names)
-    auto = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
-    return math.prod(mesh.shape[name] for name in {*auto, *named})
+    auto = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    return math.prod(mesh.shape[name] for name in {*auto, *_names(x, axis)})
+
+
+def count_named_shards(x: Array, axis: int) -> int:
+    """Return the number of shards of an axis over the mesh axes that its type names, which are Explicit."""
+    return math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in _names(x, axis))
+
+
+def whole_along_last_axis(x: Array) -> Array:
+    """Reshard an array on Explicit axes so that each device has all of the last axis."""
+    sharding = jax.typeof(x).sharding
+    return reshard(x, sharding.update(spec=sharding.spec.update(partitions=(*sharding.spec[:-1], None))))
+
+
+def _names(x: Array, axis: int) -> tuple[str, ...]:
+    spec = jax.typeof(x).sharding.spec
+    names = spec[axis] if len(spec) >= -axis else None
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)

@@ -24,6 +24,7 @@ The block size is a power of two, so that the number of blocks tells it and ever
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ from jax import Array, lax
 
 from jamp._mesh import count_shards
 from jamp._optimizer_state.rounding import RandomBits, Words
+from jamp._mesh import count_named_shards, count_shards, whole_along_last_axis
 
 _U32 = np.uint32
 _INF, _SMALLEST_NORMAL, _SIGN = _U32(0x7F800000), _U32(0x00800000), _U32(0x80000000)
@@ -159,6 +161,11 @@ def _scales(x: Array, block_size: int, never_negative: bool) -> Array:
     # Floats that are not negative have the order of their bits, with inf and NaN at the end: XLA:CPU's
     # maximum of floats drops NaN in some shapes.
     bits = _bits(x if never_negative else jnp.abs(x))
+    if (shards := count_named_shards(x, -1)) > 1 and n // shards % size:
+        # Explicit axes cut blocks. Each device takes the largest number of its parts of a block, and all get them.
+        part = math.gcd(size, n // shards)
+        bits = _largest(bits.reshape(*x.shape[:-1], n // part, part))
+        bits, n, size = whole_along_last_axis(bits), n // part, size // part
     if missing := -n % size:
         bits = jnp.pad(bits, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
     rows = _rows(bits, size)
