@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jamp._optimizer_state.rounding import next_count, random_bits, random_words
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 _Scales = dict[str, list[Array]]  # of the arrays of each leaf
+_Stored = dict[tuple[Any, ...], bool]  # the paths of arrays with codes, and whether they are never negative
 
 
 class _Choices(NamedTuple):
@@ -133,7 +134,9 @@ def quantized_state(
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
         # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once.
         updates, new = step(state)
-        _, scales = _encode_moments(new, count, choices, is_computed=True)
+        # An array stays what it is in the state: in a shard_map, its shape here may not be that of `init`.
+        stored = _stored(state.inner_state)
+        _, scales = _encode_moments(new, count, choices, stored)
         if scales:
             # One barrier for the arrays of a leaf, or XLA:GPU makes kernels of a part of each pass. Not one for all
             # leaves, which XLA:TPU would then read from its main memory in each pass.
@@ -141,7 +144,7 @@ def quantized_state(
             barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
             separate = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
             updates, new = step(jax.tree.map(separate, state, is_leaf=_is_codes))
-        inner_state, _ = _encode_moments(new, count, choices, scales, is_computed=True)
+        inner_state, _ = _encode_moments(new, count, choices, stored, scales)
         inner_state = jax.tree.map(_keep_placeholders, inner_state, state.inner_state, is_leaf=_is_codes)
         return _in_kernels_of_codes(updates, inner_state), QuantizedState(count, inner_state)
 
@@ -205,22 +208,27 @@ def dequantize_state(state: QuantizedState) -> Any:
 
 
 def _encode_moments(
-    state: Any, count: Array, choices: _Choices, scales: _Scales | None = None, *, is_computed: bool = False
+    state: Any, count: Array, choices: _Choices, stored: _Stored | None = None, scales: _Scales | None = None
 ) -> tuple[Any, _Scales]:
     """Encode the moments of the inner optimizer after `count` steps. Return its state with codes, and their scales.
 
-    `scales` are the scales of the same state, if they are known. `is_computed` says that the optimizer computed it just
-    now.
+    `stored` are the arrays with codes in the state from which the optimizer computed this one just now, and `scales`
+    the scales of this one, if they are known.
     """
     words, new_scales = random_words(_SEED, count), _Scales()
 
-    def encode_array(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes:
+    def choose(path: Any, x: Any, is_square: bool | None) -> bool | None:
         if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
-            return BlockCodes(x, _make_placeholder(x))
-        is_given = is_square is None or not is_computed
+            return None
         if is_square is None and choices.never_negative is not None:
             is_square = choices.never_negative(path, x)
-        if is_square is None or (choices.keep is not None and choices.keep(path, x)):
+        is_kept = is_square is not None and choices.keep is not None and choices.keep(path, x)
+        return None if is_kept else is_square
+
+    def encode_array(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes:
+        is_given = is_square is None or stored is None
+        is_square = choose(path, x, is_square) if stored is None else stored.get(path)
+        if is_square is None or not is_float32(x):
             return BlockCodes(x, _make_placeholder(x))
         if is_square and is_given:  # Optax computes no -0, which has the bits of a negative number.
             x = jnp.where(x <= 0, 0, x)
@@ -249,12 +257,22 @@ def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
     XLA:TPU computes both in one kernel only if one needs the other. Apart, they read and decode the state twice.
     """
     codes: dict[str, list[Array]] = {}
-    for _, moment in find_nodes(inner_state, _is_codes):
+    for _, path, x in _codes(inner_state):
+        codes.setdefault(keystr(path), []).append(x)
+    return tree_map_with_path(lambda path, u: in_one_kernel_on_tpu(u, codes.get(keystr(path), ())), updates)
+
+
+def _stored(inner_state: Any) -> _Stored:
+    return {(*start, *path): x.dtype == jnp.uint8 for start, path, x in _codes(inner_state)}
+
+
+def _codes(inner_state: Any) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], Array]]:
+    """Yield the path of each moment in the state, and in it the path and the codes of each array that has some."""
+    for start, moment in find_nodes(inner_state, _is_codes):
         arrays = jax.tree.leaves_with_path(moment.codes)
         for (path, x), scales in zip(arrays, jax.tree.leaves(moment.scales), strict=True):
             if _is_scales(scales):
-                codes.setdefault(keystr(path), []).append(x)
-    return tree_map_with_path(lambda path, u: in_one_kernel_on_tpu(u, codes.get(keystr(path), ())), updates)
+                yield start, path, x
 
 
 def _decode_moments(state: QuantizedState, block_size: int | None) -> Any:
