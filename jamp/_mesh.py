@@ -49,6 +49,11 @@ def count_named_shards(x: Array, axis: int) -> int:
     return math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in _names(x, axis))
 
 
+def lies_like(x: Array, other: Array) -> bool:
+    """Whether the types of two arrays name the same mesh axes."""
+    return jax.typeof(x).sharding == jax.typeof(other).sharding
+
+
 def whole_along_last_axis(x: Array) -> Array:
     """Reshard an array on Explicit axes so that each device has all of the last axis."""
     sharding = jax.typeof(x).sharding

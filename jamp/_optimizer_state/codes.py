@@ -161,9 +161,8 @@ def _scales(x: Array, block_size: int, never_negative: bool) -> Array:
     # Floats that are not negative have the order of their bits, with inf and NaN at the end: XLA:CPU's
     # maximum of floats drops NaN in some shapes.
     bits = _bits(x if never_negative else jnp.abs(x))
-    if (shards := count_named_shards(x, -1)) > 1 and n // shards % size:
-        # Explicit axes cut blocks. Each device takes the largest number of its parts of a block, and all get them.
-        part = math.gcd(size, n // shards)
+    if _are_cut(x, n, size):  # Each device takes the largest numbers of its parts of blocks, and all get them.
+        part = math.gcd(size, n // count_named_shards(x, -1))
         bits = _largest(bits.reshape(*x.shape[:-1], n // part, part))
         bits, n, size = whole_along_last_axis(bits), n // part, size // part
     if missing := -n % size:
@@ -222,10 +221,18 @@ def _block_size(n: int, count: int) -> int:
 
 def _spread(scales: Array, n: int, size: int) -> Array:
     """Repeat the values of blocks for each of the `n` elements of the last axis."""
+    if _are_cut(scales, n, size):
+        scales = whole_along_last_axis(scales)
     rows, count = _rows(scales, size), scales.shape[-1]
     whole = jnp.broadcast_to(jnp.expand_dims(scales.reshape(*rows, count), -1), (*rows, count, size))
     whole = whole.reshape(*rows, count * size).reshape(*scales.shape[:-1], count * size)
     return whole if whole.shape[-1] == n else whole[..., :n]
+
+
+def _are_cut(x: Array, n: int, size: int) -> bool:
+    """Whether the shards of the last axis, on Explicit axes, cut blocks of `n` elements: its elements or its scales."""
+    shards = count_named_shards(x, -1)
+    return shards > 1 and n % (shards * size) > 0
 
 
 def _rows(x: Array, size: int) -> tuple[int, ...]:

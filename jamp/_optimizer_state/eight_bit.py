@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.sharding import reshard
 from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import is_float32, is_floating
@@ -21,6 +22,7 @@ from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
+from jamp._mesh import lies_like
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 _Scales = dict[str, list[Array]]  # of the arrays of each leaf
@@ -145,7 +147,7 @@ def quantized_state(
             separate = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
             updates, new = step(jax.tree.map(separate, state, is_leaf=_is_codes))
         inner_state, _ = _encode_moments(new, count, choices, stored, scales)
-        inner_state = jax.tree.map(_keep_placeholders, inner_state, state.inner_state, is_leaf=_is_codes)
+        inner_state = jax.tree.map(_with_scales_like, inner_state, state.inner_state, is_leaf=_is_codes)
         return _in_kernels_of_codes(updates, inner_state), QuantizedState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -322,11 +324,20 @@ def _make_placeholder(x: Any) -> Array:
     return jnp.zeros(shape if math.prod(shape) < _MIN_SIZE else (*shape[:-1], 1), jnp.bool_)
 
 
-def _keep_placeholders(new: Any, old: Any) -> Any:
-    """Return new codes with the placeholders of an old state. A new constant would lie on every device."""
+def _with_scales_like(new: Any, old: Any) -> Any:
+    """Return new codes with the placeholders of an old state, and scales where those of the old state are.
+
+    A new constant would lie on every device. On Explicit axes a `scan` demands that a state keeps its types.
+    """
     if not _is_codes(new):
         return new
-    return new._replace(scales=jax.tree.map(lambda x, own: x if _is_scales(x) else own, new.scales, old.scales))
+
+    def scales(x: Array, own: Array, codes: Array, own_codes: Array) -> Array:
+        if not _is_scales(x):
+            return own
+        return reshard(x, jax.typeof(own).sharding) if lies_like(codes, own_codes) and not lies_like(x, own) else x
+
+    return new._replace(scales=jax.tree.map(scales, new.scales, old.scales, new.codes, old.codes))
 
 
 def _holds_scales(x: Any) -> bool:
