@@ -88,8 +88,15 @@ EXACT = (
         "reduce_max reduce_min reduce_or reduce_precision reduce_sum scatter-add sign square sub xor"
     )
 )
-# The result is the first operand, a part or a rearrangement of it. A parameter keeps its path through them.
-REARRANGES = (MOVES | COPIES | IDENTITIES) - _names("concatenate gather select_n")
+# The result is the first operand, a part or a rearrangement of it, perhaps on other devices. A parameter keeps its path
+# through them.
+REARRANGES = (
+    MOVES
+    | COPIES
+    | GATHERS
+    | IDENTITIES
+    | _names("all_to_all collective_permute mesh_cast name ppermute reshard sharding_constraint")
+) - _names("concatenate gather select_n")
 
 
 # jamp's own primitives that stand for no product, as a user knows them.

@@ -125,5 +125,6 @@ def _probe(values: Sequence[Any], seed: int) -> list[Any]:
     """Return random signs, divided by the norm of all values. The inner product with an error has its relative size."""
     size = math.sqrt(sum(float(jnp.sum(jnp.square(x))) for x in values if is_floating(x))) or math.inf
     keys = jax.random.split(jax.random.key(seed), max(1, len(values)))
-    sign = lambda key, x: jax.random.rademacher(key, x.shape, x.dtype) / size
+    # Cotangents lie as the values do: on Explicit axes this is part of their type.
+    sign = lambda key, x: jax.device_put(jax.random.rademacher(key, x.shape, x.dtype) / size, x.sharding)
     return [sign(key, x) if is_floating(x) else None for key, x in zip(keys, values, strict=False)]
