@@ -81,8 +81,9 @@ def quantized_state(
 
     Args:
       inner: The optimizer.
-      block_size: The number of elements along the last axis that share a scale, a power of two. Where that
-        axis is sharded, make its shards multiples of it, so that no block is cut. On Explicit axes JAX demands it.
+      block_size: The number of elements along the last axis that share a scale, a power of two. Where that axis is
+        sharded, make its shards multiples of it. If shards cut blocks, devices communicate in each step to find the
+        scales, and inside `shard_map` each shard has blocks of its own.
       keep: A function of the path in the inner state and the array. An array for which it returns True stays as it is.
       never_negative: For states that jamp does not know: a function of the path and the array, for each float32 array
         that is in none of Optax's moments. True and False store it in eight bits. True is for an array that is never

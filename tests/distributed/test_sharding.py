@@ -419,6 +419,72 @@ def like_params(tx, params, sharding, replicated):
     return optax.tree.map_params(tx, fit, state, sharding, transform_non_params=lambda _: replicated)
 
 
+# The shape of an array, its sharding, and the block size: shards shorter than a block, with blocks across them, of a
+# size that has no factor in common with it, with a short last block, over two axes, and with as many scales as shards.
+CUT = [
+    ((256, 64), P(None, "data"), 128),
+    ((256, 64), P("model", "data"), 64),
+    ((16, 1024), P("model", "data"), 512),
+    ((200, 200), P(None, ("data", "model")), 32),
+    ((4096,), P("data"), 2048),
+    ((8, 8, 8, 40), P(None, "model", None, "data"), 32),
+    ((64, 720), P("model", "data"), 32),
+    ((8, 1016), P(None, "data"), 32),
+]
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.promotes("optax")
+@pytest.mark.parametrize(("shape", "spec", "block_size"), CUT)
+def test_blocks_that_explicit_axes_cut_have_the_codes_of_one_device(shape, spec, block_size):
+    """Of a state that is made in the program, placed as docs/distributed.md has it, or converted."""
+    tx, plain = jamp.quantized_state(optax.sgd(0.5, momentum=0.5), block_size=block_size), normal(*shape)
+    mesh = place(AxisType.Explicit, "fsdp and tensor")[0]
+    moments = lambda run: jax.device_get(run[1].inner_state[0].trace)
+
+    def steps(params, state):
+        step = lambda carry, _: (tx.update(carry[0], carry[1], carry[0]), None)
+        return jax.lax.scan(step, (params, state), length=3)[0]
+
+    def converted(state):
+        return jamp.interop.quantize_state(jamp.interop.dequantize_state(state), block_size)
+
+    alone = jax.jit(lambda x: steps(x, tx.init(x)))(plain)
+    again = jax.jit(converted)(alone[1])
+    with jax.set_mesh(mesh):
+        params = jax.device_put(plain, NamedSharding(mesh, spec))
+        inside = jax.jit(lambda x: steps(x, tx.init(x)))(params)
+        shardings = like_params(tx, params, params.sharding, NamedSharding(mesh, P()))
+        placed = jax.jit(tx.init, out_shardings=shardings)(params)
+        follows = jax.jit(steps)(params, placed)
+        assert jax.tree.map(jax.typeof, follows[1]) == jax.tree.map(jax.typeof, placed)
+        assert_equal(jax.device_get(jax.jit(converted)(follows[1])), jax.device_get(again))
+    assert moments(alone).codes.dtype == jnp.int8
+    assert_equal(moments(inside), moments(alone))
+    assert_equal(moments(follows), moments(alone))
+
+
+@pytest.mark.promotes("optax")
+@slow_but(AxisType.Auto)
+def test_an_array_stays_in_8_bits_in_a_shard_map_where_it_is_small_and_whole_outside_where_it_is_large(kind):
+    """What `init` saw decides, and not the shape in `update`."""
+    tx, mesh = jamp.quantized_state(optax.sgd(0.5, momentum=0.5), block_size=32), place(kind, "fsdp and tensor")[0]
+    spec, types = P("data", "model"), lambda state: jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(normal(64, 128), NamedSharding(mesh, spec))
+        specs = lambda state: jax.tree.map(lambda x: spec if x.ndim else P(), state)
+        outside = jax.jit(tx.init)(w)
+        in_map = {"in_specs": (spec, specs(outside)), "out_specs": (spec, specs(outside))}
+        inside = jax.jit(jax.shard_map(tx.init, in_specs=spec, out_specs=in_map["in_specs"][1]))(w)
+        for state, dtype in ((outside, jnp.int8), (inside, jnp.float32)):
+            assert state.inner_state[0].trace.codes.dtype == dtype
+            found = jax.jit(jax.shard_map(tx.update, **in_map))(w, state)
+            assert types(found[1]) == types(state)
+            last = jax.jit(tx.update)(w, found[1])
+            assert types(last[1]) == types(state)
+            np.testing.assert_allclose(last[0], -0.75 * w, rtol=0.02, atol=1e-3)
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.promotes("optax")
 @pytest.mark.parametrize(
