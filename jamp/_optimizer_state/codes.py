@@ -32,9 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jamp._mesh import count_shards
-from jamp._optimizer_state.rounding import RandomBits, Words
 from jamp._mesh import count_named_shards, count_shards, whole_along_last_axis
+from jamp._optimizer_state.rounding import RandomBits, Words
 
 _U32 = np.uint32
 _INF, _SMALLEST_NORMAL, _SIGN = _U32(0x7F800000), _U32(0x00800000), _U32(0x80000000)

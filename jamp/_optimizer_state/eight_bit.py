@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.sharding import reshard
 from jax.tree_util import keystr, tree_map_with_path
 
 from jamp._cast import is_float32, is_floating
@@ -22,7 +21,7 @@ from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
-from jamp._mesh import lies_like
+from jamp._mesh import keep_sharding
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 _Scales = dict[str, list[Array]]  # of the arrays of each leaf
@@ -266,6 +265,7 @@ def _in_kernels_of_codes(updates: Any, inner_state: Any) -> Any:
 
 
 def _stored(inner_state: Any) -> _Stored:
+    """Return which arrays of a state have codes."""
     return {(*start, *path): x.dtype == jnp.uint8 for start, path, x in _codes(inner_state)}
 
 
@@ -334,9 +334,7 @@ def _with_scales_like(new: Any, old: Any) -> Any:
         return new
 
     def scales(x: Array, own: Array, codes: Array, own_codes: Array) -> Array:
-        if not _is_scales(x):
-            return own
-        return reshard(x, jax.typeof(own).sharding) if lies_like(codes, own_codes) and not lies_like(x, own) else x
+        return keep_sharding(x, own, of=(codes, own_codes)) if _is_scales(x) else own
 
     return new._replace(scales=jax.tree.map(scales, new.scales, old.scales, new.codes, old.codes))
 
