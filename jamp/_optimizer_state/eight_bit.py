@@ -16,12 +16,12 @@ from jamp._compiler_hints import in_one_kernel_on_tpu
 from jamp._jaxprs.source import users_stacklevel
 from jamp._leaves import contains, find_nodes
 from jamp._loss_scale.scaler_state import check_holds_no_scaler, check_kind, check_optimizer
+from jamp._mesh import keep_sharding
 from jamp._numbers import as_number
 from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
-from jamp._mesh import keep_sharding
 
 Choice = Callable[[Any, Any], bool | None]  # of the path and the array
 _Scales = dict[str, list[Array]]  # of the arrays of each leaf
