@@ -26,7 +26,7 @@ from jamp._autocast import facts
 from jamp._autocast.custom_rules import CastConstruct, Rewritten, enter, is_entered
 from jamp._autocast.decisions import Decision, Decisions
 from jamp._autocast.facts import Constant, Input, Output
-from jamp._autocast.qualify import feeds, is_after_product, is_candidate, why_not
+from jamp._autocast.qualify import feeds, is_after_product, is_candidate, sums_few_terms, why_not
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, ROUNDED_AGAIN, WIDEST, YOURS
 from jamp._autocast.target import Target
 from jamp._cast import is_floating, is_inexact
@@ -109,8 +109,8 @@ class _Body:
         self._consumed = every.consumed(closed, [x.is_consumed for x in outputs])
         self._computed = every.computed(closed, [x.is_computed for x in inputs])
         self._constants = every.constants(closed, [x.constant for x in inputs])
+        self._after_product = every.after_product(closed, [x.follows_product for x in inputs])
         if every.format:
-            self._after_product = every.after_product(closed, [x.follows_product for x in inputs])
             self._feeding = every.feeding(closed, [x.feeds_product for x in outputs])
             self._of_tangents = every.of_tangents(closed, [x.follows_tangent for x in inputs])
         self._read_wide = every.read_wide(closed, [x.is_read_wide for x in outputs]) if every.target.raised else set()
@@ -158,7 +158,9 @@ class _Body:
             # Of arithmetic, only a rule for all operations of a scope asks.
             is_asked = is_product or self._target.parts
             is_out_of_range = bool(is_asked) and any(map(self._is_out_of_range, eqn.invars))
-            key = self._target.rule_key(eqn, self._path, is_gradient, is_out_of_range)
+            follow_products = self._pass.after_product.read(self._after_product, eqn.invars[:2])
+            sums_few = is_product and sums_few_terms(eqn, follow_products)
+            key = self._target.rule_key(eqn, self._path, is_gradient, is_out_of_range, sums_few)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as the update of a scatter, runs only at the dtypes it was traced with.
             is_narrow = self._runs_narrow(eqn, category) and not constructs.has_body(eqn)
@@ -388,13 +390,14 @@ class _Body:
 
         `is_stored` says which operands are stored in another dtype. From the `first` result on, results may be.
         """
-        constant, computed = (
+        known = (
             self._pass.constants.into(eqn, self._constants),
             self._pass.computed.into(eqn, self._computed),
+            self._pass.after_product.into(eqn, self._after_product),
         )
         inputs = [
             list(map(Input, (is_stored[i] for i in places), *facts))
-            for places, *facts in zip(constructs.operands_of_bodies(eqn), constant, computed, strict=True)
+            for places, *facts in zip(constructs.operands_of_bodies(eqn), *known, strict=True)
         ]
         outputs = [list(map(Output, flags)) for flags in self._pass.consumed.into(eqn, self._consumed)]
         if self._target.raised:
@@ -403,12 +406,11 @@ class _Body:
                 for columns in zip(outputs, self._pass.read_wide.into(eqn, self._read_wide), strict=True)
             ]
         if self._pass.format:
-            after = self._pass.after_product.into(eqn, self._after_product)
             tangent = self._pass.of_tangents.into(eqn, self._of_tangents)
             feeding = self._pass.feeding.into(eqn, self._feeding)
             inputs = [
-                [x._replace(follows_product=y, follows_tangent=z) for x, y, z in zip(*columns, strict=True)]
-                for columns in zip(inputs, after, tangent, strict=True)
+                [x._replace(follows_tangent=y) for x, y in zip(*columns, strict=True)]
+                for columns in zip(inputs, tangent, strict=True)
             ]
             outputs = [
                 [x._replace(feeds_product=y) for x, y in zip(*columns, strict=True)]

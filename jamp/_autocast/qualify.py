@@ -1,19 +1,38 @@
-"""Which products qualify for 8 bit, by the source of their operands and the readers of their results.
+"""Which products qualify for 16 and 8 bit, by the source of their operands and the readers of their results.
 
-Attention does not, because products compute both operands. The head does not, because no product follows. Neither does
-what must be differentiated or transposed once more.
+A product that sums few terms stays float32. For 8 bit, attention does not qualify, because products compute both
+operands, nor does the head, because no product follows, nor what must be differentiated or transposed once more.
 """
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._autocast.rules import COMPUTE, RULES
+from jamp._autocast.rules import COMPUTE, FEW_TERMS, RULES
 from jamp._jaxprs import ir
 from jamp._jaxprs.dataflow import Flags
 from jamp._jaxprs.ir import JaxprEqn
 from jamp._jaxprs.walk import holds_product
 from jamp._products.formats import Format
 from jamp._products.matrix_product import as_matrix_product
+
+
+def sums_few_terms(eqn: JaxprEqn, follow_products: Flags) -> bool:
+    """Whether a product sums at most `FEW_TERMS` terms and gains no time in 16 bit, because memory bounds it.
+
+    The scores of narrow heads are larger than the queries and keys, which products computed: in float32, attention with
+    heads of 8 would move 1.5 times the bytes (compiled for an H200). Convolutions count if they are matrix products:
+    a depthwise one of width 4 would move 1.6 times the bytes.
+    """
+    if ir.name(eqn) not in ("dot_general", "conv_general_dilated"):
+        return False
+    terms = ir.summed_terms(eqn)
+    if not isinstance(terms, int) or terms > FEW_TERMS or as_matrix_product(eqn) is None:
+        return False
+    known = lambda aval: math.prod(n for n in aval.shape if isinstance(n, int))
+    largest = max(map(known, ir.avals(eqn.invars)))
+    return not (all(follow_products) and known(ir.avals(eqn.outvars)[0]) > largest)
 
 
 def is_candidate(eqn: JaxprEqn, category: str, is_narrow: bool) -> bool:

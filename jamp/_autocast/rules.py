@@ -36,7 +36,9 @@ class Rule(NamedTuple):
 
 YOURS = "a rule of yours"
 ROUNDED_AGAIN = "a rule of yours, and its float32 result is rounded to"  # of a product that is raised in vain
-LINALG, VECTOR = "linalg", "vector"  # products in linear algebra, and of two vectors
+# Products in linear algebra, of two vectors, and with sums of at most `FEW_TERMS` terms.
+LINALG, VECTOR, FEW = "linalg", "vector", "few"
+FEW_TERMS = 8
 
 
 def _table(wide: str, low: str, products: str) -> dict[str, Rule]:
@@ -46,7 +48,7 @@ def _table(wide: str, low: str, products: str) -> dict[str, Rule]:
         ACCUMULATE, "the gradient of a weight is a sum over all examples, and is kept as it was accumulated"
     )
     precise = Rule(wide, "its precision (HIGHEST, or an algorithm) was asked for in the code")
-    outer = f"an outer product, which sums over one term, such as positions times frequencies, needs {wide}"
+    few = f"it sums at most {FEW_TERMS} terms, as products of coordinates or positions do, and {low} would gain no time"
     out_of_range = Rule(wide, "an operand is a constant beyond the range of the compute dtype")
     move = Rule(WIDEST, f"moves data: a value stored in {low} stays in {low}")
     copy = Rule(wide, f"may copy an element many times: its transpose is a sum, which is {wide}")
@@ -58,7 +60,7 @@ def _table(wide: str, low: str, products: str) -> dict[str, Rule]:
         **dict.fromkeys((f"{name}[range]" for name in sorted(PRODUCTS)), out_of_range),
         # Not of convolutions: a GPU has none from 16 bit to float32, so XLA would cast the operands to float32.
         **dict.fromkeys((f"{name}[{GRADIENT}]" for name in ("dot_general", "ragged_dot_general")), gradient),
-        "dot_general[outer]": Rule(wide, outer),
+        **dict.fromkeys((f"{name}[{FEW}]" for name in ("dot_general", "conv_general_dilated")), Rule(wide, few)),
         f"dot_general[{VECTOR}]": Rule(wide, f"a product of two vectors is a sum, and sums stay {wide}"),
         **dict.fromkeys(sorted(MOVES | TRANSFERS), move),
         **dict.fromkeys(sorted(COPIES | GATHERS), copy),

@@ -14,6 +14,7 @@ from jamp._autocast.rules import (
     ACCUMULATE,
     ANY,
     COMPUTE,
+    FEW,
     FLOAT32,
     GRADIENT,
     LINALG,
@@ -117,11 +118,12 @@ class Target:
         scope: str,
         is_gradient: bool = False,
         is_out_of_range: bool = False,
+        sums_few: bool = False,
     ) -> str:
         """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets.
 
         `is_gradient` says that it is the gradient of a weight, `is_out_of_range` that an operand is a constant beyond
-        the range of 16 bit.
+        the range of 16 bit, `sums_few` that it sums few terms.
         """
         name, case = ir.name(eqn), GRADIENT if is_gradient else None
         for key in self.parts:
@@ -134,14 +136,14 @@ class Target:
             return name
         if not self._is_usual(ir.precisions(eqn)):
             case = "precision"
-        elif name == "dot_general" and ir.summed_terms(eqn) == 1:
-            case = "outer"
         elif is_out_of_range:
             case = "range"
         elif is_of_float64 and is_linear_algebra(eqn):
             case = LINALG
         elif ir.is_vector_product(eqn):
             case = VECTOR
+        elif sums_few and not is_gradient:
+            case = FEW
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
 
     def _is_usual(self, precisions: tuple[Any, ...]) -> bool:
