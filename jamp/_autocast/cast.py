@@ -26,7 +26,15 @@ from jamp._autocast import facts
 from jamp._autocast.custom_rules import CastConstruct, Rewritten, enter, is_entered
 from jamp._autocast.decisions import Decision, Decisions
 from jamp._autocast.facts import Constant, Input, Output
-from jamp._autocast.qualify import feeds, is_after_product, is_candidate, sums_few_terms, why_not
+from jamp._autocast.qualify import (
+    expands_products,
+    feeds,
+    is_after_long_sum,
+    is_after_product,
+    is_candidate,
+    sums_few_terms,
+    why_not,
+)
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, ROUNDED_AGAIN, WIDEST, YOURS
 from jamp._autocast.target import Target
 from jamp._cast import is_floating, is_inexact
@@ -79,6 +87,7 @@ class _Caster:
         fills = functools.partial(facts.fills, target.is_wide)
         self.read_wide = dataflow.Backward(functools.partial(facts.reads_wide, target.raised))
         self.constants = dataflow.Forward(fills, facts.join_constants, as_constant)
+        self.after_long_sum = dataflow.spreads(is_after_long_sum)
         self.after_product, self.feeding = dataflow.spreads(is_after_product), dataflow.Backward(feeds)
         self.of_tangents = dataflow.spreads(lambda eqn, operands: any(operands))
         self._cache: Cache[Rewritten] = Cache()
@@ -109,8 +118,9 @@ class _Body:
         self._consumed = every.consumed(closed, [x.is_consumed for x in outputs])
         self._computed = every.computed(closed, [x.is_computed for x in inputs])
         self._constants = every.constants(closed, [x.constant for x in inputs])
-        self._after_product = every.after_product(closed, [x.follows_product for x in inputs])
+        self._after_long_sum = every.after_long_sum(closed, [x.follows_long_sum for x in inputs])
         if every.format:
+            self._after_product = every.after_product(closed, [x.follows_product for x in inputs])
             self._feeding = every.feeding(closed, [x.feeds_product for x in outputs])
             self._of_tangents = every.of_tangents(closed, [x.follows_tangent for x in inputs])
         self._read_wide = every.read_wide(closed, [x.is_read_wide for x in outputs]) if every.target.raised else set()
@@ -137,13 +147,14 @@ class _Body:
         results = [
             self._stored[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, narrow, strict=True)
         ]
+        follow = self._pass.after_long_sum.read(self._after_long_sum, jaxpr.outvars)
         if not self._changed:
             for eqn, decision in self._decided:
                 self._pass.decisions.add(eqn, decision)
-            return Rewritten(self._traced, narrow, self._traced.out_avals, False)
+            return Rewritten(self._traced, narrow, self._traced.out_avals, False, follow)
         constants = dict(zip(jaxpr.constvars, self._traced.consts, strict=True))
         closed = build.closed_jaxpr(constants, self._inputs, results, self._eqns)
-        return Rewritten(closed, narrow, self._traced.out_avals, True)
+        return Rewritten(closed, narrow, self._traced.out_avals, True, follow)
 
     def _add(self, eqn: JaxprEqn) -> None:
         name, rules = ir.name(eqn), self._target.rules
@@ -158,9 +169,8 @@ class _Body:
             # Of arithmetic, only a rule for all operations of a scope asks.
             is_asked = is_product or self._target.parts
             is_out_of_range = bool(is_asked) and any(map(self._is_out_of_range, eqn.invars))
-            follow_products = self._pass.after_product.read(self._after_product, eqn.invars[:2])
-            sums_few = is_product and sums_few_terms(eqn, follow_products)
-            key = self._target.rule_key(eqn, self._path, is_gradient, is_out_of_range, sums_few)
+            is_few = is_product and sums_few_terms(eqn) and not self._expands_products(eqn)
+            key = self._target.rule_key(eqn, self._path, is_gradient, is_out_of_range, is_few)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as the update of a scatter, runs only at the dtypes it was traced with.
             is_narrow = self._runs_narrow(eqn, category) and not constructs.has_body(eqn)
@@ -172,6 +182,11 @@ class _Body:
                 self._multiply(eqn, key, category, is_narrow)
             else:
                 self._copy(eqn, key, category, is_narrow)
+
+    def _expands_products(self, eqn: JaxprEqn) -> bool:
+        follow = self._pass.after_long_sum.read(self._after_long_sum, eqn.invars)
+        are_stored = [self._is_stored(v) and not self._is_raised(v) for v in eqn.invars]
+        return expands_products(eqn, follow, are_stored)
 
     def _runs_narrow(self, eqn: JaxprEqn, category: str) -> bool:
         """Whether an equation of a category reads and writes its float32 values in 16 bit."""
@@ -393,7 +408,7 @@ class _Body:
         known = (
             self._pass.constants.into(eqn, self._constants),
             self._pass.computed.into(eqn, self._computed),
-            self._pass.after_product.into(eqn, self._after_product),
+            self._pass.after_long_sum.into(eqn, self._after_long_sum),
         )
         inputs = [
             list(map(Input, (is_stored[i] for i in places), *facts))
@@ -406,11 +421,12 @@ class _Body:
                 for columns in zip(outputs, self._pass.read_wide.into(eqn, self._read_wide), strict=True)
             ]
         if self._pass.format:
+            after = self._pass.after_product.into(eqn, self._after_product)
             tangent = self._pass.of_tangents.into(eqn, self._of_tangents)
             feeding = self._pass.feeding.into(eqn, self._feeding)
             inputs = [
-                [x._replace(follows_tangent=y) for x, y in zip(*columns, strict=True)]
-                for columns in zip(inputs, tangent, strict=True)
+                [x._replace(follows_product=y, follows_tangent=z) for x, y, z in zip(*columns, strict=True)]
+                for columns in zip(inputs, after, tangent, strict=True)
             ]
             outputs = [
                 [x._replace(feeds_product=y) for x, y in zip(*columns, strict=True)]

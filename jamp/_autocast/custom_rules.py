@@ -29,10 +29,19 @@ class Rewritten:
       closed: The jaxpr, or the traced one if nothing in it changes.
       narrow: Which of its outputs are 16 bit in place of float32, or by a rule float32 in place of 16 bit.
       changed: Whether anything changes.
+      follow_long_sums: Which of its outputs depend on a product that sums more than a few terms.
     """
 
-    def __init__(self, closed: ClosedJaxpr, narrow: Sequence[bool], types: Sequence[Any], changed: bool):
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        narrow: Sequence[bool],
+        types: Sequence[Any],
+        changed: bool,
+        follow_long_sums: Sequence[bool],
+    ):
         self.closed, self.narrow, self.changed, self._types = closed, tuple(narrow), changed, types
+        self.follow_long_sums = follow_long_sums
         self._done: dict[tuple[bool, ...], ClosedJaxpr] = {self.narrow: closed}
 
     def at(self, narrow: Sequence[bool]) -> ClosedJaxpr:
@@ -95,8 +104,10 @@ class CastConstruct(NamedTuple):
         *,
         residuals_from: int | None = None,
         in_backward_rule: bool = False,
-    ) -> list[Any]:
+    ) -> tuple[list[Any], Sequence[bool]]:
         """Trace a derivative rule, `fun` at `avals`, run the passes on it, and evaluate it on `args`.
+
+        Returns the results, and which of them depend on a product that sums more than a few terms.
 
         `inputs` say what is known of the arguments, but for whether they are 16 bit. `outputs` say what is known of the
         first results. All results have the traced dtypes, but residuals, from some result on, are 16 bit where that is
@@ -111,7 +122,7 @@ class CastConstruct(NamedTuple):
         wanted = [x._replace(keeps_narrow=y) for x, y in zip(known_outputs, stored, strict=True)]
         rewritten = self.rewrite(closed, given, wanted, in_backward_rule)
         narrow = [x and y for x, y in zip(rewritten.narrow, stored, strict=True)]
-        return interpret.call(self.rest(rewritten.at(narrow)), args)
+        return interpret.call(self.rest(rewritten.at(narrow)), args), rewritten.follow_long_sums
 
 
 def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
@@ -163,7 +174,8 @@ def _custom_jvp(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
 
         types, values = [*inputs, *(inputs[i] for i in perturbed)], [*primals, *(tangents[i] for i in perturbed)]
         of_tangents = [call.inputs[0][i]._replace(follows_tangent=True) for i in perturbed]
-        results = call.replay(original, types, values, inputs=[*call.inputs[0], *of_tangents], outputs=call.outputs[0])
+        known = [*call.inputs[0], *of_tangents]
+        results, _ = call.replay(original, types, values, inputs=known, outputs=call.outputs[0])
         derivatives = build.replaced(list(map(_no_tangent, outputs)), floating, results[len(outputs) :])
         return results[: len(outputs)], derivatives
 
@@ -194,11 +206,12 @@ def _custom_vjp(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
             return [*results, *residuals]
 
         known = call.inputs[0], call.outputs[0]
-        values = call.replay(original, inputs, xs, *known, residuals_from=len(outputs))
+        n = len(outputs)
+        values, follow = call.replay(original, inputs, xs, *known, residuals_from=n)
         # The static values reach the backward rule in the function of a Partial.
         dtypes = [jax.typeof(xs[i]).dtype for i in perturbed]
-        rest = functools.partial(_pull_back, call, perturbed, dtypes, *traced)
-        return values[: len(outputs)], Partial(rest, *values[len(outputs) :])
+        rest = functools.partial(_pull_back, call, perturbed, dtypes, *traced, follow[n:])
+        return values[:n], Partial(rest, *values[n:])
 
     fun.defvjp(forward, lambda rest, cotangents: rest(cotangents=cotangents), symbolic_zeros=asks)
     result: list[Any] = fun(*args)
@@ -211,6 +224,7 @@ def _pull_back(
     dtypes: Sequence[Any],
     structure: Any,
     types: Sequence[Any],
+    follow_long_sums: Sequence[bool],
     *residuals: Any,
     cotangents: Sequence[Any],
 ) -> tuple[Any, ...]:
@@ -223,12 +237,13 @@ def _pull_back(
         return pull_back(build.replaced(list(map(_no_tangent, outputs)), floating, values[len(residuals) :]))
 
     dense = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
-    values = [*residuals, *(dense(cotangents[i]) for i in floating)]
-    found = call.replay(
+    # A score that both rules compute has the same dtype in both.
+    known = [Input(follows_long_sum=x) for x in (*follow_long_sums, *[True] * len(floating))]
+    found, _ = call.replay(
         original,
         [*types, *(outputs[i] for i in floating)],
-        values,
-        inputs=[Input()] * len(values),
+        [*residuals, *(dense(cotangents[i]) for i in floating)],
+        inputs=known,
         in_backward_rule=True,
     )
     cotangents = [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
@@ -249,8 +264,9 @@ def _linear_call(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
             return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
 
         types = [*inputs[:n], *ir.avals(call.eqn.outvars)]
-        known = [Input()] * n + [Input(follows_tangent=True)] * len(cotangents)
-        found = call.replay(original, types, [*residuals, *cotangents], inputs=known)
+        known = [Input(follows_long_sum=x.follows_long_sum) for x in call.inputs[0][:n]]
+        known += [Input(follows_long_sum=True, follows_tangent=True)] * len(cotangents)
+        found, _ = call.replay(original, types, [*residuals, *cotangents], inputs=known)
         return [x.astype(jax.typeof(y).dtype) for x, y in zip(found, args[n:], strict=True)]
 
     fun = lambda residuals, operands: call.run([*residuals, *operands])

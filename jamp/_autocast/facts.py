@@ -45,13 +45,15 @@ class Input(NamedTuple):
       is_stored: Whether it is stored in another dtype than it was traced in: in 16 bit, or by a rule in float32.
       constant: The constant that it is, or None.
       is_computed: Whether it is computed, and not an argument of the function, perhaps moved.
-      follows_product: Whether it depends on a product.
-      follows_tangent: Whether it depends on a tangent or cotangent. It is found for 8-bit formats only.
+      follows_long_sum: Whether it depends on a product that sums more than a few terms.
+      follows_product: Whether it depends on a product. This and the next are found for 8-bit formats only.
+      follows_tangent: Whether it depends on a tangent or cotangent.
     """
 
     is_stored: bool = False
     constant: Constant | None = None
     is_computed: bool = True
+    follows_long_sum: bool = False
     follows_product: bool = False
     follows_tangent: bool = False
 

@@ -9,7 +9,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._autocast.rules import COMPUTE, FEW_TERMS, RULES
+from jamp._autocast.rules import AXES_OF_A_POINT, COMPUTE, FEW_TERMS, RULES
 from jamp._jaxprs import ir
 from jamp._jaxprs.dataflow import Flags
 from jamp._jaxprs.ir import JaxprEqn
@@ -18,21 +18,34 @@ from jamp._products.formats import Format
 from jamp._products.matrix_product import as_matrix_product
 
 
-def sums_few_terms(eqn: JaxprEqn, follow_products: Flags) -> bool:
-    """Whether a product sums at most `FEW_TERMS` terms and gains no time in 16 bit, because memory bounds it.
+def sums_few_terms(eqn: JaxprEqn) -> bool:
+    """Whether a product sums at most `FEW_TERMS` terms. Memory bounds its time, so 16 bit would gain none.
 
-    The scores of narrow heads are larger than the queries and keys, which products computed: in float32, attention with
-    heads of 8 would move 1.5 times the bytes (compiled for an H200). Convolutions count if they are matrix products:
-    a depthwise one of width 4 would move 1.6 times the bytes.
+    Convolutions count if they are matrix products. A depthwise one of width 4 would move 1.6 times the bytes in float32
+    (compiled for an H200).
     """
     if ir.name(eqn) not in ("dot_general", "conv_general_dilated"):
         return False
     terms = ir.summed_terms(eqn)
-    if not isinstance(terms, int) or terms > FEW_TERMS or as_matrix_product(eqn) is None:
-        return False
+    return isinstance(terms, int) and terms <= FEW_TERMS and as_matrix_product(eqn) is not None
+
+
+def expands_products(eqn: JaxprEqn, follow_long_sums: Flags, are_stored: Flags) -> bool:
+    """Whether a product of few terms is larger than both operands, and these are computed and wider than points.
+
+    Either both follow products that sum many terms, as queries and keys do, or one is the 16-bit result of a product,
+    as in LoRA. In float32, attention with heads of 8 would move 1.5 times the bytes, and layers with LoRA of rank 8
+    1.2 times (compiled for an H200).
+    """
     known = lambda aval: math.prod(n for n in aval.shape if isinstance(n, int))
-    largest = max(map(known, ir.avals(eqn.invars)))
-    return not (all(follow_products) and known(ir.avals(eqn.outvars)[0]) > largest)
+    is_larger = known(ir.avals(eqn.outvars)[0]) > max(map(known, ir.avals(eqn.invars)))
+    is_computed = all(follow_long_sums) or any(are_stored)
+    return is_larger and is_computed and ir.summed_terms(eqn) > AXES_OF_A_POINT
+
+
+def is_after_long_sum(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation depend on a product that sums more than a few terms. Forward."""
+    return any(operands) or (holds_product(eqn) and not sums_few_terms(eqn))
 
 
 def is_candidate(eqn: JaxprEqn, category: str, is_narrow: bool) -> bool:

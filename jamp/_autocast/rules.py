@@ -38,7 +38,7 @@ YOURS = "a rule of yours"
 ROUNDED_AGAIN = "a rule of yours, and its float32 result is rounded to"  # of a product that is raised in vain
 # Products in linear algebra, of two vectors, and with sums of at most `FEW_TERMS` terms.
 LINALG, VECTOR, FEW = "linalg", "vector", "few"
-FEW_TERMS = 8
+FEW_TERMS, AXES_OF_A_POINT = 8, 3
 
 
 def _table(wide: str, low: str, products: str) -> dict[str, Rule]:

@@ -118,12 +118,12 @@ class Target:
         scope: str,
         is_gradient: bool = False,
         is_out_of_range: bool = False,
-        sums_few: bool = False,
+        is_few: bool = False,
     ) -> str:
         """The key of the rule for an equation: the primitive's name, also with a special case or scope in brackets.
 
         `is_gradient` says that it is the gradient of a weight, `is_out_of_range` that an operand is a constant beyond
-        the range of 16 bit, `sums_few` that it sums few terms.
+        the range of 16 bit, `is_few` that it sums few terms.
         """
         name, case = ir.name(eqn), GRADIENT if is_gradient else None
         for key in self.parts:
@@ -142,7 +142,7 @@ class Target:
             case = LINALG
         elif ir.is_vector_product(eqn):
             case = VECTOR
-        elif sums_few and not is_gradient:
+        elif is_few and not is_gradient:
             case = FEW
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
 
