@@ -28,7 +28,7 @@ def test_every_way_to_write_a_product_has_16_bit_operands_and_results():
 
     found = [
         e
-        for e in equations(jax.make_jaxpr(jamp.autocast(fun, jnp.float16))(normal(4, 4)))
+        for e in equations(jax.make_jaxpr(jamp.autocast(fun, jnp.float16))(normal(16, 16)))
         if e.primitive.name in PRODUCTS
     ]
     assert [v.aval.dtype for e in found for v in (*e.invars, *e.outvars)] == [F16] * 3 * 7
@@ -81,14 +81,14 @@ OPERATIONS = {name: getattr(lax, name) for name in SAME_NAME.split()} | {
     "reduce_min": lambda x: x.min(0),
     "reduce_max reduce_sum reduce_prod": lambda x: (x.max(0), x.sum(0), x.prod(0)),
     "rev transpose reshape slice split": lambda x: jnp.split(x[::-1].T.reshape(-1)[4:], 2),
-    "concatenate pad": lambda x: jnp.pad(jnp.concatenate([x, jnp.zeros((4, 4))]), 1),
+    "concatenate pad": lambda x: jnp.pad(jnp.concatenate([x, jnp.zeros((16, 16))]), 1),
     "gather": lambda x: x[jnp.array([1, 0])],
-    "broadcast_in_dim": lambda x: jnp.broadcast_to(x, (2, 4, 4)),
+    "broadcast_in_dim": lambda x: jnp.broadcast_to(x, (2, 16, 16)),
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (jnp.int32(1), 0), (1, 1)),
     "clamp": lambda x: lax.clamp(0.0, x, 1.0),
-    "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, jnp.zeros((1, 4)), (jnp.int32(0), 0)),
+    "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, jnp.zeros((1, 16)), (jnp.int32(0), 0)),
     "max mul add sub": lambda x: (jnp.maximum(x, x * 0.5), x + x, x - 1),
-    "select_n": lambda x: jnp.where(np.eye(4, dtype=bool), x, -jnp.inf),
+    "select_n": lambda x: jnp.where(np.eye(16, dtype=bool), x, -jnp.inf),
     "integer_pow pow atan2 rem cholesky": lambda x: (x**3, x**0.3, lax.atan2(x, x), lax.rem(x, x), cholesky(x)),
     "scatter": lambda x: x.at[0].set(x[1]),
     "scatter-add": lambda x: x.at[0].add(x[1]),
@@ -100,7 +100,7 @@ OPERATIONS = {name: getattr(lax, name) for name in SAME_NAME.split()} | {
 def stored(fun, **kwargs):
     """The dtypes in which the results of a function of a product are stored, and the jaxpr that it becomes."""
     inner = jax.jit(lambda x: fun(x @ x))
-    low = jax.make_jaxpr(jamp.autocast(lambda x: inner(x), jnp.float16, **kwargs))(jnp.full((4, 4), 0.25))
+    low = jax.make_jaxpr(jamp.autocast(lambda x: inner(x), jnp.float16, **kwargs))(jnp.full((16, 16), 0.0625))
     [call] = [eqn for eqn in low.jaxpr.eqns if eqn.primitive.name == "jit"]
     return {v.aval.dtype for v in call.outvars}, low
 
@@ -164,19 +164,19 @@ def test_softmax_logsumexp_and_layer_norm_are_float32_throughout():
 # Numbers.
 
 
-MASK = np.eye(4, dtype=bool)
+MASK = np.eye(16, dtype=bool)
 
 
 @pytest.mark.parametrize(
     ("fun", "expected"),
     [
         (lambda h: h, F16),
-        (lambda h: h.reshape(2, 8).T, F16),
+        (lambda h: h.reshape(8, 32).T, F16),
         (lambda h: jnp.where(MASK, h, 0.0), F16),
         (lambda h: jnp.where(MASK, -jnp.inf, h.T), F16),
-        (lambda h: jnp.where(MASK, h, jnp.zeros((4, 4))), F16),
+        (lambda h: jnp.where(MASK, h, jnp.zeros((16, 16))), F16),
         (lambda h: jnp.where(MASK, h, 1e-8), F32),  # 16 bit do not hold it
-        (lambda h: jnp.where(MASK, h, jnp.arange(4.0)), F32),
+        (lambda h: jnp.where(MASK, h, jnp.arange(16.0)), F32),
         (lambda h: h * 2.0, F32),
         (lambda h: jnp.maximum(h, 0.0), F32),
         (lambda h: jnp.where(h > 0, h, 0.0), F32),  # Its cotangents come from one reader, but it has two.
@@ -196,13 +196,13 @@ def test_a_product_of_positions_and_frequencies_is_not_rounded():
 def test_a_product_whose_precision_was_asked_for_stays_float32():
     for precision in ("highest", lax.DotAlgorithmPreset.F32_F32_F32):
         fun = jamp.autocast(lambda x, precision=precision: jnp.matmul(x, x, precision=precision), jnp.float16)
-        assert products(fun, normal(4, 4)) == {F32}
+        assert products(fun, normal(16, 16)) == {F32}
         with jax.default_matmul_precision("bfloat16"):
-            assert products(fun, normal(4, 4)) == {F32}
+            assert products(fun, normal(16, 16)) == {F32}
     default = functools.partial(jnp.matmul, precision=lax.DotAlgorithmPreset.DEFAULT)  # states no precision
-    assert products(jamp.autocast(lambda x: default(x, x), jnp.float16), normal(4, 4)) == {F16}
+    assert products(jamp.autocast(lambda x: default(x, x), jnp.float16), normal(16, 16)) == {F16}
     with jax.default_matmul_precision("highest"):  # A default for the whole program asks for nothing.
-        assert products(jamp.autocast(lambda x: x @ x, jnp.float16), normal(4, 4)) == {F16}
+        assert products(jamp.autocast(lambda x: x @ x, jnp.float16), normal(16, 16)) == {F16}
 
 
 IN_RANGE = {
@@ -276,9 +276,9 @@ def test_a_function_in_which_there_is_nothing_to_cast_is_left_alone(dtype):
 
 
 def test_casts_of_a_parameter_are_merged_and_their_cotangents_are_added_in_float32():
-    fun, args = jamp.autocast(lambda w, x: x @ w + jnp.tanh(x) @ w, BF16), (normal(4, 4), normal(4, 4))
+    fun, args = jamp.autocast(lambda w, x: x @ w + jnp.tanh(x) @ w, BF16), (normal(16, 16), normal(16, 16))
     text = jax.jit(fun, compiler_options={"xla_disable_hlo_passes": "fusion"}).lower(*args).compile().as_text()
-    assert len(re.findall(r"= bf16\[4,4\]\S* convert\(", text)) == 3 + 2  # of w, x and tanh(x), and of both results
+    assert len(re.findall(r"= bf16\[16,16\]\S* convert\(", text)) == 3 + 2  # of w, x and tanh(x), and of both results
     sums = [
         e for e in equations(jax.make_jaxpr(jax.grad(lambda *a: fun(*a).sum()))(*args)) if "add_any" in str(e.primitive)
     ]
@@ -337,7 +337,7 @@ def test_python_arguments_are_not_traced_and_keywords_pass_through():
 )
 def test_autocast_comes_before_or_after_other_transformations(wrap, batched):
     fun = lambda w, x: jnp.tanh(x @ w) @ w
-    args = normal(4, 4, scale=0.5), normal(*((3, 2, 4) if batched else (2, 4)), seed=1)
+    args = normal(16, 16, scale=0.25), normal(*((3, 16, 16) if batched else (16, 16)), seed=1)
     both = wrap(jamp.autocast(fun, jnp.float16)), jamp.autocast(wrap(fun), jnp.float16)
     *mine, plain = jax.jit(lambda *args: [f(*args) for f in (*both, wrap(fun))])(*args)
     assert all(products(f, *args) == {F16} and distance(x, plain) < 2e-2 for f, x in zip(both, mine, strict=True))
@@ -358,7 +358,7 @@ def test_a_type_that_is_an_argument_reaches_the_function():
 
 
 def test_closed_over_parameters_are_cast_and_differentiated_under_a_loss_scale():
-    w, x = normal(4, 4), normal(8, 4, seed=1)
+    w, x = normal(16, 16), normal(32, 16, seed=1)
     loss = lambda w: jnp.mean((x @ w) ** 2)
     closed = lambda w: jamp.autocast(lambda y: jnp.mean((y @ w) ** 2), jnp.float16)(x)
     scaled = jamp.value_and_grad(closed, jamp.StaticLossScale(2.0**12).init())
@@ -420,7 +420,7 @@ def test_residuals_kept_for_the_backward_pass_shrink():
         return jnp.mean(x)
 
     count = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    args = [(jnp.ones((8, 8)), jnp.zeros(8))] * 4, jnp.ones((2048, 8))
+    args = [(jnp.ones((16, 16)), jnp.zeros(16))] * 4, jnp.ones((2048, 16))
     saved = lambda loss: count(jax.eval_shape(lambda *a: jax.vjp(loss, *a)[1], *args)) - count(args)
     assert saved(jamp.autocast(loss, jnp.float16)) < 0.7 * saved(loss)
 
@@ -521,7 +521,7 @@ def test_what_is_broadcast_is_computed_again():
 
 
 def test_rules_are_changed_by_name_and_cover_the_special_cases_of_a_primitive():
-    fun, args = lambda b, x: jnp.exp(jnp.tanh(x @ x + b)), (jnp.zeros(4), normal(4, 4))
+    fun, args = lambda b, x: jnp.exp(jnp.tanh(x @ x + b)), (jnp.zeros(16), normal(16, 16))
     found = lambda name, rules=None: dtypes(jamp.autocast(fun, jnp.float16, rules=rules), *args, names=(name,))
     assert found("dot_general") == found("exp", {"exp": "compute"}) == {F16}
     assert found("exp") == found("tanh") == found("dot_general", {"dot_general": "float32"}) == {F32}

@@ -26,7 +26,7 @@ from jamp._products.lower import lower
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 MESH = Mesh(np.array(jax.devices()[:1]), ("i",))
-W, X, SQUARE = normal(4, 4, scale=0.5), normal(3, 4, seed=1), normal(4, 4)
+W, X, SQUARE = normal(16, 16, scale=0.25), normal(12, 16, seed=1), normal(16, 16, scale=0.5)
 
 
 def found(name, fun, *args):
@@ -77,7 +77,7 @@ ENTERED = LOOPS | {
     "nesting": by_nesting,
     "platform_dependent": lambda w, x: lax.platform_dependent(w, x, cpu=step, default=lambda w, x: 2 * step(w, x)),
     "linear_call": lambda w, x: linear_call(lambda x, w: x @ w, lambda x, ct: x.T @ ct, lax.stop_gradient(x), w),
-    "ragged_dot": lambda w, x: lax.ragged_dot(x, jnp.stack([w, w]), jnp.int32([1, 2])),
+    "ragged_dot": lambda w, x: lax.ragged_dot(x, jnp.stack([w, w]), jnp.int32([4, 8])),
     "a loop whose end is batched": lambda w, x: jax.vmap(
         lambda n, x: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, step(w, c[1])), (jnp.int32(0), x))[1]
     )(jnp.arange(3), x),
@@ -114,9 +114,9 @@ def test_products_inside_control_flow_are_narrow_and_so_are_those_of_the_gradien
 
 def test_a_carry_adds_up_in_float32_and_what_a_scan_stacks_is_16_bit():
     fun = lambda x: lax.fori_loop(0, 3000, lambda i, total: total + (x @ x)[0, 0], jnp.float32(0))
-    assert jamp.autocast(fun, jnp.float16)(jnp.eye(4)) == 3000.0
+    assert jamp.autocast(fun, jnp.float16)(jnp.eye(16)) == 3000.0
     fun = lambda w, x: lax.scan(lambda c, y: (c, y @ w), 0, x)[1] @ w
-    (scan,) = found("scan", jamp.autocast(fun, jnp.float16), W, normal(5, 3, 4))
+    (scan,) = found("scan", jamp.autocast(fun, jnp.float16), W, normal(5, 3, 16))
     assert scan.outvars[-1].aval.dtype == F16
 
 
@@ -157,7 +157,7 @@ def test_autocast_inside_a_map_with_an_axis_name():
         return lax.pmean(x, "i") + lax.axis_index("i").astype(x.dtype)
 
     on_mesh = functools.partial(jax.shard_map, mesh=MESH, in_specs=P("i"), out_specs=P("i"))
-    for over, x in ((functools.partial(jax.vmap, axis_name="i"), normal(2, 3, 3)), (on_mesh, SQUARE)):
+    for over, x in ((functools.partial(jax.vmap, axis_name="i"), normal(2, 16, 16, scale=0.5)), (on_mesh, SQUARE)):
         assert products(over(jamp.autocast(body, jnp.float16)), x) == {F16}
         totals = [
             jax.value_and_grad(lambda x, f=over(f): jnp.sum(f(x))) for f in (jamp.autocast(body, jnp.float16), body)
@@ -261,7 +261,7 @@ def test_custom_rules_with_integer_operands_batching_and_second_derivatives():
     for fun in (scaled, cut):
         loss = lambda x, fun=fun: jnp.sum(jnp.tanh(fun(jnp.int32(2), x)))
         both = jax.jit(lambda xs, f=loss: (derivatives(jamp.autocast(f, jnp.float16), xs), derivatives(f, xs)))
-        for mine, plain in zip(*both(normal(2, 3, 3, scale=0.5)), strict=True):
+        for mine, plain in zip(*both(normal(2, 16, 16, scale=0.25)), strict=True):
             assert distance(mine, plain) < 3e-2
 
 
@@ -286,9 +286,9 @@ def test_callbacks_see_the_dtypes_of_the_function(capsys):
         jax.debug.print("sum {}", h.sum(), ordered=True)
         return jax.pure_callback(lambda h: h * 2, jax.ShapeDtypeStruct(h.shape, F32), h)
 
-    np.testing.assert_allclose(jax.jit(jamp.autocast(fun, jnp.float16))(jnp.eye(3)), 2 * np.eye(3))
+    np.testing.assert_allclose(jax.jit(jamp.autocast(fun, jnp.float16))(jnp.eye(16)), 2 * np.eye(16))
     jax.effects_barrier()
-    assert capsys.readouterr().out == "sum 3.0\n"
+    assert capsys.readouterr().out == "sum 16.0\n"
 
 
 def test_a_construct_without_what_jamp_reads_is_not_entered_and_reported(monkeypatch):
@@ -316,8 +316,8 @@ def test_a_parameter_that_a_later_release_invents_is_carried_through():
 
 def test_linear_algebra_and_a_ref_inside_a_function_are_float32():
     def fun(x):
-        ref = jax.new_ref(jnp.zeros((4, 4)))
-        ref[...] = jnp.linalg.solve(x @ x + 4 * jnp.eye(4), x)
+        ref = jax.new_ref(jnp.zeros((16, 16)))
+        ref[...] = jnp.linalg.solve(x @ x + 4 * jnp.eye(16), x)
         return ref[...] + 1
 
     assert distance(*jax.jit(lambda x: (jamp.autocast(fun, jnp.float16)(x), fun(x)))(SQUARE)) < 2e-2
@@ -332,7 +332,7 @@ def test_linear_algebra_and_a_ref_inside_a_function_are_float32():
 )
 def test_full_precision_is_a_region_that_autocast_does_not_touch(wrap):
     fun = lambda x: wrap(jamp.full_precision(lambda y: y @ y))(x @ x)
-    x = normal(3, 4, 4)
+    x = normal(3, 16, 16)
     operands = lambda f: [e.invars[0].aval.dtype for e in found("dot_general", f, x)]
     assert operands(jamp.autocast(fun, jnp.float16)) == [F16, F32]
     for grad in (
@@ -431,7 +431,7 @@ def test_layers_on_one_line_keep_the_metadata_of_each():
 @pytest.mark.parametrize("dtype", [BF16, F16, jamp.Float8(min_size=1), jamp.Int8(min_size=1)], ids=str)
 @pytest.mark.parametrize("operation", [jnp.matmul, jnp.multiply])
 def test_calls_of_one_jaxpr_have_their_own_constants(operation, dtype):
-    eye = jnp.eye(4)
+    eye = jnp.eye(16)
     constants = [eye, 2 * eye, 2.0**17 * eye]  # The last is beyond float16.
     body = jax.make_jaxpr(lambda x: operation(x, eye))(SQUARE).jaxpr
     calls = [jax.jit(jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(body, [c]))) for c in constants]

@@ -97,8 +97,8 @@ def test_no_product_is_computed_twice_and_none_is_cast_after_it():
 
 
 def test_float16_gradients_of_many_examples_do_not_overflow():
-    x, g = jnp.full((4096, 8), 8.0), 8.0
-    grad = lambda **options: jax.grad(jamp.autocast(lambda w: g * jnp.sum(x @ w), F16, **options))(jnp.ones((8, 8)))
+    x, g = jnp.full((4096, 16), 8.0), 8.0
+    grad = lambda **options: jax.grad(jamp.autocast(lambda w: g * jnp.sum(x @ w), F16, **options))(jnp.ones((16, 16)))
     assert jnp.isinf(grad(rules={"dot_general[gradient]": "compute"})).all()
     assert (grad() == 4096 * 64).all()
 
@@ -366,7 +366,7 @@ def test_without_metadata_the_products_that_jamp_transposes_are_the_same(dtype):
 
 
 def test_a_scope_may_have_the_name_of_a_special_case():
-    for name in ("range", "gradient", "vector", "outer", "precision"):
+    for name in ("range", "gradient", "vector", "few", "precision"):
         fun = jax.named_scope(name)(jnp.matmul)
         (row,) = jamp.autocast_report(fun, jnp.bfloat16, rules={f"*[{name}]": "compute"})(X, W).rows
         assert (row.category, row.after) == ("compute", "bfloat16, bfloat16 -> bfloat16")

@@ -22,8 +22,8 @@ def net(params, x):
 
 @pytest.mark.parametrize("planted", [6e4, 1e5])  # the product overflows, or the cast
 def test_an_overflow_in_one_of_12_layers_is_named_by_layer_and_parameter(planted):
-    params = {name: {"kernel": jnp.full((8, 8), planted if name == "h_7" else 1.0)} for name in LAYERS}
-    search = find_nonfinite(jamp.autocast(net, jnp.float16))(params, jnp.ones((2, 8)))
+    params = {name: {"kernel": jnp.full((16, 16), planted if name == "h_7" else 1.0)} for name in LAYERS}
+    search = find_nonfinite(jamp.autocast(net, jnp.float16))(params, jnp.ones((2, 16)))
     assert search.finding.primitive == ("dot_general" if planted == 6e4 else "convert_element_type")
     assert (search.finding.scope, search.finding.parameter) == ("h_7/attn", "params['h_7']['kernel']")
     assert "  layer   h_7/attn with params['h_7']['kernel']" in str(search).splitlines()

@@ -113,11 +113,11 @@ def test_the_prediction_is_near_to_the_measurement():
 
 def test_every_error_of_a_row_is_what_it_says():
     """One product of which only the weights are inexact: its own error is that of the weights and of its result."""
-    w, x = jnp.full((4, 4), 1 + 2.0**-9), jnp.eye(4)
+    w, x = jnp.full((16, 16), 1 + 2.0**-9), jnp.eye(16)
     (row,) = jamp.debug.rounding_report(lambda w, x: (x @ w,), jnp.bfloat16)(w, x).rows
     expected = 2.0**-9 / (1 + 2.0**-9)
     assert row.own_error == pytest.approx(expected, rel=1e-3)
-    assert row.value_error == pytest.approx(expected, rel=1e-3)  # 16 errors that depend on each other
+    assert row.value_error == pytest.approx(expected, rel=1e-3)  # 256 errors that depend on each other
     assert np.isnan(row.gradient_error)
 
 

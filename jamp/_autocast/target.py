@@ -142,7 +142,7 @@ class Target:
             case = LINALG
         elif ir.is_vector_product(eqn):
             case = VECTOR
-        elif is_few and not is_gradient:
+        elif is_few and not (is_gradient and ir.summed_terms(eqn) > 1):  # One term is no sum to accumulate.
             case = FEW
         return f"{name}[{case}]" if f"{name}[{case}]" in self.rules else name
 
