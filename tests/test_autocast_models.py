@@ -24,7 +24,8 @@ def dense(n, m):
     return {"w": glorot(n, m), "b": np.zeros(m, np.float32)}
 
 
-NORM = {"scale": np.ones(8, np.float32), "bias": np.zeros(8, np.float32)}
+def norm(n):
+    return {"scale": np.ones(n, np.float32), "bias": np.zeros(n, np.float32)}
 
 
 def linear(p, x):
@@ -44,11 +45,11 @@ def mlp():
         frame.update(params)
         return forward(x)
 
-    return apply, {"linear": dense(8, 16), "linear_1": dense(16, 16), "linear_2": dense(16, 4)}, glorot(8, 8)
+    return apply, {"linear": dense(12, 16), "linear_1": dense(16, 16), "linear_2": dense(16, 12)}, glorot(12, 12)
 
 
 def cnn_with_batch_norm():
-    params = {"c1": glorot(3, 3, 3, 8), "c2": glorot(3, 3, 8, 8), "norm": NORM, "head": glorot(8, 4)}
+    params = {"c1": glorot(3, 3, 3, 10), "c2": glorot(3, 3, 10, 10), "norm": norm(10), "head": glorot(10, 12)}
 
     def batch_norm(p, x):
         mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
@@ -72,15 +73,16 @@ def lstm():
             c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
 
-        zeros = jnp.zeros((xs.shape[1], 8))
+        zeros = jnp.zeros((xs.shape[1], 12))
         return lax.scan(step, (zeros, zeros), xs)[0][0] @ p["head"]
 
-    return apply, {"x": dense(4, 32), "h": glorot(8, 32), "head": glorot(8, 3)}, glorot(6, 2, 4)
+    return apply, {"x": dense(12, 48), "h": glorot(12, 48), "head": glorot(12, 12)}, glorot(6, 2, 12)
 
 
 def transformer(layers=1):
-    block = {"n1": NORM, "qkv": dense(8, 24), "out": dense(8, 8), "n2": NORM, "up": dense(8, 16), "down": dense(16, 8)}
-    params = {"embed": glorot(11, 8) * 4, "blocks": [block] * layers, "norm": NORM, "head": dense(8, 11)}
+    block = {"n1": norm(24), "qkv": dense(24, 72), "out": dense(24, 24)}
+    block |= {"n2": norm(24), "up": dense(24, 48), "down": dense(48, 24)}
+    params = {"embed": glorot(11, 24) * 4, "blocks": [block] * layers, "norm": norm(24), "head": dense(24, 11)}
 
     def layer_norm(p, x):
         return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
@@ -88,13 +90,13 @@ def transformer(layers=1):
     def apply(params, tokens):
         x = params["embed"][tokens]
         for p in params["blocks"]:
-            q, k, v = jnp.split(linear(p["qkv"], layer_norm(p["n1"], x)).reshape(*x.shape[:2], 6, 4), 3, 2)
+            q, k, v = jnp.split(linear(p["qkv"], layer_norm(p["n1"], x)).reshape(*x.shape[:2], 6, 12), 3, 2)
             a = jax.nn.dot_product_attention(q, k, v, is_causal=True)
             x = x + linear(p["out"], a.reshape(x.shape))
             x = x + linear(p["down"], jax.nn.gelu(linear(p["up"], layer_norm(p["n2"], x))))
         return linear(params["head"], layer_norm(params["norm"], x))
 
-    return apply, params, jnp.arange(16).reshape(2, 8) % 11
+    return apply, params, jnp.arange(24).reshape(2, 12) % 11
 
 
 @pytest.mark.parametrize("make", [mlp, cnn_with_batch_norm, lstm, transformer])
@@ -117,7 +119,7 @@ def test_a_model_agrees_with_float32_and_what_is_sensitive_in_it_is_float32(make
         assert grads < 4 * jnp.finfo(dtype).eps
 
 
-# Random compositions of the table's operations. Each takes and gives a 4 x 4 array.
+# Random compositions of the table's operations. Each takes and gives a 16 x 16 array.
 
 
 def running_sum(c, row):
@@ -167,7 +169,7 @@ def evaluate(fun, *args):
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(names=st.lists(st.sampled_from(sorted(ANY)), min_size=2, max_size=6), seed=st.integers(0, 3))
 def test_a_random_composition_is_no_worse_than_a_whole_model_cast(names, seed):
-    x, w = np.random.default_rng(seed).normal(size=(2, 4, 4)).astype(np.float32)
+    x, w = np.random.default_rng(seed).normal(size=(2, 16, 16)).astype(np.float32)
     fun = compose(names)
     with jax.enable_x64(True):
         exact = evaluate(fun, jnp.float64(x), jnp.float64(w))

@@ -12,10 +12,10 @@ import jamp
 
 pytestmark = pytest.mark.promotes("optax")
 
-PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+PARAMS = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}
 LOW, WIDE = jamp.cast_floating(PARAMS, "bfloat16"), {"w": jnp.ones((64, 128))}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
-X = jnp.ones((8, 4))
+X = jnp.ones((8, 16))
 ADAM, MOMENTUM = optax.adam(0.1), optax.sgd(0.1, momentum=0.9)
 TX, SCALER = jamp.loss_scaled(ADAM), jamp.GradScaler()
 STATE, PLAIN = TX.init(PARAMS), ADAM.init(PARAMS)
@@ -85,6 +85,10 @@ MISTAKES = {
     "a budget without recomputation": (lambda: autocast(BF16, recompute=False, memory_budget=0.5), "recompute=False"),
     "nothing to cast": (lambda: autocast(BF16)(LOW, X.astype(BF16)), "its operands are 16 bit already"),
     "Float8 on small products": (lambda: autocast(jamp.Float8())(PARAMS), "min_size=128"),
+    "Float8 on coordinates": (
+        lambda: jamp.autocast(jnp.matmul, jamp.Float8())(X[:, :3], jnp.eye(3)),
+        "it sums at most 8 terms, as products of coordinates",
+    ),
     "a wide carrier": (lambda: jamp.Float8(carrier="fp32"), "jamp.Float8(carrier=jnp.bfloat16)"),
     "a wrong granularity": (lambda: jamp.Float8(granularity="block"), "'tensor' or 'row'"),
     "a size of 0": (lambda: jamp.Int8(min_size=0), "at least 1"),

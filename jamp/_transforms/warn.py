@@ -6,7 +6,7 @@ import numpy as np
 
 from jamp._autocast.decisions import Entry, entries
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED
-from jamp._autocast.rules import GRADIENT, YOURS, rules_for
+from jamp._autocast.rules import FEW, GRADIENT, RULES, YOURS, rules_for
 from jamp._autocast.target import Target
 from jamp._cast import is_floating
 from jamp._jaxprs import constructs, ir, walk
@@ -19,6 +19,7 @@ from jamp._recompute.budget import MemoryBudget, warnings_of_budget
 from jamp._recompute.policies import warnings_of_policies
 from jamp._transforms.passes import Passes
 
+_FEW = {key for key in RULES if key.endswith(f"[{FEW}]")}
 _WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
 
 
@@ -115,6 +116,8 @@ def _unchanged(every: list[Entry], passes: Passes, budget: MemoryBudget) -> list
             "its operands are float64, and only float32 ones are cast. Cast them first, jamp.cast_floating(params, "
             "jnp.float32), or run products of float64 code in float32: jamp.autocast(fun, jnp.float32)"
         )
+    if not why and passes.format and largest.product and largest.product.key in _FEW:
+        why = passes.target.rules[largest.product.key].reason
     if not why:  # The code asked for float32, or for a 16-bit result.
         return []
     place = largest.source or largest.scope
