@@ -109,7 +109,7 @@ def autocast(
     Examples:
       >>> import jax, jax.numpy as jnp, jamp
       >>> loss = jamp.autocast(lambda w, x: jnp.mean((x @ w) ** 2), jnp.bfloat16)
-      >>> jax.grad(loss)(jnp.ones((2, 2)), jnp.ones((3, 2))).dtype
+      >>> jax.grad(loss)(jnp.ones((16, 16)), jnp.ones((3, 16))).dtype
       dtype('float32')
 
       As a decorator:
@@ -117,16 +117,16 @@ def autocast(
       >>> @jamp.autocast(jnp.bfloat16)
       ... def predict(w, x):
       ...     return x @ w
-      >>> predict(jnp.ones((2, 2)), jnp.ones((3, 2))).shape
-      (3, 2)
+      >>> predict(jnp.ones((16, 16)), jnp.ones((3, 16))).shape
+      (3, 16)
 
       In float64, with a network in float32 and a factorization that is not:
 
       >>> def fun(w, x):
       ...     h = jnp.tanh(x @ w)
-      ...     return jnp.linalg.slogdet(h.T @ h + jnp.eye(2))[1]
+      ...     return jnp.linalg.slogdet(h.T @ h + jnp.eye(16))[1]
       >>> with jax.enable_x64(True):
-      ...     w, x = jnp.full((2, 2), 0.1), jnp.ones((3, 2))
+      ...     w, x = jnp.full((16, 16), 0.1), jnp.ones((12, 16))
       ...     grads = jax.grad(jamp.autocast(fun, jnp.float32))(w, x)
       ...     error = float(abs(grads - jax.grad(fun)(w, x)).max())
       >>> grads.dtype, 0 < error < 1e-6
@@ -180,7 +180,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     Examples:
       >>> import jax.numpy as jnp, jamp
       >>> logits = jamp.full_precision(jnp.matmul)
-      >>> float(jamp.autocast(lambda x: logits(x, x), jnp.float16)(jnp.float32([[300.0]]))[0, 0])
+      >>> float(jamp.autocast(lambda x: logits(x, x), jnp.float16)(300 * jnp.eye(16))[0, 0])
       90000.0
     """
     check_function(fun, "jamp.full_precision({})")
