@@ -69,14 +69,15 @@ def autocast(
     rounded where the next product reads it. The backward pass keeps the 16-bit inputs of these cheap operations, and
     recomputes their float32 values. Values that are float64, complex, integer, or already 16 bit are left alone. It
     enters jit, scan, while, cond, remat, shard_map, and functions with custom derivatives. Code that it cannot enter
-    runs as it was traced. The [rules](../autocast.md#rules) are a table, and `autocast_report` shows the decisions.
+    runs as it was traced. Products that sum at most 8 terms stay in float32, because they often carry coordinates. The
+    [rules](../autocast.md#rules) are a table, and `autocast_report` shows the decisions.
 
     With `jnp.float32`, products of float64 operands get float32 operands and the precision HIGHEST, unless the code
     asks for a lower one. Gradients of weights are computed in float32 and added in float64. Products of two vectors,
-    products in JAX's linear algebra and its derivatives, and products for which the code asks for HIGHEST stay float64.
-    Products in a function that you pass to a solver do not. Values beyond the range of float32 become inf or 0 in a
-    product. Float32 operands are left alone, and without float64 the function is unchanged.
-    [Float64](../float64.md) says when it pays.
+    products that sum at most 8 terms, products in JAX's linear algebra and its derivatives, and products for which the
+    code asks for HIGHEST stay float64. Products in a function that you pass to a solver do not. Values beyond the range
+    of float32 become inf or 0 in a product. Float32 operands are left alone, and without float64 the function is
+    unchanged. [Float64](../float64.md) says when it pays.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments. The latter, and Python numbers, are not
