@@ -158,7 +158,7 @@ def test_softmax_logsumexp_and_layer_norm_are_float32_throughout():
         return jax.nn.softmax(h), jax.nn.logsumexp(h, -1), norm
 
     names = ("exp", "log", "sub", "reduce_sum", "reduce_max", "square", "rsqrt", "div", "mul")
-    assert dtypes(jamp.autocast(softmax_and_norm, jnp.float16), normal(4, 4), names=names) == {F32}
+    assert dtypes(jamp.autocast(softmax_and_norm, jnp.float16), normal(16, 16), names=names) == {F32}
 
 
 # Numbers.
@@ -206,12 +206,12 @@ def test_a_product_whose_precision_was_asked_for_stays_float32():
 
 
 IN_RANGE = {
-    "a square": (lambda x, y: (x @ y) * (x @ y), (300 * jnp.ones((4, 4)), jnp.eye(4))),
-    "what is added to a product": (lambda x, y: x @ x + y, (normal(4, 4), jnp.full((4, 4), 1e5))),
-    "an axis of length 1": (lambda x, y: (x @ x)[:, None] + y, (normal(4, 4), normal(1, 4))),
+    "a square": (lambda x, y: (x @ y) * (x @ y), (300 * jnp.ones((16, 16)), jnp.eye(16))),
+    "what is added to a product": (lambda x, y: x @ x + y, (normal(16, 16), jnp.full((16, 16), 1e5))),
+    "an axis of length 1": (lambda x, y: (x @ x)[:, None] + y, (normal(16, 16), normal(1, 16))),
     "scatters": (
-        lambda x, y: (x @ y).at[0].max(0.5).at[2].mul(2.0) + jax.ops.segment_max(x @ y, jnp.arange(4), 4),
-        (normal(4, 4), normal(4, 4)),
+        lambda x, y: (x @ y).at[0].max(0.5).at[2].mul(2.0) + jax.ops.segment_max(x @ y, jnp.arange(16), 16),
+        (normal(16, 16), normal(16, 16)),
     ),
 }
 
@@ -230,10 +230,10 @@ def test_what_stands_between_two_products_has_the_range_and_digits_of_float32(na
 
 
 def test_a_bias_keeps_its_digits_and_its_gradient_is_summed_in_float32():
-    x, w = jnp.ones((4096, 2)), jnp.ones((2, 2))
+    x, w = jnp.ones((4096, 16)), jnp.full((16, 16), 0.125)
     fun = jamp.autocast(lambda b, w, x: jnp.sum(jnp.tanh(x @ w + b)), jnp.float16)
-    assert dtypes(jax.grad(fun), jnp.zeros(2), w, x, names=("add", "tanh", "reduce_sum")) == {F32}
-    np.testing.assert_allclose(jax.grad(fun)(jnp.zeros(2), w, x), 4096 * (1 - np.tanh(2.0) ** 2), rtol=1e-5)
+    assert dtypes(jax.grad(fun), jnp.zeros(16), w, x, names=("add", "tanh", "reduce_sum")) == {F32}
+    np.testing.assert_allclose(jax.grad(fun)(jnp.zeros(16), w, x), 4096 * (1 - np.tanh(2.0) ** 2), rtol=1e-5)
 
 
 # What is left alone.
@@ -296,7 +296,7 @@ def test_outputs_have_the_structure_dtypes_and_weak_types_of_the_function():
         kept = {"x": x, "n": n, "constant": constant, "scalar": scale, "none": None, "weak": jnp.array(1.0) * 2}
         return kept | {"h": h, "again": h, "transposed": h.T, "pair": (h.astype(BF16), h > 0)}
 
-    args = normal(4, 4), jnp.int32(3)
+    args = normal(16, 16), jnp.int32(3)
     plain, mine = (jax.make_jaxpr(f, return_shape=True)(*args) for f in (fun, jamp.autocast(fun, jnp.float16)))
     assert jax.tree.structure(plain[1]) == jax.tree.structure(mine[1])
     assert [str(v.aval) for v in plain[0].jaxpr.outvars] == [str(v.aval) for v in mine[0].jaxpr.outvars]
@@ -309,7 +309,7 @@ def test_outputs_have_the_structure_dtypes_and_weak_types_of_the_function():
 def test_outside_jit_results_are_arrays_of_jax():
     constants = np.ones(2, np.float32), 1.0, 2, True
     for fun in (lambda x: (x @ x, jnp.zeros(()), *constants), lambda x: constants):
-        assert all(isinstance(x, jax.Array) for x in jamp.autocast(fun, jnp.float16)(normal(4, 4)))
+        assert all(isinstance(x, jax.Array) for x in jamp.autocast(fun, jnp.float16)(normal(16, 16)))
 
 
 def test_python_arguments_are_not_traced_and_keywords_pass_through():
@@ -318,7 +318,7 @@ def test_python_arguments_are_not_traced_and_keywords_pass_through():
         assert training is True
         return activation(x @ x) ** power
 
-    assert fun(jnp.ones((2, 2)), jnp.tanh, training=True, power=3).shape == (2, 2)
+    assert fun(jnp.ones((16, 16)), jnp.tanh, training=True, power=3).shape == (16, 16)
     assert fun.__name__ == "fun"
 
 
@@ -345,7 +345,7 @@ def test_autocast_comes_before_or_after_other_transformations(wrap, batched):
 
 def test_integers_and_flags_of_numpy_are_not_traced():
     fun = jamp.autocast(lambda x, flag, axis: (x @ x).sum(axis) if flag else x, jnp.float16)
-    assert fun(normal(4, 4), np.bool_(True), np.int64(1)).shape == (4,)
+    assert fun(normal(16, 16), np.bool_(True), np.int64(1)).shape == (16,)
 
 
 def test_a_type_that_is_an_argument_reaches_the_function():
@@ -371,7 +371,7 @@ def layers(w, b, x):
     return lax.scan(lambda c, _: (c @ w, None), x, None, length=2)[0]
 
 
-LAYERS = normal(4, 4), jnp.ones(4), normal(4, 4)
+LAYERS = normal(16, 16, scale=0.5), jnp.ones(16), normal(16, 16, scale=0.5)
 
 
 def test_jax_checks_pass_on_every_value():
@@ -398,17 +398,17 @@ def test_arrays_that_are_sharded_in_their_types_keep_their_sharding():
 
 
 def test_shapes_may_be_symbolic():
-    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 4"), F32)
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 16"), F32)
     exported = jax.export.export(jax.jit(jamp.autocast(layers, jnp.float16)))(*LAYERS[:2], rows)
-    assert exported.call(*LAYERS[:2], normal(3, 4)).shape == (3, 4)
+    assert exported.call(*LAYERS[:2], normal(3, 16)).shape == (3, 16)
     grad = jax.grad(jamp.autocast(lambda w, x: jnp.sum(jax.nn.softmax(x @ w, axis=0) @ w), jnp.float16))  # sums n terms
-    assert jax.export.export(jax.jit(grad))(LAYERS[0], rows).call(LAYERS[0], normal(3, 4)).shape == (4, 4)
+    assert jax.export.export(jax.jit(grad))(LAYERS[0], rows).call(LAYERS[0], normal(3, 16)).shape == (16, 16)
 
 
 def test_it_is_compiled_once_and_ahead_of_time():
-    traces, x = [], normal(4, 4)
+    traces, x = [], normal(16, 16)
     fun = jax.jit(jamp.autocast(lambda x: (traces.append(1), x @ x)[1], jnp.float16))
-    assert fun.lower(jax.ShapeDtypeStruct((4, 4), F32)).compile()(x).dtype == fun(x).dtype == fun(x).dtype == F32
+    assert fun.lower(jax.ShapeDtypeStruct((16, 16), F32)).compile()(x).dtype == fun(x).dtype == fun(x).dtype == F32
     assert len(traces) == 1
     assert jax.eval_shape(fun, x).dtype == F32
 
@@ -579,9 +579,9 @@ def test_an_output_that_cannot_be_traced_is_named():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_layer_that_is_called_with_different_constant_weights_is_cast_once(dtype):
-    layer, weights = jax.jit(lambda x, w: jnp.tanh(x @ w)), [normal(8, 8, seed=i) for i in range(6)]
+    layer, weights = jax.jit(lambda x, w: jnp.tanh(x @ w)), [normal(16, 16, seed=i) for i in range(6)]
     fun = lambda x: functools.reduce(layer, weights, x)
-    jaxpr = jax.make_jaxpr(jamp.autocast(fun, dtype, recompute=False))(normal(4, 8))
+    jaxpr = jax.make_jaxpr(jamp.autocast(fun, dtype, recompute=False))(normal(4, 16))
     calls = [id(eqn.params["jaxpr"].jaxpr) for eqn in jaxpr.jaxpr.eqns if eqn.params.get("name") == "<lambda>"]
     # The first reads an argument, and no operation reads the result of the last.
     assert len(calls) == 6
@@ -590,6 +590,6 @@ def test_a_layer_that_is_called_with_different_constant_weights_is_cast_once(dty
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_random_key_that_the_function_closes_over_is_left_alone(dtype):
-    key, w = jax.random.key(0), normal(8, 8)
+    key, w = jax.random.key(0), normal(16, 16)
     fun = lambda x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0)
     assert distance(jamp.autocast(fun, dtype)(w), fun(w)) < 2e-2

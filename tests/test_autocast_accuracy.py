@@ -19,7 +19,7 @@ import jamp
 
 N = 32
 X, Y, W, V = (normal(N, N, seed=seed, scale=scale) for seed, scale in enumerate([1, 1, N**-0.5, N**-0.5]))
-LONG, SMALL = normal(4096, 8, seed=5), normal(8, 8, seed=6, scale=8**-0.5)
+LONG, SMALL = normal(4096, 16, seed=5), normal(16, 16, seed=6, scale=16**-0.5)
 STEPS, IDS = LONG[:512] + 0.5, np.int32(np.arange(4096) // 1024)
 LABELS, EYE, MASK = np.arange(N) * 5 % N, np.eye(N, dtype=bool), Y < 1
 HOT = EYE[LABELS]
@@ -102,9 +102,9 @@ CASES = {name: (lambda dot, x, w, f=f: f(dot(x, w)), X, W) for name, f in OF_A_P
     "experts": (experts, X, W, V),
     "weight norm": (lambda dot, x, w, g: dot(x, g * unit(w.T).T), X, W, Y[0]),
     "spectral": (spectral, X, W),
-    "gather": (lambda dot, x, w, v: dot(dot(x, w)[IDS], v).mean(0), SMALL, SMALL, W[:8, :8]),
-    "broadcast": (lambda dot, x, w, v: dot(jnp.tile(dot(x, w), (512, 1)), v).mean(0), SMALL, SMALL, W[:8, :8]),
-    "copies": (lambda dot, x, w, v: dot(jnp.concatenate([dot(x, w)] * 256), v).mean(0), SMALL, SMALL, W[:8, :8]),
+    "gather": (lambda dot, x, w, v: dot(dot(x, w)[IDS], v).mean(0), SMALL, SMALL, W[:16, :16]),
+    "broadcast": (lambda dot, x, w, v: dot(jnp.tile(dot(x, w), (512, 1)), v).mean(0), SMALL, SMALL, W[:16, :16]),
+    "copies": (lambda dot, x, w, v: dot(jnp.concatenate([dot(x, w)] * 256), v).mean(0), SMALL, SMALL, W[:16, :16]),
     "cummax": (lambda dot, x, w: lax.cummax(dot(x, w)).mean(0), LONG, SMALL),
     "windows": (lambda dot, x, w: pool(dot(x, w)).mean(0), LONG, SMALL),
     "constant of a loop": (lambda dot, xs, x, w: added(dot(x, w)[0], xs), LONG, SMALL, SMALL),

@@ -219,7 +219,7 @@ def test_a_scanned_or_nameless_layer_is_known_by_its_parameter():
     def scanned(model, x):
         return lax.scan(lambda x, w: (x @ w.astype(jnp.float32), None), x, model["stack"])[0]
 
-    args = {"stack": jnp.ones((3, 8, 8))}, jnp.ones((2, 8))
+    args = {"stack": jnp.ones((3, 16, 16))}, jnp.ones((2, 16))
     report = jamp.autocast_report(scanned, jnp.float16)(*args)
     assert [(row.scope, row.parameter, row.count) for row in report.rows] == [("", "model['stack']", 3)]
     assert "  model['stack']  test_" in str(report)

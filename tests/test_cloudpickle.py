@@ -14,7 +14,7 @@ import jamp
 import jamp.debug
 import jamp.optimizers
 
-W = normal(4, 4, scale=0.5)
+W = normal(16, 16, scale=0.25)
 # `cloudpickle` sends a lambda by value, and a function of a module by its name, which another process may not know.
 loss = lambda w: jnp.sum(jnp.tanh(jnp.tanh(w @ w) @ w) ** 2)
 SCALE = jamp.StaticLossScale(1024.0)

@@ -14,8 +14,8 @@ from trees import assert_close
 import jamp
 import jamp.debug
 
-PARAMS = {"w": normal(8, 8) / 4, "b": normal(8, seed=1)}
-X = normal(4, 8, seed=2)
+PARAMS = {"w": normal(16, 16) / 4, "b": normal(16, seed=1)}
+X = normal(4, 16, seed=2)
 LOW = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
 SGD = optax.sgd(0.1, momentum=0.9)
 SCALED = jamp.loss_scaled(SGD)

@@ -104,8 +104,8 @@ plant("log", "log of a negative number", custom_jvp, F32(-1), inside="custom_jvp
 plant("div", "division by zero: 1/0", custom_vjp, F32([0, 1]), grad=True)
 plant("log", "log of a negative number", forward_rule, F32(-1), grad=True, inside="custom_vjp(forward)")
 plant("mul", f"{half} 1.2e5", gradient_of_scan, F16([200, 200]), grad=True, inside="scan, iteration 0 of 2")
-plant("dot_general", f"{half} 8e4", read_after_a_cast, jnp.full((2, 2), 200.0), wrap=in_float16)
-plant(cast, f"{half} 1e5", read_after_a_cast, jnp.full((2, 2), 1e5), wrap=in_float16)
+plant("dot_general", f"{half} 8e4", read_after_a_cast, jnp.zeros((2, 16)).at[:, :2].set(200.0), wrap=in_float16)
+plant(cast, f"{half} 1e5", read_after_a_cast, jnp.full((2, 16), 1e5), wrap=in_float16)
 plant(cast, f"{half} 1.3e5", scaled_loss, jnp.ones(2, F16), wrap=scaled)
 
 

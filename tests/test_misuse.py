@@ -366,16 +366,18 @@ def test_products_that_are_not_entered_warn_once_with_their_share():
     def kernel(x, y, o):
         o[...] = (x[...] @ y[...]).astype(jnp.float32)
 
-    product = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8, 8), jnp.float32), interpret=True)
+    product = pl.pallas_call(kernel, jax.ShapeDtypeStruct((16, 16), jnp.float32), interpret=True)
     fun = jamp.autocast(lambda x: product(x, x) @ x, jnp.float16)
     match = r"^autocast leaves 50.0% of the FLOPs in float32: pallas_call at test_misuse.py:.*pass it functions that"
     with pytest.warns(UserWarning, match=match) as caught:
-        jax.jit(fun)(jnp.ones((8, 8)))
+        jax.jit(fun)(jnp.ones((16, 16)))
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        low = jnp.ones((8, 8), jnp.bfloat16)
-        jamp.autocast(lambda x, y: jnp.float32(product(x, x).sum()) + (y @ y).sum(), jnp.float16)(low, jnp.ones((8, 8)))
+        low = jnp.ones((16, 16), jnp.bfloat16)
+        jamp.autocast(lambda x, y: jnp.float32(product(x, x).sum()) + (y @ y).sum(), jnp.float16)(
+            low, jnp.ones((16, 16))
+        )
 
 
 def test_what_is_logged_outlives_a_donated_state_and_transfers_nothing():
@@ -454,7 +456,7 @@ def test_a_rule_that_matches_no_operation_is_a_warning_that_names_scopes_like_it
         with jax.named_scope("head"):
             return lax.scan(lambda c, _: (c @ w, None), h, None, length=2)[0]
 
-    w, x = jnp.ones((8, 8)), jnp.ones((2, 8))
+    w, x = jnp.ones((16, 16)), jnp.ones((2, 16))
     for rules in (
         {"dot_general[head]": "float32"},
         {"tanh": "float32", "scan": "float32"},

@@ -230,7 +230,9 @@ def test_float16_is_reported_at_a_loss_scale_that_fits():
     report = jamp.debug.rounding_report(large, jnp.float16)(WEIGHTS, X, Y)
     assert report.gradient_error < 1e-2
     assert not any(row.overflows for row in report.rows)
-    row = jamp.debug.rounding_report(lambda w, x: x @ w, jnp.float16)(jnp.full((4, 4), 300.0), jnp.full((4, 4), 300.0))
+    row = jamp.debug.rounding_report(lambda w, x: x @ w, jnp.float16)(
+        jnp.full((16, 16), 300.0), jnp.full((16, 16), 300.0)
+    )
     assert row.rows[0].overflows
     assert row.rows[0].damage == np.inf
     assert "overflows" in str(row)

@@ -171,7 +171,7 @@ def weights(seed, *sizes):
 @pytest.mark.promotes("optax: adam, apply_updates")
 def test_the_two_optimizers_of_a_gan_skip_and_adapt_each_on_its_own():
     tx = jamp.loss_scaled(optax.adam(1e-2), jamp.DynamicLossScale(init_scale=2.0**10))
-    generator, critic = weights(0, 4, 16, 8), weights(1, 8, 16, 1)
+    generator, critic = weights(0, 12, 16, 12), weights(1, 12, 16, 1)
     softplus = lambda x: jax.nn.softplus(x.astype(jnp.float32)).mean()
     critic_loss = jamp.autocast(
         lambda d, g, real, z: softplus(-mlp(d, real)) + softplus(mlp(d, mlp(g, z))), jnp.float16
@@ -186,7 +186,7 @@ def test_the_two_optimizers_of_a_gan_skip_and_adapt_each_on_its_own():
         return optax.apply_updates(g, updates), d, state_g, state_d
 
     rng = np.random.default_rng(2)
-    real, z = np.float32(rng.normal(size=(32, 8)) + 1), np.float32(rng.normal(size=(32, 4)))
+    real, z = np.float32(rng.normal(size=(32, 12)) + 1), np.float32(rng.normal(size=(32, 12)))
     state = generator, critic, tx.init(generator), tx.init(critic)
     g, d, state_g, state_d = step(*state, real * np.float32(np.inf), z)
     assert_equal(d, critic)

@@ -46,9 +46,10 @@ def two_losses(params, x, gain):
 
 RNG = np.random.default_rng(0)
 PARAMS = {
-    name: jnp.asarray(RNG.normal(size=n), jnp.float32) for name, n in {"w1": (4, 6), "b": 6, "w2": (6, 2)}.items()
+    name: jnp.asarray(RNG.normal(size=n) / 2, jnp.float32)
+    for name, n in {"w1": (12, 24), "b": 24, "w2": (24, 2)}.items()
 }
-X = jnp.asarray(RNG.normal(size=(16, 4)), jnp.float32)
+X = jnp.asarray(RNG.normal(size=(16, 12)), jnp.float32)
 SPLIT = {"w1": P(None, "model"), "b": P("model"), "w2": P("model")}
 WAYS = {
     "one axis": (loss_fn, ONE, P(), P("data")),

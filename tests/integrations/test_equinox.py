@@ -17,7 +17,7 @@ from trees import avals
 import jamp
 import jamp.equinox
 
-X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(4, 12)
 WRAPS = {
     "plain": lambda fun: fun,
     "autocast": functools.partial(jamp.autocast, compute_dtype=jnp.float16),
@@ -32,10 +32,10 @@ class Net(eqx.Module):
     activation: Callable
     steps: jax.Array
     missing: None = None
-    width: int = eqx.field(static=True, default=3)
+    width: int = eqx.field(static=True, default=12)
 
     def __init__(self, dtype=None):
-        self.layers = [eqx.nn.Linear(3, n, key=jax.random.key(n), dtype=dtype) for n in (3, 2)]
+        self.layers = [eqx.nn.Linear(12, n, key=jax.random.key(n), dtype=dtype) for n in (12, 2)]
         self.name, self.activation, self.steps = "net", jax.nn.relu, jnp.array(7)
 
     def __call__(self, x):

@@ -35,8 +35,8 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False)(nn.Conv(4, (3, 3), dtype=self.dtype)(x))
-        x = nn.relu(x).reshape(x.shape[0], -1, 4)
+        x = nn.BatchNorm(use_running_average=False)(nn.Conv(24, (3, 3), dtype=self.dtype)(x))
+        x = nn.relu(x).reshape(x.shape[0], -1, 24)
         x = x + nn.MultiHeadDotProductAttention(num_heads=2, dtype=self.dtype)(nn.LayerNorm()(x))
         x = nn.Dropout(0.5, deterministic=False)(nn.gelu(x)).mean(1)
         return nn.Dense(3, dtype=self.dtype)(x).astype(jnp.float32)
@@ -235,10 +235,10 @@ def test_in_a_linen_model_the_layer_is_the_name_of_the_module():
         @nn.compact
         def __call__(self, x):
             for name in [f"h_{i}" for i in range(4)]:
-                x = jnp.tanh(nn.Dense(8, name=name)(x))
+                x = jnp.tanh(nn.Dense(16, name=name)(x))
             return x.sum()
 
-    x = jnp.ones((2, 8))
+    x = jnp.ones((2, 16))
     variables = Net().init(jax.random.key(0), x)
     variables["params"]["h_3"]["kernel"] *= 1e5
     found = jamp.debug.find_nonfinite(jamp.autocast(Net().apply, jnp.float16), grad=True)(variables, x).finding

@@ -20,20 +20,20 @@ import jamp.linen
 import jamp.nnx
 from jamp._optimizer_state.codes import BlockCodes
 
-X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(4, 12)
 INF = np.full_like(X, np.inf)
 
 
 class Net(nnx.Module):
     def __init__(self, dtype=jnp.float16, param_dtype=jnp.float32):
         rngs, dtypes = nnx.Rngs(0), {"dtype": dtype, "param_dtype": param_dtype}
-        self.first = nnx.Linear(3, 3, rngs=rngs, **dtypes)
+        self.first = nnx.Linear(12, 12, rngs=rngs, **dtypes)
         self.shared = self.first
-        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.norm = nnx.BatchNorm(12, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.seen = nnx.Variable(jnp.array(0))
         self.array = nnx.data(jnp.array(0))
-        self.last = nnx.Linear(3, 2, rngs=rngs, **dtypes)
+        self.last = nnx.Linear(12, 2, rngs=rngs, **dtypes)
 
     def __call__(self, x):
         self.seen[...] += 1
