@@ -77,7 +77,7 @@ class TrainState(train_state.TrainState, kw_only=True):  # so that fields of a s
         found = vars(self).get("collections", {})
         if name in found:
             return found[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return super().__getattribute__(name)  # Raises. If a property raised, this is its own error.
 
     @classmethod
     def create(
@@ -109,7 +109,8 @@ class TrainState(train_state.TrainState, kw_only=True):  # so that fields of a s
         scaled = _loss_scaled(tx, loss_scale, unscale, hashable(axis_name))
         opt_state = scaled.init(_with_optimizer(params))
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        added = {name: jax.tree.map(jnp.copy, x) for name, x in collections.items() if name not in fields}
+        strong_copy = lambda x: jnp.array(x, jnp.result_type(x))  # So that a Python number does not retrace the step.
+        added = {name: jax.tree.map(strong_copy, x) for name, x in collections.items() if name not in fields}
         if taken := [name for name in added if hasattr(cls, name)]:
             raise ValueError(f"{cls.__name__} has an attribute {taken[0]!r} of its own. Rename the collection.")
         is_static = lambda name: not fields[name].metadata.get("pytree_node", True)

@@ -310,3 +310,21 @@ def test_a_declared_field_that_starts_as_the_parameters_can_be_donated_with_them
     state = WithAverage.create(apply_fn=None, params=params, tx=optax.sgd(0.1), average=params)
     step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(3)}), donate_argnums=0)
     np.testing.assert_array_equal(step(state).average["w"], np.ones(3))
+
+
+def test_a_collection_that_starts_as_a_python_number_does_not_retrace_the_step():
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=SGD, average=0.0, key=jax.random.key(0))
+    step = jax.jit(lambda state: state.apply_gradients(grads=state.params, average=jnp.sum(state.params["w"])))
+    assert float(step(step(state)).average) < 3
+    assert step._cache_size() == 1
+
+
+def test_the_error_inside_a_property_of_a_subclass_is_the_one_that_is_raised():
+    class WithVariables(TrainState):
+        @property
+        def variables(self):
+            return {"params": self.params, "batch_stats": self.batch_stats}
+
+    state = WithVariables.create(apply_fn=None, params={}, tx=SGD)
+    with pytest.raises(AttributeError, match="'WithVariables' object has no attribute 'batch_stats'"):
+        state.variables  # noqa: B018
