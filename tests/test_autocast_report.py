@@ -250,6 +250,19 @@ def test_the_report_of_a_gradient_is_of_what_runs_or_says_that_it_differs():
     assert {row.after for row in runs.rows} == {row.before for row in runs.rows}
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_row_has_its_dtypes_also_as_a_text(dtype):
+    """Products that run in the other dtype of 16 bit are not called float32."""
+    fun = lambda x: jnp.exp(x @ x)
+    row = rows(fun, SQUARE, compute_dtype=dtype)["dot_general"]
+    assert (row.traced.operands, row.runs.results) == ((jnp.float32, jnp.float32), (dtype,))
+    assert (str(row.runs), repr(row.runs)) == (row.after, row.after)
+    for low in (jnp.float16, jnp.bfloat16):
+        both = lambda x, low=low: jnp.sum(fun(x)) + jnp.sum(fun(x.astype(low)), dtype=jnp.float32)
+        found = rows(jax.grad(jamp.autocast(both, dtype)), SQUARE, compute_dtype=dtype)
+        assert {row.category for name, row in found.items() if "dot_general" in name} == {"compute", "accumulate"}
+
+
 def test_operands_that_a_rule_casts_are_float32_before():
     fun = lambda table, i: jnp.sum(table[i] + table[i])
     rules = {"gather": "compute", "add": "compute"}

@@ -1,7 +1,7 @@
 """The decisions about the equations of a function: `cast` makes them, reports and warnings read them."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from jamp._jaxprs.primitives import COPIES, IDENTITIES, REARRANGES
 from jamp._jaxprs.source import in_scope, scope, user_line
 from jamp._jaxprs.walk import walk
 from jamp._products import product as _product
+from jamp._products.formats import Format
 from jamp._products.product import Dtype, Product, as_traced
 from jamp._products.quantized import QUANTIZE
 
@@ -22,7 +23,7 @@ class Decision(NamedTuple):
 
     Attributes:
       eqn: The equation as it was traced.
-      key, category: The key of its rule, and the category.
+      key, category: The key of the rule that decided, such as "dot_general[gradient]", and the category that it gives.
       casts: From which dtype to which its values are cast, if they are: from float32 to 16 bit, or back by a rule.
     """
 
@@ -54,6 +55,16 @@ class Decisions:
         return (decision for _, decision in self._found.values())
 
 
+class Dtypes(NamedTuple):
+    """The dtypes of the operands and of the results of an operation. Its text is "float32, float32 -> float32"."""
+
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return " -> ".join(", ".join(map(str, dtypes)) for dtypes in self)
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """An equation of a function, with the decision about it.
@@ -61,8 +72,8 @@ class Entry:
     Attributes:
       eqn: The equation as it was traced.
       product: The decision that it carries, if it is a product.
-      key, category: The key of its rule, and the category.
-      before, after: The dtypes of its operands and of its results, as traced and as it runs.
+      key, category: As in `Decision`.
+      before, after: Its dtypes as traced, and as it runs.
       times: How often it runs.
       source: The user's line.
       scope: The name scopes around it.
@@ -73,8 +84,8 @@ class Entry:
     product: Product | None
     key: str
     category: str
-    before: tuple[str, str]
-    after: tuple[str, str]
+    before: Dtypes
+    after: Dtypes
     times: int
     source: str
     scope: str
@@ -98,14 +109,13 @@ def entries(
             continue  # It is of an autocast inside, or `cast` added it.
         if product:
             traced, key, category = as_traced(eqn), product.key, product.category
-            before = ", ".join(map(str, product.before[:-1])), str(product.before[-1])
-            after = _multiplied(eqn, product, target), _dtypes(eqn.outvars)
+            after = Dtypes(_multiplied(eqn, product, target), _dtypes(eqn.outvars))
         else:
             assert decision is not None
-            traced, key, category = decision.eqn, decision.key, decision.category
-            before = _dtypes(traced.invars), _dtypes(traced.outvars)
+            traced, key, category, casts = decision
             is_copy = ir.name(traced) in COPIES
-            after = before[0] if is_copy else _cast(before[0], decision), _cast(before[1], decision)
+            after = Dtypes(_dtypes(traced.invars, None if is_copy else casts), _dtypes(traced.outvars, casts))
+        before = Dtypes(_dtypes(traced.invars), _dtypes(traced.outvars))
         reads = paths.read(facts, eqn.invars[: product.arity] if product else eqn.invars)
         line, place = user_line(eqn) or context.line, scope(eqn, context.scope)
         read = [x for x in reads if x]
@@ -117,19 +127,14 @@ def _path(eqn: JaxprEqn, operands: list[str]) -> str:
     return operands[0] if ir.name(eqn) in REARRANGES else ""
 
 
-def _cast(dtypes: str, decision: Decision) -> str:
-    old, new = map(str, decision.casts or ("", ""))
-    return ", ".join(new if x == old else x for x in dtypes.split(", "))
-
-
-def _multiplied(eqn: JaxprEqn, product: Product, target: Target) -> str:
+def _multiplied(eqn: JaxprEqn, product: Product, target: Target) -> tuple[Any, ...]:
     """The dtypes of the operands that a product multiplies."""
-    if product.format is None:
-        return _dtypes(eqn.invars)
-    if isinstance(product.format, np.dtype):
-        return _dtypes(eqn.invars).replace(str(target.wide), str(product.format))
-    return ", ".join([str(product.format.forward)] * 2)
+    if isinstance(product.format, Format):
+        return (np.dtype(product.format.forward),) * 2
+    return _dtypes(eqn.invars, (target.wide, product.format) if product.format else None)
 
 
-def _dtypes(atoms: Any) -> str:
-    return ", ".join(str(v.aval.dtype) for v in atoms if hasattr(v.aval, "dtype"))
+def _dtypes(atoms: Iterable[Any], cast: tuple[Dtype, Dtype] | None = None) -> tuple[Any, ...]:
+    """The dtypes of values, of which those in the first dtype of a `cast` are in the second one."""
+    found = (v.aval.dtype for v in atoms if hasattr(v.aval, "dtype"))
+    return tuple(cast[1] if cast and dtype == cast[0] else dtype for dtype in found)

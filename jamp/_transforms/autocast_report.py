@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jamp import _table
 from jamp._arguments import check_function, of_types, parameter_paths
 from jamp._autocast.cast import cast
-from jamp._autocast.decisions import Entry, entries
+from jamp._autocast.decisions import Dtypes, Entry, entries
 from jamp._autocast.facts import AUTOCAST, NO_RULE, NOT_ENTERED, REGION
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, ROUNDED_AGAIN, WIDEST, Rule, rules_for, wide_dtype
 from jamp._autocast.target import Target
@@ -35,8 +36,8 @@ class AutocastRow:
       operation: The key of its rule: a primitive's name, with the special case in brackets.
       category: compute, accumulate, float32 or widest; or full_precision, not entered, no rule. For a compute dtype of
         float32, it is float64 in place of float32.
-      before: The dtypes of its operands and results as traced: "float32, float32 -> float32".
-      after: The same under autocast.
+      traced, runs: The dtypes of its operands and results, as traced and under autocast. `before` and `after` are their
+        texts.
       source: The user's line, "model.py:12 (dense)", and after a `>` the innermost line of a package that it calls.
       reason: Why it is in its category.
       count: How often they run in one call. The body of a while and each branch of a cond count once.
@@ -47,14 +48,24 @@ class AutocastRow:
 
     operation: str
     category: str
-    before: str
-    after: str
+    traced: Dtypes
+    runs: Dtypes
     source: str
     reason: str
     count: int = 0
     flops: float = 0.0
     scope: str = ""
     parameter: str = ""
+
+    @property
+    def before(self) -> str:
+        """The dtypes of its operands and results as traced: "float32, float32 -> float32"."""
+        return str(self.traced)
+
+    @property
+    def after(self) -> str:
+        """The same under autocast."""
+        return str(self.runs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +94,17 @@ class AutocastReport:
     @property
     def share_16_bit(self) -> float:
         """The share of the FLOPs in 16 bit or fewer, from 0 to 1; nan where there are none."""
-        return self._share(lambda row: self._is_low(row) and "float32" not in row.after.partition(" -> ")[0])
+        return self._share(lambda row: self._is_low(row) and np.float32 not in row.runs.operands)
 
     @property
     def share_float32(self) -> float:
         """The share of the FLOPs in float32 or less, from 0 to 1; nan where there are none."""
-        return self._share(lambda row: "float64" not in row.after.partition(" -> ")[0])
+        return self._share(lambda row: np.float64 not in row.runs.operands)
 
     @property
     def share_float8(self) -> float:
         """The share of the FLOPs in float8, from 0 to 1; nan where there are none."""
-        return self._share(lambda row: row.after.startswith("float8"))
+        return self._share(lambda row: _is_8_bit(row, ("float8",)))
 
     @property
     def share_8_bit(self) -> float:
@@ -112,12 +123,12 @@ class AutocastReport:
         for row in self.rows:
             is_large = row.flops >= 0.01 * total > 0 and row.operation not in CHEAP  # Between products float32 is free.
             is_reached = row.category not in (NOT_ENTERED, NO_RULE)
-            is_high = self._wide in row.after and not self._is_low(row)
+            is_high = self._wide in (*row.runs.operands, *row.runs.results) and not self._is_low(row)
             is_kept = self.quantized and row.category == COMPUTE and not _is_8_bit(row)
             is_out_of_range = row.operation.endswith("[range]")
             is_in_vain = row.reason.startswith(ROUNDED_AGAIN)
             if (is_high and (is_large or not is_reached or is_out_of_range)) or (is_kept and is_large) or is_in_vain:
-                share = f"({row.flops / (total or 1):.1%} of the FLOPs) stays {row.after.rpartition('-> ')[2]}"
+                share = f"({row.flops / (total or 1):.1%} of the FLOPs) stays {', '.join(map(str, row.runs.results))}"
                 place = f"in {row.scope} " * bool(row.scope) + f"with {row.parameter} " * bool(row.parameter)
                 what = share if row.flops else "runs as traced"
                 stays.append(f"{row.source}: {row.operation} {place}{what}: {row.reason}")
@@ -129,17 +140,16 @@ class AutocastReport:
         return (*stays, *unread, *[_BACKWARD] * self.backward)
 
     @property
-    def _wide(self) -> str:
+    def _wide(self) -> np.dtype[Any]:
         """The dtype of the operands that products cast."""
-        return str(wide_dtype(self.compute_dtype))
+        return wide_dtype(self.compute_dtype)
 
     def _is_low(self, row: AutocastRow) -> bool:
-        operands = row.after.partition(" -> ")[0]
-        names = ("float16", "float8", "float4", "int8", *["float32"] * (self._wide == "float64"))
-        return any(name in row.after for name in names) and self._wide not in operands
+        is_low = lambda x: x.itemsize < self._wide.itemsize if jnp.issubdtype(x, jnp.floating) else "int8" in x.name
+        return any(map(is_low, (*row.runs.operands, *row.runs.results))) and self._wide not in row.runs.operands
 
     def _was_low(self, row: AutocastRow) -> bool:
-        return row.before == row.after and self._is_low(row) and not self.as_run
+        return row.traced == row.runs and self._is_low(row) and not self.as_run
 
     def __str__(self) -> str:
         total = sum(row.flops for row in self.rows)
@@ -148,8 +158,8 @@ class AutocastReport:
         for row in self.rows:
             if row.flops or row.category != WIDEST:
                 flops = f"{row.flops / total:.1%}" if row.flops else "-"
-                after = _short(row.after) if row.after != row.before else "same"
-                cells = [row.operation, row.category, str(row.count), flops, _short(row.before), after]
+                after = _short(row.runs) if row.runs != row.traced else "same"
+                cells = [row.operation, row.category, str(row.count), flops, _short(row.traced), after]
                 lines.append([*cells, row.scope or row.parameter, _table.short_line(row.source)])
         hidden, small = len(self.rows) - len(lines), len(lines) - _SHOWN
         table = _table.with_header(header, lines[:_SHOWN], ("where", "source"))
@@ -168,7 +178,7 @@ class AutocastReport:
         if self.quantized:
             title = f"{self.share_8_bit:.1%} of the FLOPs in {self.quantized}, {share:.1%} in 16 bit or less"
             return f"{title}, of which {was:.1%} as it was" if was else title
-        is_16_bit = self._wide == "float32"
+        is_16_bit = self._wide == np.float32
         if not any(map(self._was_low, self.rows)):
             return f"{share:.1%} of the FLOPs " + ("in 16 bit" if is_16_bit else "are products in float32")
         changed = f"{share - was:.1%} of the FLOPs "
@@ -183,9 +193,9 @@ class AutocastReport:
         return ["", f"next: {of} measures the error that each row causes"]
 
 
-def _is_8_bit(row: AutocastRow) -> bool:
+def _is_8_bit(row: AutocastRow, names: tuple[str, ...] = ("float8", "float4", "int8", "int4")) -> bool:
     """Whether the operands of a product have 8 bits or fewer."""
-    return row.after.startswith(("float8", "float4", "int8", "int4"))
+    return any(dtype.name.startswith(names) for dtype in row.runs.operands[:1])
 
 
 def autocast_report(
@@ -235,12 +245,13 @@ def autocast_report(
 
 def _row(x: Entry, target: Target, as_run: bool) -> AutocastRow | None:
     """The row of an equation, without the sums, or None if it reads no floating value or only casts one."""
-    name, category, (before, after) = ir.name(x.eqn), x.category, (x.before, x.after)
-    is_integer = "float" not in before[0] and not (as_run and name in PRODUCTS)  # Int8's products are shown
+    name, category, before, after = ir.name(x.eqn), x.category, x.before, x.after
+    floats = [dtype for dtype in before.operands if jnp.issubdtype(dtype, jnp.floating)]
+    is_integer = not floats and not (as_run and name in PRODUCTS)  # Int8's products are shown
     if is_integer or name == "convert_element_type":
         return None
-    if as_run and name in PRODUCTS and str(target.compute_dtype) in after[0]:
-        category = ACCUMULATE if str(target.wide) in after[1] else COMPUTE
+    if as_run and name in PRODUCTS and any(dtype.itemsize == target.compute_dtype.itemsize for dtype in floats):
+        category = ACCUMULATE if target.wide in after.results else COMPUTE
     if category in (NOT_ENTERED, NO_RULE):
         reason = cause(x.eqn)
     elif x.product and x.product.reason and not as_run:
@@ -249,7 +260,7 @@ def _row(x: Entry, target: Target, as_run: bool) -> AutocastRow | None:
         reason = "it is inside jamp.full_precision"
     elif as_run:
         reason = "the function has autocast inside, and this is how it runs"
-    elif after == before and (category in (COMPUTE, ACCUMULATE) or str(target.wide) not in before[0]):
+    elif after == before and (category in (COMPUTE, ACCUMULATE) or target.wide not in before.operands):
         reason = "its operands have other dtypes, which autocast leaves alone"
     elif category == WIDEST and after == before:
         low = "16 bit" if target.compute_dtype.itemsize == 2 else target.compute_dtype
@@ -257,7 +268,7 @@ def _row(x: Entry, target: Target, as_run: bool) -> AutocastRow | None:
     else:
         reason = target.rules[x.key].reason
     key = (x.product.operation if x.product else operation(x.eqn)) + "".join(x.key.partition("[")[1:])
-    return AutocastRow(key, category, " -> ".join(before), " -> ".join(after), x.source, reason)
+    return AutocastRow(key, category, before, after, x.source, reason)
 
 
 def _summed(row: AutocastRow, merged: list[Entry]) -> AutocastRow:
@@ -291,10 +302,7 @@ _BACKWARD = (
 )
 
 
-def _short(dtypes: str) -> str:
+def _short(dtypes: Dtypes) -> str:
     """Dtypes without those that are repeated: "f16 -> f32" for "float16, float16 -> float32", and "f32" if all are."""
-    for long, short in {"bfloat": "bf", "float": "f", "int": "i"}.items():
-        dtypes = dtypes.replace(long, short)
-    operands, arrow, results = dtypes.partition(" -> ")
-    before, after = (", ".join(dict.fromkeys(x.split(", "))) for x in (operands, results))
-    return before if before == after else before + arrow + after
+    sides = dict.fromkeys(", ".join(dict.fromkeys(map(str, side))) for side in dtypes)
+    return " -> ".join(sides).replace("bfloat", "bf").replace("float", "f").replace("int", "i")
