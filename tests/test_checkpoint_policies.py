@@ -1,5 +1,6 @@
 """Which values the policies of `jax.checkpoint` keep: docs/appendix/checkpoint-policies.md, for this JAX."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -170,3 +171,52 @@ def test_a_policy_that_jax_ignores_is_a_warning(way, recwarn):
             assert not recwarn.list
     with next_checkpoint(False):
         jax.make_jaxpr(way(loss_of(own)))(W, X)
+
+
+def plain(x, w):
+    return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+
+@jax.custom_jvp
+def calls_itself(x, w):
+    return plain(x, w)
+
+
+@jax.custom_jvp
+def multiplies(x, w):
+    return plain(x, w)
+
+
+tangent = lambda primals, tangents: plain(tangents[0], primals[1]) + plain(primals[0], tangents[1])
+calls_itself.defjvp(lambda primals, tangents: (calls_itself(*primals), tangent(primals, tangents)))
+multiplies.defjvp(lambda primals, tangents: (plain(*primals), tangent(primals, tangents)))
+
+
+def chain(product):
+    return lambda w, x: jnp.sum(functools.reduce(lambda x, _: jnp.sin(product(x, w).astype(jnp.float32)), range(3), x))
+
+
+def saving_dots(fun):
+    return jax.checkpoint(fun, policy=POLICIES.dots_saveable)
+
+
+# What `dots_saveable` keeps of three products, with the default checkpoint and with the next one.
+OF_THREE = {
+    "by JAX": (lambda: saving_dots(chain(plain)), 3, 3),
+    "by a custom_jvp whose rule calls it": (lambda: saving_dots(chain(calls_itself)), 0, 0),
+    "by a custom_jvp whose rule multiplies": (lambda: saving_dots(chain(multiplies)), 3, 0),
+    "by autocast inside": (lambda: saving_dots(jamp.autocast(chain(jnp.matmul), jnp.bfloat16)), 3, 3),
+    "by autocast around": (lambda: jamp.autocast(saving_dots(chain(jnp.matmul)), jnp.bfloat16), 3, 3),
+    "in 8 bit": (lambda: jamp.autocast(saving_dots(chain(jnp.matmul)), jamp.Float8(min_size=1)), 3, 3),
+}
+
+
+@pytest.mark.parametrize("flag", [False, True] if NEXT else [False])
+@pytest.mark.parametrize("name", OF_THREE)
+def test_a_policy_for_products_sees_those_of_autocast_and_not_those_of_every_custom_jvp(name, flag):
+    """So `lower` attaches a derivative to JAX's own product, and makes no custom_jvp of it."""
+    make, *counts = OF_THREE[name]
+    with next_checkpoint(flag):
+        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(make(), *args)[1]))(W, X).jaxpr
+    results = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)} - {*jaxpr.invars}
+    assert sum(v.aval.shape == X.shape and v.aval.dtype == jnp.bfloat16 for v in results) == counts[flag]
