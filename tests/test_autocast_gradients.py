@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxprs import PRODUCTS, equations, normal
+from jaxprs import PRODUCTS, equations, normal, operand_dtypes
 from programs import LEAVES, by_operation, reference
 
 import jamp
@@ -57,6 +57,23 @@ def gradient_products(fun, *args):
     """The result dtypes of the products that compute gradients of weights: no operand is a weight."""
     found = [eqn for eqn in equations(jax.make_jaxpr(fun)(*args)) if eqn.primitive.name in PRODUCTS]
     return [eqn.outvars[0].aval.dtype for eqn in found]
+
+
+def test_the_values_and_cotangents_of_two_products_have_these_dtypes():
+    """Those of the program at the top of `jamp/_autocast/cast.py`, which read its first product twice."""
+
+    def loss(x, w, u):
+        y = x @ w
+        return jnp.sum(jnp.tanh(y) + y @ u)
+
+    grad = jax.make_jaxpr(jax.grad(jamp.autocast(loss, BF16), (0, 1, 2)))(W, W, W)
+    results = lambda *names: [e.outvars[0].aval.dtype for e in equations(grad) if e.primitive.name in names]
+    assert results("dot_general") == [BF16, BF16, BF16, F32, F32, F32]  # y, v and db; du, dx and dw
+    assert {*results("tanh", "add_any", "mul")} == {F32}
+    assert operand_dtypes(grad, PRODUCTS) == {BF16}
+    alone = jax.make_jaxpr(jamp.autocast(lambda x, w, u: x @ w @ u, BF16))(W, W, W)
+    casts = [v.aval.dtype for e in equations(alone) if e.primitive.name == "convert_element_type" for v in e.outvars]
+    assert casts == [BF16, BF16, BF16, F32]  # x, w and u, and the result
 
 
 BOTH = {"nothing", "constant of a loop", "vmap", "custom_vjp"}  # The other constructs are slow without recompute.

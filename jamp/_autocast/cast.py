@@ -1,7 +1,28 @@
 """Cast: products read and write 16 bit, and nothing else is rounded.
 
-`cast` maps a jaxpr to one in which every product is an equation that carries the decision about it. The result of a
-product is *stored* in 16 bit, also after data movement. Other operations read it as float32.
+`cast` maps a jaxpr to one in which every product is an equation that carries the decision about it. For arguments x, w
+and u in float32:
+
+    traced           cast to bfloat16
+    y = x @ w        y = product(x, w)     bf16      x and w are arguments: the product casts them
+    z = tanh(y)      a = float32(y)        f32       not a product: it reads y in float32
+                     z = tanh(a)           f32
+    v = y @ u        b = bfloat16(a)       bf16      cast for this product, because y has two readers
+                     v = product(b, u)     bf16
+    return z + v     return z + float32(v)
+
+The result of a product (y and v) is *stored* in 16 bit, also after data movement. Other operations read it as float32.
+A value with several readers is read as float32, and cast by each product that reads it (XLA merges equal casts). With
+one reader, it is passed on in 16 bit: without the tanh, the second product would read y.
+
+So each value has one cotangent for each reader, and these are added in float32. The backward pass of sum(z + v):
+
+    dv = bfloat16(1)                       bf16      the cast of v, transposed
+    db = dv @ u.T                          bf16      of u in bfloat16. b was computed, so its cotangent is 16 bit
+    du = b.T @ dv                          f32       u is an argument: its gradient stays as it was accumulated
+    da = float32(db) + dz * (1 - z**2)     f32       the cotangents from both readers of y
+    dy = bfloat16(da)                      bf16
+    dx, dw = dy @ w.T, x.T @ dy            f32       products of x, w and dy in bfloat16
 
 A rule of the user can also *raise* an operation that was traced in 16 bit. It reads its operands in float32, and its
 result is stored in float32. For a bfloat16 model and the rule {"dot_general[head]": "float32"}:
@@ -9,9 +30,6 @@ result is stored in float32. For a bfloat16 model and the rule {"dot_general[hea
     logits = x @ head                bf16      is stored as the f32 result of the product
     wide = logits.astype(float32)    f32       reads what is stored
     largest = max(logits)            bf16      reads it rounded, as everything does that is not raised
-
-Each product casts its own operands, so that cotangents are added in float32. A value with several readers is therefore
-read as float32 and cast by each of them (XLA merges equal casts). With one reader, it is passed on in 16 bit.
 """
 
 import functools

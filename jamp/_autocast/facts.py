@@ -62,7 +62,7 @@ class Output(NamedTuple):
     """What is known of an output of a jaxpr.
 
     Attributes:
-      is_consumed: Whether it is consumed (`consumes`).
+      is_consumed: Whether an operation other than moves and sums reads it later (see `consumes`).
       keeps_narrow: Whether it is 16 bit if it is the result of a product, perhaps moved, even if others read it too.
       feeds_product: Whether a later product reads it, perhaps through other operations.
       is_read_wide: Whether it is read in float32, although it was traced in 16 bit (`reads_wide`).

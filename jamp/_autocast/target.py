@@ -37,8 +37,7 @@ _NOT_RAISED = MOVING | {"bitcast_convert_type", "nextafter", "reduce_precision"}
 class Target:
     """The dtypes that autocast casts from (`wide`) and to (`compute_dtype`, which is *narrow*), and the rules.
 
-    Comments elsewhere say "16 bit" for the narrow dtype and "float32" for the wide one, also where these are float32
-    and float64.
+    The comments of this package call them float32 and 16 bit. For a compute dtype of float32, read float64 and float32.
     """
 
     def __init__(self, compute_dtype: np.dtype[Any], rules: Mapping[str, Rule]):

@@ -48,7 +48,8 @@ class _Map(NamedTuple):
 
     power: int  # of two
     largest: int  # the share of the largest code
-    shift: int  # Where it is added to a place, the float's last 13 bits are behind the point, the 8 before are a code.
+    # A place plus this is a float32 from 1024 to 2048, with 13 bits behind the point. The 8 before it are the code.
+    shift: int
 
     def share(self, place: Array) -> Array:
         """Return the share of a place, f32 both, with its sign."""

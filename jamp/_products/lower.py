@@ -4,11 +4,10 @@
                               attach(dot_general(detached(x), detached(low)), x, low, x, w)
 
 `attach` returns its first operand, and has the derivative of the product. So the value is computed by a primitive of
-JAX in plain sight, and the user's checkpoint policies recognize it, in a `jax.checkpoint` inside the function and in one
-around it. A `jax.custom_jvp` of the product would hide it. `dots_saveable` keeps the result of one only if its rule
-multiplies itself, and only with the default checkpoint, which asks the policy about the differentiated program. It keeps
-none if the rule calls the function again, and none under `jax_remat3` (seen in JAX 0.10.2 and 0.12.0), which asks before
-it differentiates.
+JAX in plain sight, and the user's checkpoint policies recognize it, in a `jax.checkpoint` inside the function and in
+one around it. A `jax.custom_jvp` would hide the product. `dots_saveable` keeps its result only if the rule multiplies
+itself, and only with the default checkpoint, which asks the policy about the differentiated program. It keeps nothing
+if the rule calls the function, or under `jax_remat3` (JAX 0.10.2 and 0.12.0), which asks before it differentiates.
 
 A 16-bit product without weights is JAX's own, with JAX's derivative. A 16-bit result is `rounded` for all its readers.
 

@@ -31,7 +31,7 @@ class Product:
     Attributes:
       primitive, params: The traced primitive (`dot_general`, for example), and its parameters.
       before: The dtypes of its operands and of its result as traced.
-      key, category: The key of its rule, and the category.
+      key, category: The key of the rule that decided, such as "dot_general[gradient]", and the category that it gives.
       format: What it is computed in: the compute dtype, a `Format` of 8 bits, or None for the traced dtypes.
       arguments: Which operands are read in float32 and cast by the product, so that their gradients are float32.
       dtype: The dtype of the result.

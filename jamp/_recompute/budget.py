@@ -87,8 +87,9 @@ class Value:
       aval: Its type.
       nest: The constructs around it.
       eqn: The equation that computes it. None for an argument or a constant, which is in memory anyway.
-      slots: For each `cond` around it, outermost first: the cond, the type that it returns, and the branch. Branches
-        share what is kept by type. A scan in a branch stacks its values, which is another type.
+      slots: For each `cond` around it, outermost first: the cond, the type in which it returns the value, the branch.
+        JAX returns what the branches keep in the same arrays, so of each type the branch that keeps the most counts. A
+        scan inside the branch returns the values of all its steps in one array, whose shape begins with its length.
     """
 
     size: float

@@ -88,7 +88,8 @@ class Residuals:
         # The named values and the inputs that each value is computed from, and the FLOPs in between.
         self._needs = {number: self._reads_and_flops(self._producers[v].invars) for v, number in self._named.items()}
         residuals = [v for v in closed.jaxpr.outvars[len(self.flat.outputs) :] if not ir.is_literal(v)]
-        # Where named values are kept, a construct reads no operand that only they need.
+        # A construct, such as a cond, may compute a named value and a residual. Where the named one is kept, it reads
+        # only the operands that the residual needs.
         given = [*closed.jaxpr.constvars, *closed.jaxpr.invars, *self._named]
         between = [eqn for eqn in closed.jaxpr.eqns if self._named.keys().isdisjoint(eqn.outvars)]
         needed, _ = dce_jaxpr(build.closed_jaxpr({}, given, residuals, between).jaxpr, [True] * len(residuals))
