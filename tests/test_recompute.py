@@ -727,3 +727,31 @@ def test_a_budget_takes_what_jax_does_not_differentiate_where_no_gradient_goes(p
         np.testing.assert_allclose(quietly(jamp.recompute(loss, budget), w, x), loss(w, x), rtol=1e-5)
         found = quietly(jax.jit(jax.grad(jamp.recompute(loss, budget))), w, x)
         np.testing.assert_allclose(found, truth, rtol=1e-3, atol=1e-6)
+
+
+def scored(x, w):
+    q = x @ w
+    s = q @ q.T
+    e = jnp.exp(s)
+    p = e / jnp.sum(e, -1, keepdims=True)
+    return jnp.tanh(p @ q), None
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept", "nbytes", "flops"),
+    [(1.0, [0, 2, 4, 7], 394_240, 164_096), (0.5, [0, 4, 7], 132_096, 8_552_704), (0.0, [], 0, 19_300_608)],
+)
+def test_the_program_at_the_top_of_segments_keeps_what_is_said_there(budget, kept, nbytes, flops):
+    loss = lambda ws, head, x: jnp.sum(jnp.sin(lax.scan(scored, x, ws)[0] @ head))
+    args = jnp.ones((3, 64, 64)), jnp.ones((64, 32)), jnp.ones((256, 64))
+    calls = [e for e in equations(jax.make_jaxpr(jamp.recompute(loss, budget))(*args)) if e.primitive.name == "remat2"]
+    layer, end = ([e.primitive.name for e in call.params["jaxpr"].eqns] for call in calls)
+    # Each name follows the value that it keeps. The names before it are not values of the segment.
+    numbers = lambda names: [i - 1 - n for n, i in enumerate(i for i, name in enumerate(names) if name == "name")]
+    assert (numbers(layer), numbers(end)) == (kept, [0, 2])
+    assert [name for name in layer if name != "name"] == [
+        e.primitive.name for e in jax.make_jaxpr(scored)(args[2], args[0][0]).eqns
+    ]
+    report = jamp.memory_report(loss, budget)(*args)
+    x = 256 * 64 * 4  # bytes: that of each layer, and of the end
+    assert (report.kept, report.flops) == (4 * x + 3 * nbytes, 3 * flops + 256 * 32)
