@@ -172,7 +172,7 @@ def differences(comparisons: "Mapping[str, Comparison]") -> "Figure":
 
     Examples:
       >>> import jax.numpy as jnp, jamp, jamp.debug, jamp.plot
-      >>> fun, x = lambda x: jnp.sin(x @ x), jnp.eye(4) / 3
+      >>> fun, x = lambda x: jnp.sin(x @ x), jnp.eye(16) / 3
       >>> found = {dtype: jamp.debug.compare(fun, jamp.autocast(fun, dtype))(x) for dtype in ("float16", "bfloat16")}
       >>> figure = jamp.plot.differences(found)
     """

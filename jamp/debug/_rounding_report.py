@@ -237,7 +237,7 @@ def rounding_report(
       >>> import jax, jax.numpy as jnp, jamp.debug
       >>> def attend(q, k, v):
       ...     return jnp.sum(jax.nn.softmax(100 * (q @ k.T)) @ v)
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 8))
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 16, 16))
       >>> report = jamp.debug.rounding_report(attend, jnp.bfloat16)(q, k, v)
       >>> report.rows[0].operation, report.rows[0].value_error > 30 * report.rows[-1].value_error
       ('dot_general', True)
