@@ -24,6 +24,6 @@ def test_no_primitive_is_in_two_classes():
 def test_every_primitive_of_jamp_has_a_name_for_users():
     """`operation` names a product as the user's, and the others by what a user knows."""
     sources = "".join(path.read_text() for path in Path(jamp.__file__).parent.rglob("*.py"))
-    own = set(re.findall(r'[Pp]rimitive\("(\w+)"', sources))
+    own = set(re.findall(r'(?:Primitive|define|_identity)\(\s*"(\w+)"', sources))
     assert {"attach", "barrier", "product", "scaled_linear_call"} <= own
     assert own - ir.primitive_names() <= classes._SHOWN.keys() | classes._OF_PRODUCTS

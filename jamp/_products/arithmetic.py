@@ -3,9 +3,10 @@
 Products of 16-bit operands are in this module, products of 8-bit operands in `quantized.py`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,8 @@ class Arithmetic(Protocol):
         """Return the cotangents of the perturbed operands, which have these types, from the cotangent of the result."""
 
 
-class Rounded(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Rounded:
     """A product of operands that are rounded to a dtype. Its sums are float32.
 
     Products of float32 operands have the highest precision, unless the code asked for another: the default of GPUs is

@@ -108,6 +108,8 @@ class Builder:
             return interpret.interpret_names(loop, reads, functools.partial(self._run, steps, known, around))
         if bodies and constructs.is_call(eqn):
             return interpret.interpret_names(bodies[0], reads, functools.partial(self._run, steps, known, inside))
+        if bodies and constructs.is_platform_dependent(eqn):  # The first operand is the index of the platform.
+            return interpret.interpret_names(bodies[-1], reads[1:], functools.partial(self._run, steps, known, inside))
         paths = ["" if ir.is_literal(v) else known.get(v, "") for v in reads]
         outs = [core.Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
         eqn = eqn.replace(invars=reads, outvars=outs)
