@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jamp._jaxprs import constructs, ir
-from jamp._jaxprs.dataflow import Backward, Forward, flags, spreads
+from jamp._jaxprs.dataflow import Backward, Forward, flags, sources, spreads
 
 X = jnp.ones((4, 4))
 # The property starts at a tangent and a sine: after one going forward, before the other going backward.
@@ -93,6 +93,36 @@ def test_the_inputs_and_outputs_of_bodies_are_those_of_every_step():
     assert backward.into(eqn, set()) == [[True, True, False]]  # Of the carry, JAX made one element a constant.
     (eqn,) = jax.make_jaxpr(READS["condition"][0])(X, X, X).eqns
     assert backward.into(eqn, set()) == [[False], [True] + [False] * (len(eqn.outvars) - 1)]
+
+
+def test_the_rule_decides_about_a_construct_that_is_whole():
+    straight_through = jax.custom_jvp(lambda x, rounded: rounded)
+    straight_through.defjvp(lambda p, t: (p[1], t[0]))
+    closed = jax.make_jaxpr(lambda x, y: jax.jit(straight_through)(x, y))(X, X)
+    any_of = lambda eqn, given: any(given)
+    for is_whole, want in ((lambda eqn: False, False), (constructs.has_own_rule, True)):
+        facts = Forward(any_of, any_of, lambda value: False, is_whole)(closed, [True, False])
+        assert [facts[v] for v in closed.jaxpr.outvars] == [want]
+        assert flags(closed.jaxpr.invars, Backward(any_of, is_whole)(closed, [True])) == [want, True]
+
+
+def test_a_backward_rule_may_tell_operands_apart():
+    first = Backward(lambda eqn, results: [any(results), *[False] * (len(eqn.invars) - 1)])
+    closed = jax.make_jaxpr(lambda x, y, z: jax.jit(lambda x, y: x - y)(z * y, x))(X, X, X)
+    assert flags(closed.jaxpr.invars, first(closed, [True])) == [False, False, True]
+
+
+def test_the_sources_of_a_value_are_the_inputs_that_decide_it():
+    def fun(x, y, z, n):
+        branch = lax.cond(n > 0, jnp.sin, jnp.cos, x)
+        loop = lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 2), (0, y))[1]
+        called = jax.pure_callback(lambda z: z, z, z)
+        printed = jax.experimental.io_callback(lambda z: z, z, z)
+        return branch, loop, jnp.ones(3) + 1, called, printed
+
+    closed = jax.make_jaxpr(fun)(X, X, X, 1)
+    found, (x, y, z, n), outputs = sources(closed), closed.jaxpr.invars, closed.jaxpr.outvars
+    assert [found[v] for v in outputs] == [{x, n}, {y, n}, set(), {z}, {z, outputs[-1]}]
 
 
 def test_a_body_is_analysed_once_for_equal_flags():

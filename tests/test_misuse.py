@@ -29,11 +29,13 @@ step = lambda tx, scaler: scaler.step(MOMENTUM, state(tx), PARAMS, grads=GOOD)
 loss_fn = lambda params: jnp.sum(params["w"] ** 2)
 LOW = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
 ROUNDING = jamp.stochastic_rounding(optax.sgd(1.0))
+TENTH = optax.chain(ROUNDING, optax.scale(0.1))
 UNROUNDED = {
     "scale": (
-        optax.chain(ROUNDING, optax.scale(0.1), optax.scale(0.1)),
+        optax.chain(TENTH, optax.scale(0.1)),
         r"multiplied by a number.*rounding\(optax\.chain\(tx",
     ),
+    "jit": (optax.GradientTransformationExtraArgs(TENTH.init, jax.jit(TENTH.update)), "by a number"),
     "schedule": (optax.chain(ROUNDING, optax.scale_by_schedule(optax.linear_schedule(0.1, 0.0, 4))), "by a number"),
     "schedule_free": (optax.contrib.schedule_free(ROUNDING, 0.1), r"averages.*rounding\(optax\.contrib\.schedule_free"),
 }

@@ -709,6 +709,40 @@ def undifferentiated(w, x):
     return mean(jnp.tanh(jnp.tanh(h + lax.stop_gradient(halved)) @ w))
 
 
+@jax.custom_jvp
+def quantized_by_jvp(x, levels):
+    return levels
+
+
+@jax.custom_vjp
+def quantized_by_vjp(x, levels):
+    return levels
+
+
+quantized_by_jvp.defjvp(lambda p, t: (p[1], t[0]))
+quantized_by_vjp.defvjp(lambda x, levels: (levels, None), lambda _, g: (g, jnp.zeros_like(g)))
+
+
+@pytest.mark.parametrize("rule", [quantized_by_jvp, quantized_by_vjp])
+@pytest.mark.parametrize(
+    "place", [lambda fun: fun, *(pytest.param(x, marks=pytest.mark.slow) for x in (jax.jit, jax.checkpoint))]
+)
+def test_a_rule_passes_on_the_tangents_of_operands_that_its_function_does_not_read(rule, place):
+    """A straight-through estimator: the value is that of the levels, and the derivative that of the layers before."""
+
+    def loss(ws, x, levels):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum((place(rule)(x, levels) @ ws[0]) ** 2)
+
+    args = normal(4, WIDTH, WIDTH, scale=0.2), normal(64, WIDTH, seed=1), jnp.sign(normal(64, WIDTH, seed=2))
+    want = jax.grad(loss)(*args)
+    assert jnp.all(jnp.any(want != 0, axis=(1, 2)))
+    for fun in (jamp.recompute(loss, 0.5), jamp.autocast(loss, BF16)):
+        found = jax.jit(jax.grad(fun))(*args)
+        assert jnp.linalg.norm(found - want) < 0.05 * jnp.linalg.norm(want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["straight", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jit", "scan", "cond"))]

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs import build, dataflow, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._products.lower import reads_without_derivative
 
@@ -23,34 +23,23 @@ def hoisted(closed: ClosedJaxpr, shared: int) -> tuple[ClosedJaxpr, Callable[[Se
       from the shared inputs.
     """
     eqns, outputs = inline.flattened(closed)
-    inputs, shares, free = closed.jaxpr.invars, set(closed.jaxpr.invars[:shared]), set[Any]()
-    for eqn in eqns:
-        operands = _variables(eqn.invars) - free
-        if operands <= shares and not eqn.effects:
-            (shares if operands else free).update(eqn.outvars)
-    differentiated = _variables(outputs)
-    for eqn in reversed(eqns):
-        if not differentiated.isdisjoint(eqn.outvars):
-            is_detached = zip(eqn.invars, reads_without_derivative(eqn), strict=True)
-            differentiated |= _variables([v for v, x in is_detached if not x])
+    inputs, flat = closed.jaxpr.invars, build.closed_jaxpr({}, closed.jaxpr.invars, outputs, eqns)
+    sources, shares = dataflow.sources(flat), set(inputs[:shared])
+    passes = lambda eqn, results: [any(results) and not x for x in reads_without_derivative(eqn)]
+    differentiated = dataflow.Backward(passes, is_whole=lambda eqn: True)(flat, [True] * len(outputs))
     is_moved = lambda eqn: (
         eqn.outvars
-        and shares.issuperset(eqn.outvars)
-        and differentiated.isdisjoint(eqn.outvars)
+        and all(sources[v] and sources[v] <= shares and v not in differentiated for v in eqn.outvars)
         and not all(reads_without_derivative(eqn))  # else a value would be given twice
     )
     moved = [v for eqn in eqns if is_moved(eqn) for v in eqn.outvars]
     if not moved:
         return closed, lambda values: []
     rest = [eqn for eqn in eqns if not is_moved(eqn)]
-    read = _variables([v for eqn in rest for v in eqn.invars])
+    read = {v for eqn in rest for v in eqn.invars if not ir.is_literal(v)}
     values = [v for v in moved if v in read]  # in the order of the code: every process compiles the same program
-    before = [eqn for eqn in eqns if eqn.outvars and (shares | free).issuperset(eqn.outvars)]
+    before = [eqn for eqn in eqns if all(sources[v] <= shares for v in eqn.outvars) and not eqn.effects]
     once, _ = dce_jaxpr(build.closed_jaxpr({}, inputs[:shared], values, before).jaxpr, [True] * len(values), True)
     return build.closed_jaxpr({}, [*values, *inputs], outputs, rest), lambda xs: interpret.call(
         ClosedJaxpr(once, []), xs
     )
-
-
-def _variables(atoms: Sequence[Any]) -> set[Any]:
-    return {v for v in atoms if not ir.is_literal(v)}

@@ -94,6 +94,11 @@ def reads_again(eqn: JaxprEqn) -> bool:
     return is_by_user and ir.name(eqn) not in ("custom_jvp_call", "chunked_sum")
 
 
+def has_own_rule(eqn: JaxprEqn) -> bool:
+    """Whether a construct has a derivative rule, which may pass on tangents of operands that its body does not read."""
+    return derivative(eqn) is Derivative.BY_RULE
+
+
 def is_forward_rule(eqn: JaxprEqn) -> bool:
     """Whether an equation is the forward rule of a custom_vjp with `optimize_remat`, in a gradient.
 

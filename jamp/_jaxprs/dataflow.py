@@ -16,6 +16,7 @@ from jamp._jaxprs.cache import Cache
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 
 Flags = list[bool]
+IsWhole = Callable[[JaxprEqn], bool]
 T = TypeVar("T")
 
 
@@ -37,6 +38,7 @@ class Forward(Generic[T]):
         each result.
       join: The fact about a value that comes from one of two places.
       constant: The fact about a constant.
+      is_whole: About which constructs the rule decides. Of others, the bodies do.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Forward(Generic[T]):
         rule: Callable[[JaxprEqn, list[T]], T | list[T]],
         join: Callable[[T, T], T],
         constant: Callable[[Any], T],
+        is_whole: IsWhole = lambda eqn: False,
     ):
-        self._rule, self._join, self._constant = rule, join, constant
+        self._rule, self._join, self._constant, self._is_whole = rule, join, constant, is_whole
         self._cache: Cache[dict[Var, T]] = Cache()
 
     def __call__(self, closed: ClosedJaxpr, given: Sequence[T]) -> dict[Var, T]:
@@ -56,7 +59,11 @@ class Forward(Generic[T]):
         jaxpr = closed.jaxpr
         facts = dict(zip(jaxpr.invars, inputs, strict=True))
         facts |= {v: self._constant(x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
-        for eqn in jaxpr.eqns:
+        return self.over(jaxpr.eqns, facts)
+
+    def over(self, eqns: Sequence[JaxprEqn], facts: dict[Var, T]) -> dict[Var, T]:
+        """Add the facts about the results of equations to those about the values that they read."""
+        for eqn in eqns:
             facts.update(zip(eqn.outvars, self._results(eqn, self.read(facts, eqn.invars)), strict=True))
         return facts
 
@@ -82,7 +89,7 @@ class Forward(Generic[T]):
         return known
 
     def _results(self, eqn: JaxprEqn, operands: list[T]) -> list[T]:
-        if not _bodies(eqn):
+        if self._is_whole(eqn) or not _bodies(eqn):
             return self._ruled(eqn, operands)
         known = self._around(eqn, operands)
         (first, *others), carry = self._outputs(eqn, known), constructs.carry(eqn)
@@ -109,15 +116,22 @@ def spreads(rule: Callable[[JaxprEqn, Flags], bool]) -> Forward[bool]:
     return Forward(rule, operator.or_, lambda value: False)
 
 
+def sources(closed: ClosedJaxpr) -> dict[Var, frozenset[Var]]:
+    """For each value, the inputs that decide it, also as a condition. The result of an effect decides itself."""
+    nothing = frozenset[Var]()
+    rule = lambda eqn, operands: nothing.union(*operands, eqn.outvars if eqn.effects else ())
+    analysis = Forward(rule, operator.or_, lambda value: nothing, is_whole=lambda eqn: True)
+    return analysis(closed, [frozenset([v]) for v in closed.jaxpr.invars])
+
+
 class Backward:
     """Which values have a property that the operands of an equation have if `rule(eqn, flags of results)` says so.
 
-    The rule also decides about a construct that `is_whole`. Of others, the bodies do.
+    The rule returns a flag for all operands or one for each. It also decides about a construct that `is_whole`. Of
+    others, the bodies do.
     """
 
-    def __init__(
-        self, rule: Callable[[JaxprEqn, Flags], bool], is_whole: Callable[[JaxprEqn], bool] = lambda eqn: False
-    ):
+    def __init__(self, rule: Callable[[JaxprEqn, Flags], bool | Flags], is_whole: IsWhole = lambda eqn: False):
         self._rule, self._is_whole = rule, is_whole
         self._cache: Cache[set[Var]] = Cache()
 
@@ -128,7 +142,11 @@ class Backward:
     def _having(self, closed: ClosedJaxpr, outputs: Sequence[bool]) -> set[Var]:
         jaxpr = closed.jaxpr
         having: set[Any] = {v for v, x in zip(jaxpr.outvars, outputs, strict=True) if x and not ir.is_literal(v)}
-        for eqn in reversed(jaxpr.eqns):
+        return self.over(jaxpr.eqns, having)
+
+    def over(self, eqns: Sequence[JaxprEqn], having: set[Any]) -> set[Var]:
+        """Add the values that equations read and that have the property to those of their results that have it."""
+        for eqn in reversed(eqns):
             operands = self._operands(eqn, flags(eqn.outvars, having))
             having.update(v for v, x in zip(eqn.invars, operands, strict=True) if x and not ir.is_literal(v))
         return having
@@ -149,7 +167,8 @@ class Backward:
 
     def _operands(self, eqn: JaxprEqn, results: Flags) -> Flags:
         if self._is_whole(eqn) or not _bodies(eqn):
-            return [self._rule(eqn, results)] * len(eqn.invars)
+            passed = self._rule(eqn, results)
+            return [passed] * len(eqn.invars) if isinstance(passed, bool) else passed
         carry, end = constructs.carry(eqn), self._into(eqn, results)[-1]
         return [x or (i in carry and end[i - carry.start]) for i, x in enumerate(self._read(eqn, end))]
 

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jamp._jaxprs import constructs, ir
-from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.ir import JaxprEqn
 
 Words = tuple[Array, Array]  # u32[] both: what the random bits of a step, or of a leaf in it, are a hash of
 
@@ -101,27 +101,7 @@ def straight_through(x: Array, rounded: Array) -> Array:
 straight_through.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
-def check_not_scaled(closed: ClosedJaxpr, updates: int) -> None:
-    """Raise ValueError if any of the first outputs, the `updates`, is a rounded update times a number other than 1.
-
-    What may leave a rounded update as it is, such as a mask of its shape or a selection, is not an error.
-    """
-    rounded, scaled = set[Any](), set[Any]()
-    for eqn in closed.jaxpr.eqns:
-        if _is_straight_through(eqn):
-            rounded.update(eqn.outvars)
-        elif ir.name(eqn) in ("mul", "div"):
-            others = [x for x in eqn.invars if ir.is_literal(x) or x not in rounded | scaled]
-            is_number = [jnp.shape(x.aval) == () and getattr(x, "val", None) != 1 for x in others]
-            scaled.update(eqn.outvars if is_number == [True] else [])
-    if any(v in scaled for v in closed.jaxpr.outvars[:updates] if not ir.is_literal(v)):
-        raise ValueError(
-            "The updates are multiplied by a number after stochastic_rounding, so that the new parameters are rounded "
-            "to nearest again. Put the rounding last: jamp.stochastic_rounding(optax.chain(tx, optax.scale(0.1)))."
-        )
-
-
-def _is_straight_through(eqn: JaxprEqn) -> bool:
+def is_straight_through(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call of this module's `straight_through`. A user's function may have the same name."""
     infos = [body.debug_info for body, _ in constructs.inner(eqn)] if ir.name(eqn) == "custom_jvp_call" else []
     return any(info.func_name == "straight_through" and info.func_filename == __file__ for info in infos)

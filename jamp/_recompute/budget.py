@@ -18,22 +18,13 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.sharding import AxisType
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, constructs, equality, ir, walk
+from jamp._jaxprs import build, constructs, dataflow, equality, ir, walk
 from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import is_transposed, user_line, users_stacklevel
 from jamp._numbers import as_number
-from jamp._recompute.residuals import (
-    UNKNOWN,
-    Choice,
-    Residuals,
-    cost,
-    device_bytes,
-    is_gather,
-    sources_of,
-    with_residuals,
-)
+from jamp._recompute.residuals import UNKNOWN, Choice, Residuals, cost, device_bytes, is_gather, with_residuals
 from jamp._recompute.segments import PRODUCTS_OF_A_SEGMENT, Segment, Split, SplitConstruct, SplitJaxpr, key_of, opened
 
 MemoryBudget: TypeAlias = float | str
@@ -278,8 +269,8 @@ class MemoryPlan:
         results = found.jaxpr.outvars[: len(defined)]
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
         producers = {v: eqn for eqn in found.jaxpr.eqns for v in eqn.outvars}
-        places = {-1 - i: fixed[known[v]] for i, v in enumerate(found.jaxpr.invars) if known[v] in fixed}
-        sources = sources_of(found) if places else {}
+        places = {v: fixed[known[v]] for v in found.jaxpr.invars if known[v] in fixed}
+        sources = dataflow.sources(found) if places else {}
         for v in dict.fromkeys(v for v in found.jaxpr.outvars[len(defined) :] if not ir.is_literal(v)):
             if v in known or v in producers:  # A constant of the rule of a primitive is there anyway.
                 place = _innermost(sources.get(v, frozenset()), places)
@@ -381,7 +372,7 @@ def _price(x: Choice, y: Choice) -> float:
     return more / freed if freed > 0 or more == math.inf else UNKNOWN + more
 
 
-def _innermost(sources: frozenset[int], places: dict[int, Nest]) -> Nest | None:
+def _innermost(sources: frozenset[Any], places: dict[Any, Nest]) -> Nest | None:
     """The innermost nest in which a source of a value is fixed. None if not all its sources are fixed."""
     is_fixed = sources and sources <= places.keys()
     return max((places[i] for i in sources), key=lambda x: len(x.constructs.around)) if is_fixed else None

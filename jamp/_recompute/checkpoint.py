@@ -17,7 +17,6 @@ from jamp._compiler_hints import cotangents_behind_barrier, unless_tpu
 from jamp._jaxprs import build, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
-from jamp._products.product import of
 from jamp._recompute.budget import Chosen, MemoryBudget, Place, choose
 from jamp._recompute.policies import check_version
 from jamp._recompute.residuals import stopped
@@ -124,9 +123,8 @@ def _with_barrier(
     again stay in memory. Inputs whose tangents reach no result get no barrier. The barrier, and JAX's next checkpoint,
     would give them cotangents of zeros, which JAX then sends through operations that it cannot transpose.
     """
-    reaching = _reaching(flat, segment.alive)
-    behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and segment.inputs[i] in reaching]
-    without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and v not in reaching]
+    behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and flat.reaching[i]]
+    without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and not flat.reaching[i]]
     without = without if ir.is_next_checkpoint() else []
 
     def with_barrier(*args: Array) -> list[Array]:
@@ -134,18 +132,6 @@ def _with_barrier(
         return call(*build.replaced(given, behind, cotangents_behind_barrier([given[i] for i in behind])))
 
     return with_barrier if behind or without else call
-
-
-def _reaching(flat: FlatSegment, alive: Sequence[bool]) -> set[Any]:
-    """The values of a segment whose tangents reach a result that is `alive`."""
-    results: list[Any] = [v for v, x in zip(flat.outputs, alive, strict=True) if x and not ir.is_literal(v)]
-    reaching = {v for v in results if is_inexact(v.aval)}
-    for eqn in reversed(flat.eqns):
-        if not reaching.isdisjoint(eqn.outvars) and ir.name(eqn) != "stop_gradient":
-            product = of(eqn)  # It has tangents of its operands, and none of the scales of their 8-bit values.
-            operands: list[Any] = eqn.invars[: product.arity] if product else eqn.invars
-            reaching.update(v for v in operands if not ir.is_literal(v) and is_inexact(v.aval))
-    return reaching
 
 
 def _checkpointed(piece: Segment, flat: FlatSegment, chosen: frozenset[int] | None) -> Callable[..., list[Array]]:
@@ -156,8 +142,7 @@ def _checkpointed(piece: Segment, flat: FlatSegment, chosen: frozenset[int] | No
     values = [v for eqn in flat.eqns for v in eqn.outvars]
     kept = flat.kept if chosen is None else {values[i] for i in chosen}
     body = with_names(flat, dict.fromkeys(kept, KEPT), kept | computed_twice(flat))
-    reaching = _reaching(flat, piece.alive)
-    reaches = [v in reaching or not is_inexact(v.aval) for v in piece.inputs]
+    reaches = [x or not is_inexact(v.aval) for x, v in zip(flat.reaching, piece.inputs, strict=True)]
 
     def segment(*args: Array) -> list[Array]:
         args = tuple(stopped(args, reaches))  # in here, because outside it would be another array, which is kept

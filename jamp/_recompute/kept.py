@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jamp._cast import is_floating, is_inexact
-from jamp._jaxprs import ir, walk
+from jamp._jaxprs import constructs, ir, walk
+from jamp._jaxprs.dataflow import Forward
 from jamp._jaxprs.ir import JaxprEqn, Var
 from jamp._jaxprs.primitives import CHEAP, IDENTITIES, MOVING
 
@@ -39,41 +40,37 @@ class Origin(NamedTuple):
     perturbed: bool = False
 
 
-def origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
-    """Return the origin of the results of an equation, from the origins of its operands."""
+def origins() -> Forward[Origin]:
+    """The analysis of what each value is computed from."""
+    return Forward(_origin, _join, lambda value: Origin(argument=True), constructs.has_own_rule)
+
+
+def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
     # A bool that depends on floats has no derivative.
     inexact = [is_inexact(v.aval) for v in eqn.invars]
     if any(map(ir.is_ref, eqn.invars)):  # Anything may have been written to it.
         return Origin(activation=True, perturbed=True)
     return Origin(
-        all(x.argument for x in operands) and ir.name(eqn) in CHEAP & MOVING,
+        all(x.argument for x in operands) and all(ir.name(e) in CHEAP & MOVING for e in walk.through_calls(eqn)),
         any(x.activation for x in operands) or (any(inexact) and not is_cheap(eqn)),
         any(x.perturbed and y for x, y in zip(operands, inexact, strict=True)) and ir.name(eqn) != "stop_gradient",
     )
 
 
-def join(x: Origin, y: Origin) -> Origin:
-    """The origin of a value from one of two places."""
+def _join(x: Origin, y: Origin) -> Origin:
     return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed)
 
 
-CONSTANT = Origin(argument=True)
-
-
-def values_to_keep(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], origins: Sequence[Origin]) -> set[Var]:
-    """The values that the backward pass does not compute again. `origins` are the origins of the inputs."""
-    known: dict[Any, Origin] = dict(zip(inputs, origins, strict=True))
+def values_to_keep(eqns: Sequence[JaxprEqn], known: dict[Var, Origin]) -> set[Var]:
+    """The values that the backward pass does not compute again. The origins of the inputs are `known`."""
+    of_values = origins().over(eqns, dict(known))
     # For each value, the bytes that are read of each kept value to compute it.
-    sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in inputs}
+    sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in known}
     chosen, narrowed = set[Var](), _narrowed(eqns)
     for eqn in eqns:
-        reads = _variables(eqn)
-        may, here = (
-            is_cheap(eqn),
-            origin(eqn, [CONSTANT if ir.is_literal(v) else known[v] for v in eqn.invars]),
-        )
+        reads, may = _variables(eqn), is_cheap(eqn)
         for out in eqn.outvars:
-            found: dict[Var, float] = {}
+            here, found = of_values[out], dict[Var, float]()
             for v in reads:
                 # An operation that only moves data, such as a slice, may read only a part.
                 share = min(1.0, _size(out) / (_size(v) or 1.0)) if ir.name(eqn) in MOVING else 1.0
@@ -88,7 +85,6 @@ def values_to_keep(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], origins: Seq
                 chosen.add(out)
                 found = {out: nbytes(out)}
             sources[out] = found
-            known[out] = here
     return chosen
 
 

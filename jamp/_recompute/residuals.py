@@ -16,6 +16,7 @@ operands that a product casts, and values that only the derivative computes, suc
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, constructs, inline, interpret, ir, walk
+from jamp._jaxprs import build, constructs, dataflow, inline, interpret, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import partitions, trace_inside
 from jamp._jaxprs.primitives import (
@@ -88,7 +89,10 @@ class Residuals:
         self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
         self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}
         self._constants = {*closed.jaxpr.constvars}
-        self._of_arguments = _of_arguments(closed, segment)
+        is_moved = lambda eqn, operands: all(operands) and ir.name(eqn) in MOVING
+        of_arguments = dataflow.Forward(is_moved, operator.and_, lambda value: True)
+        # The values that are arguments of the function, perhaps cast, moved or gathered.
+        self._of_arguments = of_arguments(closed, [x.argument for x in segment.origins])
         of_prefix = lambda prefix: {e.outvars[0]: n for e in closed.jaxpr.eqns if (n := _number(e, prefix)) is not None}
         self._named = of_prefix(KEPT)
         # The named values and the inputs that each value is computed from, and the FLOPs in between.
@@ -110,8 +114,8 @@ class Residuals:
                 self.sizes.append(device_bytes(v))
             self._direct.update([known[v]] if v in known else [])
         self.live = sum(self.sizes[i] for i in self._direct if i >= 0)
-        self._sources = sources_of(closed)
-        self._variables = {number: v for v, number in known.items()}
+        sources = dataflow.sources(closed)
+        self._sources = {i: frozenset(map(self._inputs.get, sources.get(v, ()))) for v, i in known.items()}
         self._in_checkpoint = frozenset(self._numbers[v] for v in self.flat.kept)
         self.kept = self._in_checkpoint
         if not segment.is_worth_it:
@@ -123,9 +127,9 @@ class Residuals:
         """The numbers of some variables of the code. A literal has none."""
         return [None if ir.is_literal(v) else self._numbers[v] for v in variables]
 
-    def sources(self, i: int) -> frozenset[int]:
-        """The inputs from which a value is computed."""
-        return self._sources.get(self._variables.get(i), frozenset())
+    def sources(self, i: int) -> frozenset[Any]:
+        """The inputs from which a value is computed, by their numbers."""
+        return self._sources.get(i, frozenset())
 
     def _reads_and_flops(self, atoms: Iterable[Any]) -> tuple[frozenset[int], float]:
         """The named values and the inputs from which variables are computed, and the FLOPs in between."""
@@ -138,7 +142,7 @@ class Residuals:
             elif v not in self._constants and id(self._producers[v]) not in seen:
                 eqn = self._producers[v]
                 seen.add(id(eqn))
-                total += cost(eqn, eqn.outvars[0] in self._of_arguments)
+                total += cost(eqn, self._of_arguments.get(eqn.outvars[0], False))
                 stack.extend(x for x in eqn.invars if not ir.is_literal(x))
         return frozenset(found), total
 
@@ -215,25 +219,6 @@ def _derivative(flat: FlatSegment, segment: Segment) -> ClosedJaxpr:
     return with_residuals(closed, segment.perturbed, segment.alive, segment.context.shard_map)
 
 
-def sources_of(closed: ClosedJaxpr) -> dict[Any, frozenset[int]]:
-    """For each value, the numbers of the inputs from which it is computed."""
-    found: dict[Any, frozenset[int]] = {v: frozenset([-1 - i]) for i, v in enumerate(closed.jaxpr.invars)}
-    for eqn in closed.jaxpr.eqns:
-        reads = [found[v] for v in eqn.invars if not ir.is_literal(v) and v in found]
-        of_all = frozenset[int]().union(*reads)
-        found.update(dict.fromkeys(eqn.outvars, of_all))
-    return found
-
-
-def _of_arguments(closed: ClosedJaxpr, segment: Segment) -> set[Any]:
-    """The values that are arguments of the function, perhaps cast, moved or gathered."""
-    found: set[Any] = {v for v, x in zip(closed.jaxpr.invars, segment.origins, strict=True) if x.argument}
-    for eqn in closed.jaxpr.eqns:
-        if ir.name(eqn) in MOVING and all(ir.is_literal(v) or v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
-
-
 def with_residuals(
     closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
 ) -> ClosedJaxpr:
@@ -307,28 +292,19 @@ def _with_residuals(
     types = [*closed.in_avals, *(closed.in_avals[i] for i in places)]
     traced = trace_inside(inside, jvp, types)
     eqns, outputs = inline.flattened(traced)
-    results = outputs[: len(closed.out_avals)]
-    linear = {*traced.jaxpr.invars[n:]}
-    primal: list[JaxprEqn] = []
-    of_tangents: list[JaxprEqn] = []
-    for eqn in eqns:
-        if linear.isdisjoint(v for v in eqn.invars if not ir.is_literal(v)):
-            primal.append(eqn)
-        elif constructs.has_body(eqn):
-            return trace_inside(inside, vjp, closed.in_avals)
-        else:
-            linear.update(eqn.outvars)
-            of_tangents.append(eqn)
-    # Tangents that reach no result are not computed.
-    needed: set[Any] = {v for v in outputs[len(results) :] if not ir.is_literal(v)}
-    reads: dict[Any, None] = {}
-    for eqn in reversed(of_tangents):
-        if not needed.isdisjoint(eqn.outvars):
-            operands: list[Any] = [v for v in eqn.invars if not ir.is_literal(v)]
-            needed.update(v for v in operands if v in linear)
-            reads |= dict.fromkeys(v for v in operands if v not in linear)
-    # `flattened` makes the constants literals.
-    return build.closed_jaxpr({}, traced.jaxpr.invars[:n], [*results, *reads], primal)
+    inputs, results = traced.jaxpr.invars[:n], outputs[: len(closed.out_avals)]
+    any_of = lambda eqn, flags: any(flags)
+    spread, reach = dataflow.spreads(any_of), dataflow.Backward(any_of)
+    linear = spread.over(eqns, {v: i >= n for i, v in enumerate(traced.jaxpr.invars)})
+    is_linear = [any(spread.read(linear, eqn.invars)) for eqn in eqns]
+    of_tangents = list(itertools.compress(eqns, is_linear))
+    if any(map(constructs.has_body, of_tangents)):
+        return trace_inside(inside, vjp, closed.in_avals)
+    # Tangents that reach no result are not computed. `flattened` made the constants literals.
+    needed = reach.over(of_tangents, {v for v in outputs[len(results) :] if not ir.is_literal(v)})
+    primal = [eqn for eqn, x in zip(eqns, is_linear, strict=True) if not x]
+    reads = [v for v in (*inputs, *(v for eqn in primal for v in eqn.outvars)) if v in needed]
+    return build.closed_jaxpr({}, inputs, [*results, *reads], primal)
 
 
 def stopped(results: Sequence[Any], alive: Sequence[bool]) -> list[Any]:

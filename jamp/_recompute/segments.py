@@ -41,6 +41,7 @@ from jax.extend import core
 from jamp._cast import is_complex, is_inexact
 from jamp._jaxprs import build, constructs, dataflow, equality, inline, ir, walk
 from jamp._jaxprs.cache import Cache
+from jamp._jaxprs.dataflow import Flags
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import is_partial
 from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS
@@ -49,7 +50,7 @@ from jamp._jaxprs.source import in_scope
 from jamp._jaxprs.walk import holds_product, is_product
 from jamp._products.product import equation, name_of, of
 from jamp._products.quantized import has_narrow_sums
-from jamp._recompute.kept import CONSTANT, Origin, is_cheap, join, nbytes, origin, values_to_keep
+from jamp._recompute.kept import Origin, is_cheap, nbytes, origins, values_to_keep
 from jamp._recompute.stored import is_split, with_rounding
 
 SEGMENT = "jamp.segment"  # the name scope of a call that `checkpoint.py` made
@@ -123,12 +124,19 @@ class SplitJaxpr(NamedTuple):
 
 
 class FlatSegment(NamedTuple):
-    """The equations of a segment in which jit calls are inlined, and the values in it that are kept."""
+    """A segment in which jit calls are inlined.
+
+    Attributes:
+      eqns, inputs, outputs: As of the segment.
+      kept: The values in it that are kept.
+      reaching: Which inputs have tangents that reach an output that is alive.
+    """
 
     eqns: list[JaxprEqn]
     inputs: Sequence[Var]
     outputs: list[Any]
     kept: set[Var]
+    reaching: Flags
 
 
 def key_of(eqn: JaxprEqn) -> Any:
@@ -141,7 +149,9 @@ def flatten_segment(segment: Segment) -> FlatSegment:
     """Inline the jit calls of a segment. It is computed and differentiated so. The variables of its inputs stay."""
     closed = build.closed_jaxpr({}, segment.inputs, segment.outputs, segment.eqns)
     eqns, outputs = inline.flattened(closed)
-    return FlatSegment(eqns, segment.inputs, outputs, values_to_keep(eqns, segment.inputs, segment.origins))
+    kept = values_to_keep(eqns, dict(zip(segment.inputs, segment.origins, strict=True)))
+    reaching = dataflow.flags(segment.inputs, _alive()(closed, segment.alive))
+    return FlatSegment(eqns, segment.inputs, outputs, kept, reaching)
 
 
 def with_names(flat: FlatSegment, names: Mapping[Var, str], stored: Set[Var] = frozenset()) -> ClosedJaxpr:
@@ -192,8 +202,7 @@ class Split:
     def __init__(
         self, products: int = PRODUCTS_OF_A_SEGMENT, whole: frozenset[Any] = frozenset(), cut_convolutions: bool = False
     ):
-        self._origins = dataflow.Forward(origin, join, lambda value: CONSTANT)
-        self._alive = dataflow.Backward(_passes_tangents)
+        self._origins, self._alive = origins(), _alive()
         self._cache: Cache[SplitJaxpr] = Cache()
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True
@@ -226,11 +235,7 @@ class Split:
     ) -> SplitJaxpr:
         closed = _without_large_calls(traced)
         jaxpr = closed.jaxpr
-        alive = self._alive(closed, outputs)
-        if ir.is_next_checkpoint():
-            # It gives the scales of 8-bit values cotangents of zeros. A product has tangents of its operands alone.
-            alive = alive - {v for eqn in jaxpr.eqns if (product := of(eqn)) for v in eqn.invars[product.arity :]}
-        origins = self._origins(closed, inputs)
+        alive, origins = self._alive(closed, outputs), self._origins(closed, inputs)
         parts: list[Part] = []
         straight: list[JaxprEqn] = []
         last_uses = ir.last_uses(jaxpr.eqns, jaxpr.outvars)
@@ -298,14 +303,21 @@ def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
     return range(makes[0], max([*makes, *uses]) + 1) if makes else range(0)
 
 
-def _passes_tangents(eqn: JaxprEqn, results: Sequence[bool]) -> bool:
-    """Whether tangents of the operands reach a result of the function, if the tangents of some results do. Backward.
+def _alive() -> dataflow.Backward:
+    """The analysis of which values have tangents that reach a result of the function."""
+    return dataflow.Backward(_passes_tangents, constructs.has_own_rule)
+
+
+def _passes_tangents(eqn: JaxprEqn, results: Flags) -> bool | Flags:
+    """Which operands have tangents that reach a result of the function, if the tangents of some results do.
 
     Tangents that are written to a Ref reach the equations that read it.
     """
     if any(map(ir.is_ref, eqn.invars)):
         return True
     is_any = any(x and is_inexact(v.aval) for v, x in zip(eqn.outvars, results, strict=True))
+    if product := of(eqn):  # It has tangents of its operands, and none of the scales of their 8-bit values.
+        return [is_any and i < product.arity for i in range(len(eqn.invars))]
     return is_any and ir.name(eqn) != "stop_gradient"
 
 
@@ -340,7 +352,7 @@ def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[V
         return products[-1] + 1 if products else len(eqns)
     last, start = products[-1], products[-2] + 1 if len(products) > 1 else 0
     inputs = _reads(eqns[start:last])
-    held = values_to_keep(eqns[start:last], inputs, [origins[v] for v in inputs])
+    held = values_to_keep(eqns[start:last], {v: origins[v] for v in inputs})
     crossing = _crossing(eqns, range(len(eqns)), last_uses)
     between = [sum(nbytes(v) for v in eqn.outvars if v in held) for eqn in eqns[start:last]]
     sizes = itertools.accumulate(reversed(between))  # kept from each equation on, the last one first

@@ -12,10 +12,15 @@ from typing import Any
 
 import jax
 
+from jamp._jaxprs import ir
+from jamp._jaxprs.dataflow import Forward
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.source import users_stacklevel
 from jamp._loss_scale.scaler_state import can_change
+from jamp._optimizer_state.rounding import is_straight_through
 from jamp._staging import is_trace_reused
 
+_PLAIN, _ROUNDED, _SCALED = range(3)  # What is known of a value: nothing, a rounded update, or one times a number.
 _SCALED_BY: ContextVar[str | None] = ContextVar("scaled_by", default=None)  # jamp's function that is being traced
 
 
@@ -50,6 +55,30 @@ def check_not_a_pair(grads: Any, params: Any) -> None:
             "The gradients are a pair, such as the (loss, grads) that value_and_grad returns. Write "
             "loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params), and give grads to the optimizer."
         )
+
+
+def check_not_scaled(closed: ClosedJaxpr, updates: int) -> None:
+    """Raise ValueError if any of the first outputs, the `updates`, is a rounded update times a number other than 1.
+
+    What may leave a rounded update as it is, such as a mask of its shape or a selection, is not an error.
+    """
+    analysis = Forward(_rounding_of, max, lambda value: _PLAIN, is_straight_through)
+    facts = analysis(closed, [_PLAIN] * len(closed.in_avals))
+    if _SCALED in analysis.read(facts, closed.jaxpr.outvars[:updates]):
+        raise ValueError(
+            "The updates are multiplied by a number after stochastic_rounding, so that the new parameters are rounded "
+            "to nearest again. Put the rounding last: jamp.stochastic_rounding(optax.chain(tx, optax.scale(0.1)))."
+        )
+
+
+def _rounding_of(eqn: JaxprEqn, operands: list[int]) -> int:
+    if is_straight_through(eqn):
+        return _ROUNDED
+    if ir.name(eqn) not in ("mul", "div"):
+        return _PLAIN
+    others: list[Any] = [v for v, x in zip(eqn.invars, operands, strict=True) if x == _PLAIN]
+    is_number = [v.aval.shape == () and getattr(v, "val", None) != 1 for v in others]
+    return _SCALED if is_number == [True] else _PLAIN
 
 
 def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:

@@ -27,7 +27,7 @@ from jamp._jaxprs.primitives import CHEAP
 from jamp._leaves import replace_leaves
 from jamp._mesh import reshard_like
 from jamp._optimizer_state.dtypes import has_other_dtypes
-from jamp._optimizer_state.rounding import check_not_scaled
+from jamp._step.misuse import check_not_scaled
 
 
 def update_or_skip(
