@@ -40,7 +40,12 @@ def read(env: Env, atom: Var | Literal) -> Any:
 
 def is_ref(v: Any) -> bool:
     """Whether a variable is a Ref, which equations read and write."""
-    return not is_literal(v) and type(v.aval).__name__ == "AbstractRef"
+    return not is_literal(v) and is_ref_type(v.aval)
+
+
+def is_ref_type(aval: Any) -> bool:
+    """Whether a type is the type of a Ref."""
+    return type(aval).__name__ == "AbstractRef"
 
 
 def last_uses(eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> dict[Any, int]:

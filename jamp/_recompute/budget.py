@@ -250,11 +250,12 @@ class MemoryPlan:
     ) -> None:
         """Add equations that are in no segment. The residuals that JAX has for them are kept."""
         self.others.extend((eqn, nest.constructs.times) for eqn in eqns)
+        made = {v for eqn in eqns for v in eqn.outvars}
         defined = {v: eqn for eqn in eqns for v in eqn.outvars if not ir.is_ref(v)}
-        reads: list[Any] = [v for eqn in eqns for v in eqn.invars if not ir.is_ref(v)]
+        reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
         is_given = lambda v: ir.is_literal(v) or body.origins[v].argument
         self.gathers.update(key_of(eqn) for eqn in eqns if is_gather(eqn) and all(map(is_given, eqn.invars)))
-        inputs = list(dict.fromkeys(v for v in reads if not ir.is_literal(v) and v not in defined))
+        inputs = list(dict.fromkeys(v for v in reads if not ir.is_literal(v) and v not in made))
         perturbed = tuple(body.origins[v].perturbed and is_inexact(v.aval) for v in inputs)
         alive = tuple(v in body.alive for v in defined)
         for v, eqn in defined.items():

@@ -225,8 +225,11 @@ def with_residuals(
     """A function that also returns its residuals, which its backward pass reads. It may be inside a shard_map.
 
     `perturbed` are the inputs that may have tangents, and `alive` the results that get cotangents. No gradient goes
-    through an operation that JAX does not differentiate.
+    through an operation that JAX does not differentiate. In place of a Ref, it takes what the Ref holds.
     """
+    if any(map(ir.is_ref, closed.jaxpr.invars)):
+        held = [v.aval.inner_aval if ir.is_ref(v) else v.aval for v in closed.jaxpr.invars]
+        closed = trace_inside(inside, partial(_on_new_refs, closed), held)
     try:
         return _with_residuals(closed, perturbed, alive, inside)
     except Exception as error:
@@ -265,6 +268,12 @@ def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
     return build.closed_jaxpr({}, closed.jaxpr.invars, outputs, found)
 
 
+def _on_new_refs(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    """A function on Refs of its own: JAX differentiates what is written to these, but not to a Ref that is given."""
+    refs = [jax.new_ref(x) if ir.is_ref(v) else x for x, v in zip(args, closed.jaxpr.invars, strict=True)]
+    return interpret.call(closed, refs)
+
+
 def _with_stopped_gradients(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     return interpret.call(closed, [jax.lax.stop_gradient(x) for x in args])
 
@@ -284,7 +293,8 @@ def _with_residuals(
 
     def vjp(*args: Any) -> list[Any]:
         results, pull_back = jax.vjp(of_perturbed(args), *(args[i] for i in places))
-        return [*results, *jax.tree.leaves(pull_back)]
+        residuals = jax.tree.leaves(pull_back)  # A rule that writes to a Ref in its backward pass keeps the Ref.
+        return [*results, *(x for x in residuals if not ir.is_ref_type(jax.typeof(x)))]
 
     # JAX splits constructs, which takes far longer than to see what the tangents of straight-line code read.
     if any(constructs.has_body(e) and ir.name(e) != "custom_jvp_call" for e in inline.flattened(closed)[0]):
