@@ -44,18 +44,16 @@ def _identity(name: str, lowered: Any = _as_they_are, **options: Any) -> Any:
     """A primitive that returns its operands. `lowered` may tell the compiler something about them."""
     same = lambda xs, tangents: (primitive.bind(*xs), list(tangents))
     types = lambda *avals: list(avals)
-    primitive: Any = define(name, lowered, types, **{"jvp": same, **options}, multiple_results=True)
+    transpose = lambda cotangents, *xs: [
+        ct if ad.is_undefined_primal(x) else None for ct, x in zip(_behind(cotangents), xs, strict=True)
+    ]
+    rules = {"jvp": same, "transpose": transpose, **options}
+    primitive: Any = define(name, lowered, types, **rules, multiple_results=True)
     primitive.def_impl(_as_they_are)
     return primitive
 
 
-_barrier = _identity(
-    "barrier",
-    _by_jax,
-    transpose=lambda cotangents, *xs: [
-        ct if ad.is_undefined_primal(x) else None for ct, x in zip(_behind(cotangents), xs, strict=True)
-    ],
-)
+_barrier = _identity("barrier", _by_jax)
 _barrier_unless_tpu = _identity("barrier_unless_tpu", _by_jax, platforms={"tpu": _as_they_are})
 _barrier_of_cotangents = _identity("cotangents_behind_barrier", jvp=lambda xs, tangents: (list(xs), _behind(tangents)))
 _one_kernel = _identity("in_one_kernel_on_tpu", platforms={"tpu": _needing})

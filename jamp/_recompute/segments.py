@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.interpreters import ad
 
 from jamp._cast import is_complex, is_inexact
 from jamp._jaxprs import build, constructs, dataflow, equality, inline, ir, walk
@@ -185,7 +186,10 @@ def computed_twice(flat: FlatSegment) -> set[Var]:
 
 @functools.cache
 def _name_equation(name: str) -> JaxprEqn:
-    return jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0).eqns[0]
+    eqn = jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0).eqns[0]
+    if eqn.primitive.name == "name":  # JAX has no such rule, and jax.linear_transpose would fail.
+        ad.primitive_transposes.setdefault(eqn.primitive, lambda cotangent, x, **_: [cotangent])
+    return eqn
 
 
 class Split:
