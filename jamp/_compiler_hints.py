@@ -61,7 +61,10 @@ _row_major = _identity("row_major")
 
 
 def _lower_row_major(ctx: Any, x: Any) -> Any:
-    """A constraint on the layout, if the program is for one device: on several, XLA would gather the value for it."""
+    """A constraint on the layout, if the program is for one device.
+
+    On several, XLA would gather the value for it (for H200s, jaxlib 0.10.2).
+    """
     is_alone = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
     return _lower_constraint(ctx, x) if is_alone else [x]
 
@@ -92,7 +95,7 @@ def unless_tpu(values: Sequence[Any]) -> list[Any]:
 
 
 def in_one_kernel_on_tpu(x: Array, codes: Sequence[Array]) -> Array:
-    """The value, on a TPU computed in one kernel with such codes as lie as it does."""
+    """The value, on a TPU computed in one kernel with such codes as lie as it does (for a v5e, jaxlib 0.10.2)."""
     kind = lambda y: (jnp.shape(y), jax.typeof(y).sharding)
     codes = [code for code in codes if kind(code) == kind(x)]
     same: Array = _one_kernel.bind(x, *codes)[0]
@@ -109,8 +112,8 @@ def row_major(x: Array) -> Array:
     """The value. A GPU stores it with its last axis innermost.
 
     The two products that read an 8-bit operand want different layouts. Left alone, XLA:GPU computes the value in that
-    of the first one, for which it transposes the source, in 16 or 32 bits, and copies the result to the other layout.
-    With the layout of the source, one kernel writes both.
+    of the first one, for which it transposes the source, in 16 or 32 bits, and copies the result to the other layout
+    (for an H200, jaxlib 0.10.2). With the layout of the source, one kernel writes both.
     """
     same: Array = _row_major.bind(x)[0]
     return same

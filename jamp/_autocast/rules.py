@@ -58,7 +58,8 @@ def _table(wide: str, low: str, products: str) -> dict[str, Rule]:
         **dict.fromkeys(sorted(PRODUCTS), product),
         **dict.fromkeys((f"{name}[precision]" for name in sorted(PRODUCTS)), precise),
         **dict.fromkeys((f"{name}[range]" for name in sorted(PRODUCTS)), out_of_range),
-        # Not of convolutions: a GPU has none from 16 bit to float32, so XLA would cast the operands to float32.
+        # Not of convolutions: cuDNN has none from 16 bit to float32, so XLA would cast the operands to float32 (for an
+        # H200, jaxlib 0.10.2).
         **dict.fromkeys((f"{name}[{GRADIENT}]" for name in ("dot_general", "ragged_dot_general")), gradient),
         **dict.fromkeys((f"{name}[{FEW}]" for name in ("dot_general", "conv_general_dilated")), Rule(wide, few)),
         f"dot_general[{VECTOR}]": Rule(wide, f"a product of two vectors is a sum, and sums stay {wide}"),

@@ -216,9 +216,10 @@ def split_master(master: Array) -> tuple[Array, Array]:
 def upper_half(master: Array, low_bits: Array) -> Array:
     """Return the bfloat16, in f32, that together with these low bits is the master.
 
-    It is computed from the low bits, for two reasons. XLA:TPU computes both in one kernel only if one needs the other.
-    And XLA may compute the master twice, once for the bits and once for the parameter, and round it differently. The
-    result is then some units in the last place off, and rounding it to bfloat16 makes it right.
+    It is computed from the low bits, for two reasons. XLA:TPU computes both in one kernel only if one needs the other
+    (for a v5e, jaxlib 0.10.2). And XLA may compute the master twice, once for the bits and once for the parameter, and
+    round it differently. The result is then some units in the last place off, and rounding it to bfloat16 makes it
+    right.
     """
     bits, low = lax.bitcast_convert_type(master, jnp.uint32), low_bits.astype(jnp.uint32)
     carry = (low & np.uint32(0x8000)) << 1  # It moves to the exponent where it should.

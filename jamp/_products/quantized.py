@@ -83,7 +83,8 @@ class Quantized(NamedTuple):
     ) -> list[Array]:
         @jax.custom_jvp
         def pull_back(g: Array, *residuals: Array) -> list[Array]:
-            # What computed it may have more digits, and XLA:GPU would store those: in a float32 model, float32.
+            # What computed it may have more digits (see `_rounded.py`), and XLA:GPU would store those: in a float32
+            # model, float32.
             g = as_stored(g)
             sizes, rest = residuals[: product.arity - 2], residuals[product.arity - 2 :]
             # Of each operand: its codes and scales, or, if it is encoded again, the operand and the dtype of its codes.

@@ -120,8 +120,9 @@ def _with_barrier(
     """A segment, perhaps with the cotangents of its inputs behind a barrier.
 
     Without one, XLA:GPU computes cotangents where they are added to others, later, and the values that were computed
-    again stay in memory. Inputs whose tangents reach no result get no barrier. The barrier, and JAX's next checkpoint,
-    would give them cotangents of zeros, which JAX then sends through operations that it cannot transpose.
+    again stay in memory (for an H200, jaxlib 0.10.2). Inputs whose tangents reach no result get no barrier. The
+    barrier, and JAX's next checkpoint, would give them cotangents of zeros, which JAX then sends through operations
+    that it cannot transpose.
     """
     behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and flat.reaching[i]]
     without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and not flat.reaching[i]]
@@ -159,7 +160,7 @@ def _checkpointed(piece: Segment, flat: FlatSegment, chosen: frozenset[int] | No
 def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
     """A function whose backward pass gets its residuals behind a barrier, except on TPUs.
 
-    For convolutions, XLA:TPU needs 1.4 times the memory with a barrier (ResNet-18, compiled for a v5e).
+    For convolutions, XLA:TPU needs 1.4 times the memory with a barrier (ResNet-18, for a v5e, jaxlib 0.10.2).
     """
 
     @jax.custom_jvp

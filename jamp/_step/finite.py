@@ -13,7 +13,8 @@ from jamp._jaxprs.manual_axes import by_kind, hashable, varying_over
 from jamp._leaves import split_gradients
 from jamp._mesh import reshard_like
 
-# The most arrays that are combined before they are reduced. With more, XLA needs a second kernel for a clip's norm.
+# The most arrays that are combined before they are reduced. With more, XLA needs a second kernel for a clip's norm (for
+# an H200, jaxlib 0.10.2).
 _MOST = 8
 
 
@@ -90,9 +91,10 @@ def _type_tells_sharding(x: Array) -> bool:
 def _any_nonfinite(group: list[Array]) -> Array:
     """Return whether some arrays of one type hold inf or NaN, as 0 or 1, f32[].
 
-    It is a float because XLA:TPU computes only float reductions in the same pass as a clip's norm. On GPU, arrays that
-    are combined before they are reduced take one kernel instead of many. XLA:CPU writes the operand of a reduction to
-    memory. Here that is one array for a whole group. With a sum of `x - x` it would be every unscaled gradient.
+    It is a float because XLA:TPU computes only float reductions in the same pass as a clip's norm (for a v5e, jaxlib
+    0.10.2). On GPU, arrays that are combined before they are reduced take one kernel instead of many. XLA:CPU writes
+    the operand of a reduction to memory. Here that is one array for a whole group. With a sum of `x - x` it would be
+    every unscaled gradient.
     """
     is_nonfinite = functools.reduce(jnp.logical_or, [~jnp.isfinite(x) for x in group])
     return jnp.max(is_nonfinite.astype(jnp.float32))

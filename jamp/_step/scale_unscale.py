@@ -159,9 +159,9 @@ def _true_gradients(
 
 
 def _unscale(grads: list[Any], scale: Array) -> list[Array]:
-    # Above 2**126 the reciprocal is subnormal, which XLA flushes to 0. There, g is multiplied by 4 / scale and by 1/4.
-    # Elsewhere this is g * float32(1 / scale), bit for bit. The barrier keeps XLA from folding the two factors of a
-    # constant scale into that subnormal.
+    # Above 2**126 the reciprocal is subnormal, which XLA flushes to 0 by design (jax-ml/jax#16200). There, g is
+    # multiplied by 4 / scale and by 1/4. Elsewhere this is g * float32(1 / scale), bit for bit. The barrier keeps XLA
+    # from folding the two factors of a constant scale into that subnormal (jaxlib 0.10.0 and 0.10.2, not 0.12.0).
     scale = lax.optimization_barrier(scale)
     quarter = jnp.where(scale > 2.0**126, jnp.float32(0.25), jnp.float32(1.0))
     reciprocal = 1.0 / (scale * quarter)

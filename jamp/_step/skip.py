@@ -6,10 +6,11 @@ This is a step with momentum, and what is evaluated in its place, all f32[n]:
     update = -0.1 * mu1                update = where(finite, -0.1 * mu1, -0.0)    from the selected mu1
 
 `jnp.where(grads_finite, new, old)` over finished outputs makes XLA:CPU keep two versions of every buffer, and
-`lax.cond` around the step copies its operands on a GPU with JAX 0.10. Here each output is selected where it is defined.
-Later equations read the selected value, so one buffer is enough. If the gradients are finite, that changes nothing. If
-not, outputs computed from a selected value are themselves replaced by their old values. On a GPU and a TPU the kernels
-are the same as of `jnp.where` over finished outputs. docs/design.md has the measurements.
+`lax.cond` around the step copies its operands on a GPU (JAX 0.10.2, not 0.11.2; jax-ml/jax#39449). Here each output is
+selected where it is defined. Later equations read the selected value, so one buffer is enough. If the gradients are
+finite, that changes nothing. If not, outputs computed from a selected value are themselves replaced by their old
+values. On a GPU and a TPU the kernels are the same as of `jnp.where` over finished outputs. docs/design.md has the
+measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,8 +80,8 @@ def apply_or_keep(grads_finite: Array | None, params: Any, updates: Any) -> Any:
     """Apply updates if the gradients are finite (bool[]; None: they were not checked), else return `params`.
 
     An update of -0.0 leaves every number unchanged, but XLA:CPU may flush subnormal numbers to 0 in the addition, also
-    inside `jit`, and it may change the payload of a NaN. The selection keeps every bit, and `jit` fuses it with the
-    addition.
+    inside `jit` (by design, jax-ml/jax#16200), and it may change the payload of a NaN. The selection keeps every bit,
+    and `jit` fuses it with the addition.
     """
     with jax.numpy_dtype_promotion("standard"):  # Optax adds float32 updates to 16-bit parameters.
         new = optax.apply_updates(params, updates)

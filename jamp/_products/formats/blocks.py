@@ -89,7 +89,8 @@ class MXFP8(Format):
         blocks = values.reshape(*(x.shape[i] for i in rest), terms // self.block, self.block)
         amax = jnp.max(jnp.abs(blocks), -1)
         scales = jnp.maximum(power_of_two(amax, dtype), np.float32(2.0**-100))  # not 0: its inverse is inf
-        # E8M0 has a code for NaN, and none for inf. If XLA:CPU's maximum drops a NaN, the code of the element is NaN.
+        # E8M0 has a code for NaN, and none for inf. If XLA:CPU's maximum drops a NaN (openxla/xla#21461), the code of
+        # the element is NaN.
         scales = jnp.where(jnp.isfinite(amax), scales, jnp.nan)
         codes = (blocks * (1 / scales)[..., None]).astype(dtype)
         shape = (*codes.shape[:-2], codes.shape[-2] * self.block)
