@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import keystr
 
 from jamp import _table
@@ -99,6 +99,17 @@ def _count(arrays: list[Array]) -> list[Array]:
         is_nan = jnp.isnan(x)
         bad = ~jnp.isfinite(x)
         counts = [jnp.sum(kind, dtype=jnp.int32) for kind in (bad & ~is_nan & ~negative, negative, is_nan)]
-        first = jnp.argmax(bad.ravel()).astype(jnp.int32) if x.size else jnp.int32(-1)
-        columns.append([*counts, jnp.where(jnp.any(bad), first, -1)])
+        columns.append([*counts, _first(bad)])
     return [jnp.stack(row) for row in zip(*columns, strict=True)]
+
+
+def _first(bad: Array) -> Array:
+    """Return the position of the first True in the flattened array, i32[], or -1. A sharded array stays where it is."""
+    if not bad.size:
+        return jnp.int32(-1)
+    position = jnp.zeros((), jnp.int32)
+    for axis, n in enumerate(bad.shape):
+        along = jnp.arange(n, dtype=jnp.int32)
+        position = position * n + lax.expand_dims(along, [i for i in range(bad.ndim) if i != axis])
+    first = jnp.min(jnp.where(bad, position, np.int32(2**31 - 1)))
+    return jnp.where(jnp.any(bad), jnp.maximum(first, 0), -1)  # Of more elements than that, positions wrap.

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 from jaxprs import normal
@@ -86,3 +87,16 @@ def test_the_report_and_a_warning_say_why_explicit_axes_have_no_mxfp8(kinds):
         with pytest.warns(UserWarning, match="mxfp8 has no products on explicit mesh axes"):
             jax.make_jaxpr(jamp.autocast(loss, jamp.MXFP8(min_size=8)))(*args)
     assert "mxfp8 has no products on explicit mesh axes" in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)])
+def test_nonfinite_report_has_the_first_position_in_the_whole_array(kinds):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=kinds)
+    specs = {"rows": P(("x", "y")), "columns": P(None, ("x", "y")), "both": P("y", "x"), "one": P()}
+    bad = np.zeros((8, 16), np.float32)
+    bad[5, 9], bad[6, 1] = np.inf, np.nan
+    with jax.set_mesh(mesh):
+        tree = {name: jax.device_put(bad, NamedSharding(mesh, spec)) for name, spec in specs.items()}
+        found = [str(report(tree)) for report in (jamp.debug.nonfinite_report, jax.jit(jamp.debug.nonfinite_report))]
+    assert found == [str(jamp.debug.nonfinite_report(dict.fromkeys(specs, bad)))] * 2
+    assert found[0].count("1 inf, 1 nan of 128, first at [5, 9]") == len(specs)
