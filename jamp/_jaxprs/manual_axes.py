@@ -97,7 +97,7 @@ def varying_together(arrays: Sequence[Array], axes: frozenset[str] = frozenset()
 def zeros(aval: Any, dtype: Any = None) -> Array:
     """Zeros of a type, perhaps of another dtype: sharded and varying alike, as the carry of a loop must be."""
     mesh = aval.sharding.mesh
-    is_explicit = not mesh.empty and mesh.are_all_axes_explicit
+    is_explicit = not mesh.empty and AxisType.Explicit in mesh.axis_types
     array = jnp.zeros(aval.shape, dtype or aval.dtype, device=aval.sharding if is_explicit else None)
     axes = tuple(varying(aval))
     return lax.pcast(array, axes, to="varying") if axes else array

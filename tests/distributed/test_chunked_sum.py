@@ -140,3 +140,13 @@ def test_what_a_function_in_a_shard_map_closes_over_is_an_error():
     shard = jax.shard_map(mapped, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P("d"))
     with pytest.raises(ValueError, match=r"cannot close over arrays\. Pass them in its params"):
         jax.eval_shape(shard, W, X, Y)
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)])
+@pytest.mark.parametrize("specs", [(P(None, "y"), P("x")), (P("x"), P()), (P("y"), P())])
+def test_one_axis_of_the_mesh_may_be_explicit_and_the_other_not(kinds, specs):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=kinds)
+    with jax.set_mesh(mesh):
+        w, x = (jax.device_put(z, NamedSharding(mesh, spec)) for z, spec in zip((W, X), specs, strict=True))
+        found = jax.jit(jax.value_and_grad(jamp.chunked_sum(loss, 64), (0, 1)))(w, x, Y)
+    assert_close(jax.device_get(found), jax.device_get(jax.value_and_grad(loss, (0, 1))(W, X, Y)))
