@@ -208,8 +208,9 @@ class EqxMethod(eqx.Module):
 
 def test_a_method_may_be_decorated():
     multiplied = lambda fun, *args: str(jax.make_jaxpr(fun)(*args)).count("preferred_element_type=bfloat16")
-    variables = {"params": {"Dense_0": VARIABLES["params"]}}
-    assert multiplied(LinenMethod().apply, variables, X) == 1
+    features, x = VARIABLES["params"]["bias"].shape[0], jnp.ones((2, 16))  # enough terms to be in 16 bit
+    variables = {"params": {"Dense_0": {"kernel": jnp.ones((16, features)), "bias": jnp.zeros(features)}}}
+    assert multiplied(LinenMethod().apply, variables, x) == 1
     with pytest.raises(
         TypeError, match=r"__call__ stores parameters.*jamp\.autocast\(model\.apply, \.\.\.\)"
     ) as caught:
@@ -218,9 +219,9 @@ def test_a_method_may_be_decorated():
     model = NnxMethod(dropout=0.5)
     assert not jnp.array_equal(model(X), model(X))
     assert nnx.grad(lambda model: model(X).sum())(model) is not None
-    linear = EqxMethod(eqx.nn.Linear(4, 4, key=jax.random.key(0)))
-    assert multiplied(linear, X[0]) == 1
-    assert eqx.filter_grad(lambda model: model(X[0]).sum())(linear).linear.weight.shape == (4, 4)
+    linear = EqxMethod(eqx.nn.Linear(16, 4, key=jax.random.key(0)))
+    assert multiplied(linear, x[0]) == 1
+    assert eqx.filter_grad(lambda model: model(x[0]).sum())(linear).linear.weight.shape == (4, 16)
 
 
 def test_gradients_of_an_nnx_module_of_parameters_alone_are_those_of_jamp_nnx():
