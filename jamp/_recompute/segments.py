@@ -151,7 +151,7 @@ def flatten_segment(segment: Segment) -> FlatSegment:
     closed = build.closed_jaxpr({}, segment.inputs, segment.outputs, segment.eqns)
     eqns, outputs = inline.flattened(closed)
     kept = values_to_keep(eqns, dict(zip(segment.inputs, segment.origins, strict=True)))
-    reaching = dataflow.flags(segment.inputs, _alive()(closed, segment.alive))
+    reaching = dataflow.flags(segment.inputs, _alive(scales=False)(closed, segment.alive))
     return FlatSegment(eqns, segment.inputs, outputs, kept, reaching)
 
 
@@ -206,7 +206,8 @@ class Split:
     def __init__(
         self, products: int = PRODUCTS_OF_A_SEGMENT, whole: frozenset[Any] = frozenset(), cut_convolutions: bool = False
     ):
-        self._origins, self._alive = origins(), _alive()
+        # JAX's next checkpoint gives the scales of 8-bit values cotangents of zeros.
+        self._origins, self._alive = origins(), _alive(scales=not ir.is_next_checkpoint())
         self._cache: Cache[SplitJaxpr] = Cache()
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True
@@ -307,12 +308,16 @@ def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
     return range(makes[0], max([*makes, *uses]) + 1) if makes else range(0)
 
 
-def _alive() -> dataflow.Backward:
-    """The analysis of which values have tangents that reach a result of the function."""
-    return dataflow.Backward(_passes_tangents, constructs.has_own_rule)
+def _alive(scales: bool) -> dataflow.Backward:
+    """The analysis of which values have tangents that reach a result.
+
+    A product has none of the `scales` of its 8-bit operands. Where they count all the same, the segment that encodes
+    them is not stopped: with JAX's default checkpoint, what is kept is then what a budget counts.
+    """
+    return dataflow.Backward(functools.partial(_passes_tangents, scales), constructs.has_own_rule)
 
 
-def _passes_tangents(eqn: JaxprEqn, results: Flags) -> bool | Flags:
+def _passes_tangents(scales: bool, eqn: JaxprEqn, results: Flags) -> bool | Flags:
     """Which operands have tangents that reach a result of the function, if the tangents of some results do.
 
     Tangents that are written to a Ref reach the equations that read it.
@@ -320,7 +325,7 @@ def _passes_tangents(eqn: JaxprEqn, results: Flags) -> bool | Flags:
     if any(map(ir.is_ref, eqn.invars)):
         return True
     is_any = any(x and is_inexact(v.aval) for v, x in zip(eqn.outvars, results, strict=True))
-    if product := of(eqn):  # It has tangents of its operands, and none of the scales of their 8-bit values.
+    if (product := of(eqn)) and not scales:
         return [is_any and i < product.arity for i in range(len(eqn.invars))]
     return is_any and ir.name(eqn) != "stop_gradient"
 
