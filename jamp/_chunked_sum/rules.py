@@ -159,6 +159,7 @@ def multiply(step: Step, one: Fact, two: Fact) -> Fact:
 
 
 def divide(step: Step) -> Fact:
+    """A quotient. By a constant it is a product with the inverse, else an operation on each row."""
     one, two = step.facts
     if two.kind == CONSTANT:
         return multiply(step, one, Fact(CONSTANT, None if two.detail is None else -two.detail))
@@ -235,6 +236,7 @@ _LAST = {"top_k": 1} | dict.fromkeys(("cholesky", "eig", "eigh", "householder_pr
 
 
 def select(step: Step) -> Fact:
+    """A choice between values, by a condition."""
     which, *cases = step.facts
     found = cases[0] if which.kind == ZERO else functools.reduce(join, cases)
     if which.kind in (ZERO, CONSTANT) or found.kind == UNKNOWN or (which.kind == ROWS and found.kind == RUNNING):
@@ -368,6 +370,7 @@ def encoded(step: Step) -> Fact:
 
 
 def unknown(step: Step) -> Fact:
+    """An operation that no rule follows. Of constants alone it is a constant."""
     follows = "callback" in ir.name(step.eqn) or any(map(step.out, range(len(step.eqn.outvars))))
     return FIXED if step.kinds <= {ZERO, CONSTANT} and not follows else Fact(UNKNOWN)
 

@@ -241,7 +241,7 @@ def with_residuals(
 # JAX's messages for a primitive without a derivative, where it does not raise NotImplementedError.
 _WITHOUT_DERIVATIVE = re.compile(
     r"Reverse-mode differentiation does not work|does not support reverse-mode|callbacks? do(es)? not support JVP"
-    r"|cannot be differentiated|can't apply forward-mode differentiation"
+    r"|cannot be differentiated|can't apply forward-mode differentiation|JVP rule for \w+ not implemented"
 )
 
 
