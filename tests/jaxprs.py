@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._jaxprs.ir import params
+from jamp._jaxprs.ir import name as name, params as params
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxprs import PRODUCTS, equations, kept_by_jax, normal
+from jaxprs import PRODUCTS, equations, kept_by_jax, name, normal, params
 from processes import run_python
 from trees import assert_close
 
@@ -778,14 +778,12 @@ def scored(x, w):
 def test_the_program_at_the_top_of_segments_keeps_what_is_said_there(budget, kept, nbytes, flops):
     loss = lambda ws, head, x: jnp.sum(jnp.sin(lax.scan(scored, x, ws)[0] @ head))
     args = jnp.ones((3, 64, 64)), jnp.ones((64, 32)), jnp.ones((256, 64))
-    calls = [e for e in equations(jax.make_jaxpr(jamp.recompute(loss, budget))(*args)) if e.primitive.name == "remat2"]
-    layer, end = ([e.primitive.name for e in call.params["jaxpr"].eqns] for call in calls)
+    calls = [e for e in equations(jax.make_jaxpr(jamp.recompute(loss, budget))(*args)) if name(e) == "remat2"]
+    layer, end = (list(map(name, params(call)["jaxpr"].eqns)) for call in calls)
     # Each name follows the value that it keeps. The names before it are not values of the segment.
-    numbers = lambda names: [i - 1 - n for n, i in enumerate(i for i, name in enumerate(names) if name == "name")]
+    numbers = lambda names: [i - 1 - n for n, i in enumerate(i for i, x in enumerate(names) if x == "name")]
     assert (numbers(layer), numbers(end)) == (kept, [0, 2])
-    assert [name for name in layer if name != "name"] == [
-        e.primitive.name for e in jax.make_jaxpr(scored)(args[2], args[0][0]).eqns
-    ]
+    assert [x for x in layer if x != "name"] == list(map(name, jax.make_jaxpr(scored)(args[2], args[0][0]).eqns))
     report = jamp.memory_report(loss, budget)(*args)
     x = 256 * 64 * 4  # bytes: that of each layer, and of the end
     assert (report.kept, report.flops) == (4 * x + 3 * nbytes, 3 * flops + 256 * 32)
