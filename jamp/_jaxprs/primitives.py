@@ -73,12 +73,19 @@ CUBIC = {
     "tridiagonal": 4 / 3,
 }
 
-# Of a product that autocast has lowered. They return their first operand.
-IDENTITIES = _names("attach detached")
+# Of a product that autocast has lowered, and of values in 8 bits. They return their first operand.
+IDENTITIES = _names("attach detached differentiated once_differentiable with_tangent_of")
 # Cheap and deterministic. They terminate on any input, also on NaN. A gather reads a table of any size.
 CHEAP = (MOVES | COPIES | ARITHMETIC | IDENTITIES) - {"gather"}
 # They compute nothing.
 MOVING = MOVES | TRANSFERS | COPIES | GATHERS | IDENTITIES
+# A small error of an operand may be a large one of what they compute, or choose: that of an exponent is a factor.
+AMPLIFYING = _names(
+    "acos acosh asin atanh cbrt cummax cummin digamma erf_inv exp exp2 igamma igammac lgamma log polygamma pow "
+    "reduce_max reduce_min reduce_window_max reduce_window_min rsqrt select_and_gather_add select_and_scatter_add sqrt tan"
+)
+# An element of the result is computed from one element of each operand, of which it has about the errors.
+ELEMENTWISE = (MOVES | COPIES | _names("abs add add_any clamp div max min mul neg square sub")) - {"gather"}
 # Their results do not depend on how XLA optimizes them. Those of functions that are approximated, such as tanh, do.
 EXACT = (
     PRODUCTS
@@ -106,7 +113,7 @@ _SHOWN = {
     ),
     **dict.fromkeys(("scaled_call", "scaled_linear_call", "scaled_gradient"), "jamp.scaled"),
     "chunked_sum": "jamp.chunked_sum",
-    "detached": "stop_gradient",
+    **dict.fromkeys(("detached", "differentiated", "once_differentiable", "with_tangent_of"), "stop_gradient"),
     "rounded": "convert_element_type",
     "row_major": "layout_constraint",
     "scaled_sums": "mul",

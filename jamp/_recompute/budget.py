@@ -25,11 +25,21 @@ from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import is_transposed, user_line, users_stacklevel
 from jamp._numbers import as_number
 from jamp._recompute.residuals import UNKNOWN, Choice, Residuals, cost, device_bytes, is_gather, with_residuals
-from jamp._recompute.segments import PRODUCTS_OF_A_SEGMENT, Segment, Split, SplitConstruct, SplitJaxpr, key_of, opened
+from jamp._recompute.segments import (
+    PRODUCTS_OF_A_SEGMENT,
+    CodedRule,
+    Segment,
+    Split,
+    SplitConstruct,
+    SplitJaxpr,
+    key_of,
+    opened,
+)
+from jamp._recompute.stores import Store, Stores
 
 MemoryBudget: TypeAlias = float | str
 Place: TypeAlias = tuple[int, ...]  # of a segment: the number of a part, of a body in it, of a part in that, and so on
-Chosen: TypeAlias = dict[Place, frozenset[int]]  # the numbers of the values that a segment keeps, as it computes them
+Chosen: TypeAlias = dict[Place, Stores]
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -81,6 +91,7 @@ class Value:
       slots: For each `cond` around it, outermost first: the cond, the type in which it returns the value, the branch.
         JAX returns what the branches keep in the same arrays, so of each type the branch that keeps the most counts. A
         scan inside the branch returns the values of all its steps in one array, whose shape begins with its length.
+      store: How it is kept.
     """
 
     size: float
@@ -88,6 +99,7 @@ class Value:
     nest: "Nest"
     eqn: JaxprEqn | None = None
     slots: tuple[tuple[Place, Any, int], ...] = ()
+    store: Store = Store.ITSELF
 
 
 class Nest(NamedTuple):
@@ -150,6 +162,7 @@ class MemoryPlan:
         self.gathers = set[Any]()
         self.readers: Counter[Value] = Counter()
         self._known = known
+        self._coded: dict[Value, Value] = {}
         self._slots: dict[Any, dict[int, float]] = {}
         jaxpr = body.closed.jaxpr
         arguments = {v: _given(v) for v in (*jaxpr.constvars, *jaxpr.invars)}
@@ -163,7 +176,7 @@ class MemoryPlan:
         JAX keeps a value that is the same in each step of a scan once, outside. `fixed` are such inputs, and the
         constructs around the equations that compute them.
         """
-        plain: list[JaxprEqn] = []
+        plain: list[CodedRule | JaxprEqn] = []
         for i, part in enumerate(body.parts):
             if not isinstance(part, (Segment, SplitConstruct)):
                 plain.append(part)
@@ -184,6 +197,7 @@ class MemoryPlan:
             self._known.residuals[key] = Residuals(segment)
         residuals = self._known.residuals[key]
         known = {-1 - i: values[v] for i, v in enumerate(segment.inputs)}
+        stored = lambda i, value: self._in_8_bits(value) if i in residuals.coded else value
         places = {-1 - i: fixed[v] for i, v in enumerate(segment.inputs) if v in fixed}
 
         computed_at = lambda i: _computed(*residuals.computed[i], _innermost(residuals.sources(i), places) or nest)
@@ -196,6 +210,7 @@ class MemoryPlan:
         computed = frozenset(i for i in numbers_of_outputs if i is not None and i >= 0)
         for i in residuals.kept - computed:
             known[i] = computed_at(i)
+        known = {i: stored(i, value) for i, value in known.items()}
         choice = residuals.choice(residuals.kept, frozenset())
         self.occurrences[place] = Occurrence(segment, residuals, known, nest.constructs.times, computed, choice)
         self._read(self.occurrences[place], 1)
@@ -246,9 +261,16 @@ class MemoryPlan:
             values.setdefault(outer, _computed(outer, eqn, nest))
 
     def _add_plain(
-        self, eqns: list[JaxprEqn], body: SplitJaxpr, values: dict[Any, Value], nest: Nest, fixed: dict[Any, Nest]
+        self,
+        parts: list[CodedRule | JaxprEqn],
+        body: SplitJaxpr,
+        values: dict[Any, Value],
+        nest: Nest,
+        fixed: dict[Any, Nest],
     ) -> None:
         """Add equations that are in no segment. The residuals that JAX has for them are kept."""
+        eqns = [part.eqn if isinstance(part, CodedRule) else part for part in parts]
+        coded = {v for part in parts if isinstance(part, CodedRule) for v in part.coded}
         self.others.extend((eqn, nest.constructs.times) for eqn in eqns)
         made = {v for eqn in eqns for v in eqn.outvars}
         defined = {v: eqn for eqn in eqns for v in eqn.outvars if not ir.is_ref(v)}
@@ -276,7 +298,19 @@ class MemoryPlan:
             if v in known or v in producers:  # A constant of the rule of a primitive is there anyway.
                 place = _innermost(sources.get(v, frozenset()), places)
                 is_made = v in producers and (v not in known or place is not None)
-                self._count(_computed(v, producers[v], place or nest) if is_made else values[known[v]], 1)
+                value = _computed(v, producers[v], place or nest) if is_made else values[known[v]]
+                self._count(self._in_8_bits(value) if known.get(v) in coded else value, 1)
+
+    def _in_8_bits(self, value: Value) -> Value:
+        """What is kept of a value in 8 bits. What is in memory anyway is read as it is."""
+        if value.eqn is None:
+            return value
+        if value not in self._coded:
+            share = Store.INT8.nbytes(value.aval) / Store.ITSELF.nbytes(value.aval)
+            slots = tuple((cond, (Store.INT8, kind), branch) for cond, kind, branch in value.slots)
+            coded = Value(value.size * share, value.aval, value.nest, value.eqn, slots, Store.INT8)
+            self._coded[value] = coded
+        return self._coded[value]
 
     def _count(self, value: Value, step: int) -> None:
         before = self.readers[value]
@@ -318,7 +352,7 @@ class MemoryPlan:
     @property
     def chosen(self) -> Chosen:
         """The choice for each segment, but for small ones in which nothing is dropped."""
-        return {place: x.choice.kept for place, x in self.occurrences.items() if _is_checkpoint(x)}
+        return {place: x.residuals.stores(x.choice.kept) for place, x in self.occurrences.items() if _is_checkpoint(x)}
 
     def drop(self, target: float) -> None:
         """Drop values, the best price first, until no more than `target` bytes are kept."""
@@ -388,8 +422,10 @@ def _computed(v: Any, eqn: JaxprEqn, nest: Nest) -> Value:
     return Value(device_bytes(v) * nest.constructs.times, v.aval, nest, eqn, tuple(slots))
 
 
-def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> MemoryPlan:
+def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> MemoryPlan:
     """The plan for a function, with the split of it for which the backward pass computes least again.
+
+    A budget is a share of what is kept without one, as it is. `residuals` is how large activations are kept.
 
     Gathers and whole constructs are computed again if that pays. Segments are merged, if the budget is not reached, as
     long as the sum of the kept bytes and the bytes that the largest segment computes again at once becomes smaller.
@@ -399,10 +435,12 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget) -> MemoryPlan:
     def plan(
         whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT, cut: bool = True
     ) -> MemoryPlan:
-        return MemoryPlan(Split(products, whole, cut_convolutions=cut).function(closed), known)
+        return MemoryPlan(Split(products, whole, cut, residuals).function(closed), known)
 
     best = plan(cut=False)
     total = best.total
+    if residuals is not Store.ITSELF and not isinstance(budget, str):
+        total = MemoryPlan(Split().function(closed), known).total
     target = bytes_of(budget, total)
     if total <= target:
         return best

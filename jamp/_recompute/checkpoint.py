@@ -15,15 +15,20 @@ from jax.extend import core
 from jamp._cast import is_inexact
 from jamp._compiler_hints import cotangents_behind_barrier, unless_tpu
 from jamp._jaxprs import build, inline, interpret, ir
-from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import trace_inside
 from jamp._recompute.budget import Chosen, MemoryBudget, Place, choose
+from jamp._recompute.coded import coded_segment
+from jamp._recompute.derivative_rules import coded_rule
 from jamp._recompute.policies import check_version
 from jamp._recompute.residuals import stopped
 from jamp._recompute.segments import (
+    CODED_RULE,
     KEPT,
     SEGMENT,
+    CodedRule,
     FlatSegment,
+    Part,
     Segment,
     Split,
     SplitConstruct,
@@ -33,19 +38,20 @@ from jamp._recompute.segments import (
     with_names,
 )
 from jamp._recompute.stored import rounding, with_rounding
+from jamp._recompute.stores import Store, Stores, once_differentiable
 from jamp._rounded import may_be_wider
 
 
-def recompute(closed: ClosedJaxpr, budget: MemoryBudget) -> ClosedJaxpr:
-    """The same function, whose backward pass computes values again.
+def recompute(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
+    """The same function, whose backward pass computes values again, and keeps large ones as `residuals` says.
 
     Within a budget of 1.0 these are the results of cheap operations. No product, random number or collective is
     computed twice.
     """
     check_version(budget)
-    if budget == 1.0:
+    if budget == 1.0 and residuals is Store.ITSELF:
         return _Checkpointer({}).run(Split().function(closed), ())
-    plan = choose(closed, budget)
+    plan = choose(closed, budget, residuals)
     return _Checkpointer(plan.chosen).run(plan.body, ())
 
 
@@ -67,14 +73,19 @@ class _Checkpointer:
         given = {v: core.Var(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars) if not place and v in stored}
         given = {v: x for v, x in given.items() if may_be_wider(v.aval)}
         eqns = [rounding(source, v) for v, source in given.items()]
+        codes = _Codes(body, inside)
+        eqns.extend(codes.of([*jaxpr.constvars, *jaxpr.invars]))
         for i, part in enumerate(body.parts):
             if isinstance(part, Segment):
-                eqns.extend(self._segment(part, inside.get((i,)), stored))
+                eqns.extend(self._segment(part, inside.get((i,)), stored, codes))
             elif isinstance(part, SplitConstruct):
                 new = [self.run(inner, (*place, i, j)) for j, inner in enumerate(part.bodies)]
                 eqns.append(build.with_bodies(part.eqn, new, part.eqn.invars, part.eqn.outvars))
+            elif isinstance(part, CodedRule):
+                eqns.extend(with_rounding(self._rule(part, codes), stored))
             else:
                 eqns.extend(with_rounding([part], stored))
+            eqns.extend(codes.of(_results(part)))
         constants = {given.get(v, v): x for v, x in zip(jaxpr.constvars, body.closed.consts, strict=True)}
         inputs = [given.get(v, v) for v in jaxpr.invars]
         new_body = build.closed_jaxpr(constants, inputs, jaxpr.outvars, eqns)
@@ -95,21 +106,85 @@ class _Checkpointer:
                 found.update(part.inputs)
         return found
 
-    def _segment(self, segment: Segment, chosen: frozenset[int] | None, stored: set[Any]) -> list[JaxprEqn]:
+    def _segment(self, segment: Segment, chosen: Stores | None, stored: set[Any], codes: "_Codes") -> list[JaxprEqn]:
         """The equations of a segment, as they are or in one call."""
         if not _is_call(segment, chosen):
             return with_rounding(segment.eqns, stored)
-        key = segment.key(sources=True), chosen
+        inputs = _coded_inputs(segment, chosen)
+        outputs = codes.made_by(segment)
+        key = segment.key(sources=True), chosen, tuple(outputs)
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             scoped, flat = jax.named_scope(SEGMENT), flatten_segment(segment)
+            if inputs or outputs or Store.INT8 in dict(chosen or ()).values():
+                inner = _in_checkpoint(coded_segment(segment, flat, dict(chosen or ()), inputs, outputs), segment)
+            else:
+                inner = _checkpointed(segment, flat, chosen)
             # The scope is of the call, and of the checkpoint in it.
-            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(_checkpointed(segment, flat, chosen))))
+            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(inner)))
             call = _with_barrier(call, segment, flat, has_barrier=chosen is not None and not segment.context.in_loop)
-            self._segments[key] = trace_inside(segment.context.shard_map, call, ir.avals(segment.inputs))
-        return inline.inline(self._segments[key], segment.inputs, segment.outputs)
+            types = ir.avals([*segment.inputs, *codes.read([segment.inputs[i] for i in inputs])])
+            self._segments[key] = trace_inside(segment.context.shard_map, call, types)
+        reads = [*segment.inputs, *codes.read([segment.inputs[i] for i in inputs])]
+        writes = [*segment.outputs, *codes.write([segment.outputs[i] for i in outputs])]
+        return inline.inline(self._segments[key], reads, writes)
+
+    def _rule(self, part: CodedRule, codes: "_Codes") -> list[JaxprEqn]:
+        eqn = part.eqn
+        reads = [*eqn.invars, *codes.read([eqn.invars[i] for i in part.operands])]
+        writes = [*eqn.outvars, *codes.write([eqn.outvars[j] for j in part.results])]
+        call = coded_rule(eqn, part.rule, part.operands, part.results, part.context.in_loop)
+        closed = trace_inside(part.context.shard_map, jax.named_scope(CODED_RULE)(call), ir.avals(reads))
+        return [build.located(x, eqn) for x in inline.inline(closed, reads, writes)]
 
 
-def _is_call(segment: Segment, chosen: frozenset[int] | None) -> bool:
+class _Codes:
+    """The codes of the values that parts of a body read in 8 bits. Each value is encoded once, where it is computed."""
+
+    def __init__(self, body: SplitJaxpr, chosen: Chosen):
+        self._wanted, self._codes = set[Any](), dict[Any, list[Var]]()
+        self._inside = body.context.shard_map
+        for i, part in enumerate(body.parts):
+            if isinstance(part, Segment):
+                self._wanted.update(part.inputs[j] for j in _coded_inputs(part, chosen.get((i,))))
+            elif isinstance(part, CodedRule):
+                self._wanted.update(part.coded)
+
+    def made_by(self, segment: Segment) -> list[int]:
+        """Which outputs a segment encodes itself: those that other parts read in 8 bits."""
+        first = {v: i for i, v in reversed(list(enumerate(segment.outputs)))}
+        return [i for v, i in sorted(first.items(), key=lambda x: x[1]) if v in self._wanted]
+
+    def read(self, values: Sequence[Any]) -> list[Var]:
+        """The variables of the codes of some values."""
+        return [x for v in values for x in self._codes[v]]
+
+    def write(self, values: Sequence[Any]) -> list[Var]:
+        """New variables for the codes of some values."""
+        for v in values:
+            self._codes[v] = list(map(core.Var, self._encoded(v).out_avals))
+        return self.read(values)
+
+    def of(self, values: Sequence[Any]) -> list[JaxprEqn]:
+        """The equations that encode some values, if they are read in 8 bits and have no codes yet."""
+        found = [v for v in dict.fromkeys(values) if v in self._wanted and v not in self._codes]
+        return [eqn for v in found for eqn in inline.inline(self._encoded(v), [v], self.write([v]))]
+
+    def _encoded(self, v: Var) -> ClosedJaxpr:
+        return trace_inside(self._inside, lambda x: Store.INT8.encode(once_differentiable(x)), [v.aval])
+
+
+def _results(part: Part) -> Sequence[Any]:
+    if isinstance(part, Segment):
+        return part.outputs
+    return part.eqn.outvars if isinstance(part, (SplitConstruct, CodedRule)) else part.outvars
+
+
+def _coded_inputs(segment: Segment, chosen: Stores | None) -> list[int]:
+    """Which inputs of a segment its backward pass reads in 8 bits."""
+    return sorted(-1 - i for i, store in chosen or () if i < 0 and store is Store.INT8)
+
+
+def _is_call(segment: Segment, chosen: Stores | None) -> bool:
     """Whether a segment becomes a call. Else computing something in it again would free nothing."""
     return chosen is not None or segment.is_worth_it
 
@@ -135,13 +210,10 @@ def _with_barrier(
     return with_barrier if behind or without else call
 
 
-def _checkpointed(piece: Segment, flat: FlatSegment, chosen: frozenset[int] | None) -> Callable[..., list[Array]]:
-    """A segment as a function that keeps some of its values for the backward pass.
-
-    `chosen` are their numbers, in the order in which they are computed.
-    """
+def _checkpointed(piece: Segment, flat: FlatSegment, chosen: Stores | None) -> Callable[..., list[Array]]:
+    """A segment as a function that keeps some of its values, as they are, for the backward pass."""
     values = [v for eqn in flat.eqns for v in eqn.outvars]
-    kept = flat.kept if chosen is None else {values[i] for i in chosen}
+    kept = flat.kept if chosen is None else {values[i] for i, _ in chosen}
     body = with_names(flat, dict.fromkeys(kept, KEPT), kept | computed_twice(flat))
     reaches = [x or not is_inexact(v.aval) for x, v in zip(flat.reaching, piece.inputs, strict=True)]
 
@@ -149,12 +221,21 @@ def _checkpointed(piece: Segment, flat: FlatSegment, chosen: frozenset[int] | No
         args = tuple(stopped(args, reaches))  # in here, because outside it would be another array, which is kept
         return stopped(interpret.call(body, args), piece.alive)
 
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
     has_own_barrier = piece.convolves and chosen is None and not ir.is_next_checkpoint()
-    # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
-    call = jax.checkpoint(segment, policy=policy, prevent_cse=not (piece.context.in_loop or has_own_barrier))
+    call = _in_checkpoint(segment, piece, has_own_barrier)
     return _behind_barrier_unless_tpu(call) if has_own_barrier else call
+
+
+def _in_checkpoint(
+    fun: Callable[..., list[Array]], piece: Segment, has_own_barrier: bool = False
+) -> Callable[..., list[Array]]:
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
+    call: Callable[..., list[Array]] = jax.checkpoint(
+        fun, policy=policy, prevent_cse=not (piece.context.in_loop or has_own_barrier)
+    )
+    return call
 
 
 def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:

@@ -13,14 +13,19 @@ A memory budget (`budget.py`) keeps fewer values than these.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import constructs, ir, walk
-from jamp._jaxprs.dataflow import Forward
+from jamp._jaxprs.dataflow import Backward, Forward
 from jamp._jaxprs.ir import JaxprEqn, Var
-from jamp._jaxprs.primitives import CHEAP, IDENTITIES, MOVING
+from jamp._jaxprs.primitives import AMPLIFYING, CHEAP, ELEMENTWISE, IDENTITIES, MOVING
+from jamp._jaxprs.source import in_scope
+from jamp._products.quantized import QUANTIZE
+from jamp._recompute.stores import fits_8_bits
 
 _READS = 4  # a value is computed again if that reads at most this many times its size
 _READS_OF_NO_PRODUCT = 1.5
@@ -59,6 +64,41 @@ def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
 
 def _join(x: Origin, y: Origin) -> Origin:
     return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed)
+
+
+def precise() -> Backward:
+    """The analysis of which values must be kept as they are: arguments of exponentials, roots, divisors and maxima.
+
+    They reach one by operations on single elements. A sum over many, as in a norm, averages their errors. From an
+    operand that is quantized in both passes, a scale is found in both.
+    """
+    return Backward(_asks_for_precision)
+
+
+def _asks_for_precision(eqn: JaxprEqn, results: list[bool]) -> bool | list[bool]:
+    name = ir.name(eqn)
+    if in_scope(eqn, QUANTIZE):
+        return False
+    if name in AMPLIFYING or (name == "integer_pow" and ir.exponent(eqn) < 0):
+        return True
+    if name == "div":
+        return [any(results), True]
+    return any(results) and name in ELEMENTWISE
+
+
+def coded_values(of_values: Mapping[Var, Origin], precise: Set[Var]) -> set[Var]:
+    """The values that are kept in 8 bits, if they are kept: large activations, but for those that must be precise."""
+    is_coded = lambda v, origin: origin.perturbed and not origin.argument and v not in precise
+    return {v for v, origin in of_values.items() if is_coded(v, origin) and fits_8_bits(v.aval)}
+
+
+def decisions(eqns: Sequence[JaxprEqn], of_values: Mapping[Var, Origin]) -> set[Var]:
+    """The integers that are computed from activations, such as indices. From decoded values they might be others."""
+    is_decided = lambda eqn: any(
+        is_inexact(v.aval) and of_values[v].perturbed for v in eqn.invars if not ir.is_literal(v)
+    )
+    is_integer = lambda v: jnp.issubdtype(v.aval.dtype, jnp.integer)
+    return {v for eqn in eqns if is_decided(eqn) for v in eqn.outvars if is_integer(v)}
 
 
 def values_to_keep(eqns: Sequence[JaxprEqn], known: dict[Var, Origin]) -> set[Var]:

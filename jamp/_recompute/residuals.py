@@ -42,8 +42,9 @@ from jamp._jaxprs.primitives import (
 )
 from jamp._products.flops import flops
 from jamp._products.product import name_of
-from jamp._recompute.kept import nbytes
+from jamp._recompute.kept import is_cheap, nbytes
 from jamp._recompute.segments import KEPT, FlatSegment, Segment, flatten_segment, with_names
+from jamp._recompute.stores import Store, Stores
 
 _NEVER_AGAIN = COLLECTIVES | frozenset(
     ("after_all", "create_token", "get", "random_gamma", "rng_bit_generator", "rng_uniform", "swap")
@@ -74,7 +75,8 @@ class Residuals:
     Attributes:
       flat: The segment.
       computed: The values, and the equation of each.
-      sizes: The bytes of each value.
+      sizes: The bytes of each value, as it is kept.
+      coded: The numbers of the values, and of the inputs, that are kept in 8 bits, if they are kept.
       kept: The numbers of the values that are kept without a budget.
       live: The bytes that the backward pass reads in the segment at once.
     """
@@ -84,7 +86,9 @@ class Residuals:
         self.computed = [(v, eqn) for eqn in self.flat.eqns for v in eqn.outvars]
         values = [v for v, _ in self.computed]
         self._numbers = {v: -1 - i for i, v in enumerate(self.flat.inputs)} | {v: i for i, v in enumerate(values)}
-        self.sizes = [device_bytes(v) for v in values]
+        self.coded = frozenset(self._numbers[v] for v in self.flat.coded) - frozenset(range(-len(self.flat.inputs), 0))
+        self.sizes = [device_bytes(v, self.store(i)) for i, v in enumerate(values)]
+        self.coded |= {-1 - i for i, x in enumerate(segment.coded) if x}
         closed = _derivative(self.flat, segment)
         self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
         self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}
@@ -117,7 +121,13 @@ class Residuals:
         sources = dataflow.sources(closed)
         self._sources = {i: frozenset(map(self._inputs.get, sources.get(v, ()))) for v, i in known.items()}
         self._in_checkpoint = frozenset(self._numbers[v] for v in self.flat.kept)
-        self.kept = self._in_checkpoint
+        self._decided = frozenset[int]()
+        if segment.residuals is not Store.ITSELF:
+            is_decided = lambda i: jnp.issubdtype(ir.avals([values[i]])[0].dtype, jnp.integer)
+            self._decided = frozenset(filter(is_decided, self._in_checkpoint))
+        is_statistic = lambda i: is_cheap(self.computed[i][1]) and i not in self.coded | self._decided
+        self._statistics = sorted(filter(is_statistic, self._in_checkpoint)) if self.coded else []
+        self.kept = self._in_checkpoint = self._consistent(self._in_checkpoint)
         if not segment.is_worth_it:
             self.kept |= {i for i in self._direct if i >= 0}
         self._is_worth_it = segment.is_worth_it
@@ -126,6 +136,23 @@ class Residuals:
     def numbers(self, variables: Iterable[Any]) -> list[int | None]:
         """The numbers of some variables of the code. A literal has none."""
         return [None if ir.is_literal(v) else self._numbers[v] for v in variables]
+
+    def store(self, i: int) -> Store:
+        """How a value is kept, if it is kept."""
+        return Store.INT8 if i in self.coded else Store.ITSELF
+
+    def stores(self, kept: frozenset[int]) -> Stores:
+        """The stores of the values that are kept, and of the inputs that are read, for a choice of `kept` ones."""
+        read = self.needs(kept)[0]
+        itself = dict.fromkeys(kept - self.coded, Store.ITSELF)
+        return frozenset((itself | {i: self.store(i) for i in read & self.coded}).items())
+
+    def _consistent(self, kept: frozenset[int]) -> frozenset[int]:
+        """The kept values without exact statistics, such as a sum, of values that are decoded in the backward pass."""
+        for i in self._statistics:
+            if i in kept and not self._closure(self._needs[i][0], kept)[0].isdisjoint(self.coded):
+                kept -= {i}
+        return kept
 
     def sources(self, i: int) -> frozenset[Any]:
         """The inputs from which a value is computed, by their numbers."""
@@ -150,7 +177,13 @@ class Residuals:
         """The values and inputs that are read in the backward pass if some are kept, and the FLOPs computed again."""
         if not self._is_worth_it and kept >= self.kept:  # It is no checkpoint.
             return set(self._direct), 0.0
-        (read, total), found, seen = self._read, set[int](), set[int]()
+        read, total = self._read
+        found, more = self._closure(read, kept)
+        return found, total + more
+
+    def _closure(self, read: Iterable[int], kept: frozenset[int]) -> tuple[set[int], float]:
+        """The kept values and the inputs from which some are computed, and the FLOPs in between."""
+        total, found, seen = 0.0, set[int](), set[int]()
         stack = list(read)
         while stack:
             i = stack.pop()
@@ -167,8 +200,9 @@ class Residuals:
 
     def choice(self, kept: frozenset[int], free: frozenset[int]) -> Choice:
         """The choice that keeps some values. The values in `free` are in memory anyway."""
-        found, again = self.needs(kept | free)
-        return Choice(kept | free, sum(self.sizes[i] for i in found if i >= 0 and i not in free), again)
+        kept = self._consistent(kept | free)
+        found, again = self.needs(kept)
+        return Choice(kept, sum(self.sizes[i] for i in found if i >= 0 and i not in free), again)
 
     def choices(self, free: frozenset[int]) -> list[Choice]:
         """The choices that may be best, from all values kept to none: each keeps less and computes more again.
@@ -188,7 +222,7 @@ class Residuals:
 
     def _groups(self, values: frozenset[int]) -> list[frozenset[int]]:
         """The values that may be dropped, each large one by itself. If those are many, equal ones are together."""
-        may_be_dropped = sorted(i for i in values if self._needs[i][1] < math.inf)
+        may_be_dropped = sorted(i for i in values - self._decided if self._needs[i][1] < math.inf)
         least = 0.01 * sum(self.sizes[i] for i in values)
         large = [i for i in may_be_dropped if self.sizes[i] >= least]
         members: dict[Any, set[int]] = {}
@@ -367,11 +401,13 @@ def is_gather(eqn: JaxprEqn) -> bool:
     return ir.name(eqn) in ("all_gather", "all_gather_invariant")
 
 
-def device_bytes(v: Any) -> float:
-    """The bytes of a value on one device, as far as its type says."""
+def device_bytes(v: Any, store: Store = Store.ITSELF) -> float:
+    """The bytes of what is kept of a value on one device, as far as its type says."""
     sharding = getattr(v.aval, "sharding", None)
     if sharding is None:  # a token
         return 0.0
     parts = partitions(sharding.spec)
     axes = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))]
-    return nbytes(v) / math.prod(sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.axis_names)
+    return store.nbytes(v.aval) / math.prod(
+        sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.axis_names
+    )

@@ -38,8 +38,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from jamp._cast import is_complex, is_inexact
+from jamp._cast import is_complex, is_floating, is_inexact
 from jamp._jaxprs import build, constructs, dataflow, equality, inline, ir, walk
 from jamp._jaxprs.cache import Cache
 from jamp._jaxprs.dataflow import Flags
@@ -51,10 +52,22 @@ from jamp._jaxprs.source import in_scope
 from jamp._jaxprs.walk import holds_product, is_product
 from jamp._products.product import equation, name_of, of
 from jamp._products.quantized import has_narrow_sums
-from jamp._recompute.kept import Origin, is_cheap, nbytes, origins, values_to_keep
+from jamp._recompute.derivative_rules import Rule, forward_rule
+from jamp._recompute.kept import (
+    Origin,
+    coded_values,
+    decisions,
+    is_cheap,
+    nbytes,
+    origins,
+    precise,
+    values_to_keep,
+)
 from jamp._recompute.stored import is_split, with_rounding
+from jamp._recompute.stores import Store
 
 SEGMENT = "jamp.segment"  # the name scope of a call that `checkpoint.py` made
+CODED_RULE = "jamp.coded_rule"  # the name scope of a derivative rule that keeps values in 8 bits
 KEPT = "jamp.kept"  # the name of the values that a segment keeps
 _LARGE = 1024  # elements: a segment without an array of this size is not worth computing again
 PRODUCTS_OF_A_SEGMENT = 6  # more or less: a layer
@@ -82,6 +95,9 @@ class Segment:
       is_worth_it: Whether it becomes a checkpoint at any budget. Computing something in it again frees memory.
       convolves: Whether more than half of its products are convolutions.
       is_end: Whether it is the last product of a function and what follows.
+      residuals: How its large activations are kept.
+      coded: Which inputs are kept so.
+      precise: Which outputs are not, because a small error in them is a large one of what is computed from them.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -93,6 +109,9 @@ class Segment:
     is_worth_it: bool
     convolves: bool
     is_end: bool
+    residuals: Store = Store.ITSELF
+    coded: tuple[bool, ...] = ()
+    precise: tuple[bool, ...] = ()
 
     @property
     def perturbed(self) -> list[bool]:
@@ -102,7 +121,7 @@ class Segment:
     def key(self, sources: bool) -> Any:
         """A key that is equal for equal segments. With `sources`, they also come from the same lines."""
         code = equality.fingerprint(self.inputs, self.outputs, self.eqns, sources)
-        return code, self.origins, self.alive, self.context, self.is_worth_it
+        return code, self.origins, self.alive, self.context, self.is_worth_it, self.residuals, self.coded, self.precise
 
 
 class SplitConstruct(NamedTuple):
@@ -112,16 +131,40 @@ class SplitConstruct(NamedTuple):
     bodies: list["SplitJaxpr"]
 
 
-Part: TypeAlias = Segment | SplitConstruct | JaxprEqn
+class CodedRule(NamedTuple):
+    """A function with a derivative rule that keeps some operands and results in 8 bits, by their numbers."""
+
+    eqn: JaxprEqn
+    rule: Rule
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    context: SegmentContext
+
+    @property
+    def coded(self) -> list[Any]:
+        """The values that it keeps in 8 bits."""
+        return [*(self.eqn.invars[i] for i in self.operands), *(self.eqn.outvars[j] for j in self.results)]
+
+
+Part: TypeAlias = Segment | SplitConstruct | CodedRule | JaxprEqn
 
 
 class SplitJaxpr(NamedTuple):
-    """A jaxpr in parts: segments, constructs, and equations that are in neither."""
+    """A jaxpr in parts: segments, constructs, and equations that are in neither.
+
+    Attributes:
+      closed: The jaxpr.
+      parts: Its parts.
+      origins: The origins of its values.
+      alive: Its values whose tangents reach a result of the function.
+      context: The constructs around it.
+    """
 
     closed: ClosedJaxpr
     parts: list[Part]
     origins: dict[Var, Origin]
     alive: Set[Var]
+    context: SegmentContext
 
 
 class FlatSegment(NamedTuple):
@@ -131,6 +174,7 @@ class FlatSegment(NamedTuple):
       eqns, inputs, outputs: As of the segment.
       kept: The values in it that are kept.
       reaching: Which inputs have tangents that reach an output that is alive.
+      coded: The values in it that are kept in 8 bits, if they are kept.
     """
 
     eqns: list[JaxprEqn]
@@ -138,6 +182,7 @@ class FlatSegment(NamedTuple):
     outputs: list[Any]
     kept: set[Var]
     reaching: Flags
+    coded: Set[Var] = frozenset()
 
 
 def key_of(eqn: JaxprEqn) -> Any:
@@ -150,9 +195,15 @@ def flatten_segment(segment: Segment) -> FlatSegment:
     """Inline the jit calls of a segment. It is computed and differentiated so. The variables of its inputs stay."""
     closed = build.closed_jaxpr({}, segment.inputs, segment.outputs, segment.eqns)
     eqns, outputs = inline.flattened(closed)
-    kept = values_to_keep(eqns, dict(zip(segment.inputs, segment.origins, strict=True)))
+    known = dict(zip(segment.inputs, segment.origins, strict=True))
+    kept = values_to_keep(eqns, known)
     reaching = dataflow.flags(segment.inputs, _alive(scales=False)(closed, segment.alive))
-    return FlatSegment(eqns, segment.inputs, outputs, kept, reaching)
+    if segment.residuals is Store.ITSELF:
+        return FlatSegment(eqns, segment.inputs, outputs, kept, reaching)
+    of_values = origins().over(eqns, dict(known))
+    given = {v for v, x in zip(outputs, segment.precise, strict=True) if x and not ir.is_literal(v)}
+    coded = coded_values(of_values, precise().over(eqns, given))
+    return FlatSegment(eqns, segment.inputs, outputs, kept | decisions(eqns, of_values), reaching, coded)
 
 
 def with_names(flat: FlatSegment, names: Mapping[Var, str], stored: Set[Var] = frozenset()) -> ClosedJaxpr:
@@ -201,13 +252,19 @@ class Split:
       products: How many products a segment has, more or less.
       whole: The keys of the constructs that are part of a segment, and so computed again as a whole.
       cut_convolutions: Whether code with convolutions is cut. It pays if products are computed again.
+      residuals: How large activations are kept.
     """
 
     def __init__(
-        self, products: int = PRODUCTS_OF_A_SEGMENT, whole: frozenset[Any] = frozenset(), cut_convolutions: bool = False
+        self,
+        products: int = PRODUCTS_OF_A_SEGMENT,
+        whole: frozenset[Any] = frozenset(),
+        cut_convolutions: bool = False,
+        residuals: Store = Store.ITSELF,
     ):
         # JAX's next checkpoint gives the scales of 8-bit values cotangents of zeros.
         self._origins, self._alive = origins(), _alive(scales=not ir.is_next_checkpoint())
+        self._precise, self._residuals = precise(), residuals
         self._cache: Cache[SplitJaxpr] = Cache()
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True
@@ -216,31 +273,38 @@ class Split:
         """A function in parts. Its last product and what follows are a segment of their own."""
         self._has_products = any(map(holds_product, closed.jaxpr.eqns))
         arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
-        return self._body(closed, arguments, [True] * len(closed.out_avals), SegmentContext(), is_function=True)
+        alive, precise = [True] * len(closed.out_avals), [False] * len(closed.out_avals)
+        return self._body(closed, arguments, alive, precise, SegmentContext(), is_function=True)
 
     def _body(
         self,
         closed: ClosedJaxpr,
         inputs: Sequence[Origin],
         outputs: Sequence[bool],
+        precise: Sequence[bool],
         context: SegmentContext,
         is_function: bool = False,
     ) -> SplitJaxpr:
-        """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
-        key = tuple(inputs), tuple(outputs), context
-        return self._cache(closed, key, lambda: self._parts(closed, inputs, outputs, context, is_function))
+        """A jaxpr in parts. The tangents of some `outputs` reach a result of the function. Some are `precise`."""
+        key = tuple(inputs), tuple(outputs), tuple(precise), context
+        return self._cache(closed, key, lambda: self._parts(closed, inputs, outputs, precise, context, is_function))
 
     def _parts(
         self,
         traced: ClosedJaxpr,
         inputs: Sequence[Origin],
         outputs: Sequence[bool],
+        precise_outputs: Sequence[bool],
         context: SegmentContext,
         is_function: bool,
     ) -> SplitJaxpr:
         closed = _without_large_calls(traced)
         jaxpr = closed.jaxpr
         alive, origins = self._alive(closed, outputs), self._origins(closed, inputs)
+        precise, coded = set[Var](), set[Var]()
+        if self._residuals is not Store.ITSELF:
+            precise = self._precise(closed, precise_outputs)
+            coded = coded_values(origins, precise)
         parts: list[Part] = []
         straight: list[JaxprEqn] = []
         last_uses = ir.last_uses(jaxpr.eqns, jaxpr.outvars)
@@ -257,7 +321,9 @@ class Split:
             for piece in filter(None, [*pieces, last]):
                 members = tuple(jaxpr.eqns[i] for i in piece)
                 results = tuple(v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop)
-                parts.append(_segment(members, results, origins, alive, context, piece is last, self._has_products))
+                here = set[Var]() if piece is last and is_function and self._has_products else coded
+                part = _segment(members, results, origins, alive, context, piece is last, self._has_products)
+                parts.append(_with_codes(part, self._residuals, here, precise, jaxpr.eqns) if coded else part)
             straight.clear()
 
         with_refs = _with_refs(jaxpr.eqns)
@@ -271,15 +337,67 @@ class Split:
                 continue
             bodies = constructs.bodies(eqn) if is_split(eqn) else None
             if bodies is None:
-                parts.append(eqn)
+                parts.append((_rule(eqn, coded, context) if i < end else None) or eqn)
                 continue
             is_manual = ir.name(eqn) == "shard_map"
             inner = SegmentContext(context.in_loop or ir.name(eqn) == "scan", eqn if is_manual else context.shard_map)
             into = self._origins.into(eqn, origins)
-            out_of = self._alive.into(eqn, alive)
-            parts.append(SplitConstruct(eqn, [self._body(*x, inner) for x in zip(bodies, into, out_of, strict=True)]))
+            out_of, precise_out = self._alive.into(eqn, alive), self._precise.into(eqn, precise)
+            of_bodies = zip(bodies, into, out_of, precise_out, strict=True)
+            parts.append(SplitConstruct(eqn, [self._body(*x, inner) for x in of_bodies]))
         close(len(jaxpr.eqns))
-        return SplitJaxpr(closed, parts, origins, alive)
+        return SplitJaxpr(closed, parts, origins, alive, context)
+
+
+def _rule(eqn: JaxprEqn, coded: Set[Var], context: SegmentContext) -> CodedRule | None:
+    """A derivative rule that keeps values in 8 bits. None if there are none."""
+    if coded.isdisjoint(x for x in (*eqn.invars, *eqn.outvars) if not ir.is_literal(x)):
+        return None
+    rule = forward_rule(eqn, context.shard_map)
+    if rule is None:
+        return None
+    of = lambda atoms, found: tuple(i for i in sorted(set(found)) if not ir.is_literal(atoms[i]) and atoms[i] in coded)
+    operands, results = of(eqn.invars, rule.operands.values()), of(eqn.outvars, rule.results.values())
+    return CodedRule(eqn, rule, operands, results, context) if operands or results else None
+
+
+def _with_codes(
+    segment: Segment, residuals: Store, coded: Set[Var], precise: Set[Var], eqns: Sequence[JaxprEqn]
+) -> Segment:
+    """A segment that keeps values in 8 bits, of which there are some."""
+    of_values = [v for eqn in segment.eqns for v in eqn.outvars]
+    if coded.isdisjoint((*segment.inputs, *of_values)):
+        return segment
+    inputs = coded - _read_as_well(segment, coded, eqns)
+    flags = dataflow.flags
+    return dataclasses.replace(
+        segment,
+        residuals=residuals,
+        is_worth_it=True,
+        coded=tuple(flags(segment.inputs, set(inputs))),
+        precise=tuple(flags(segment.outputs, set(precise))),
+    )
+
+
+def _read_as_well(segment: Segment, coded: Set[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The inputs of which a segment also reads an exact statistic, such as a mean, that other code computed.
+
+    Both must belong to the same values.
+    """
+    producers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    found, seen = set[Var](), set[Var]()
+    stack = [v for v in segment.inputs if is_floating(v.aval) and v not in coded]
+    while stack:
+        v = stack.pop()
+        if v in seen or v not in producers:
+            continue
+        seen.add(v)
+        if not is_cheap(producers[v]):
+            continue
+        reads: list[Any] = [x for x in producers[v].invars if not ir.is_literal(x)]
+        found.update(x for x in reads if x in coded and x in segment.inputs)
+        stack.extend(reads)
+    return found
 
 
 def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -488,7 +606,7 @@ def _is_worth_it(eqn: JaxprEqn) -> bool:
 
 
 def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
-    """Return a function in which the segments that jamp made are straight-line code again.
+    """Return a function in which the segments that jamp made are straight-line code again, of which nothing is coded.
 
     Without `keep_names`, the user's `checkpoint_name`s go too, but for those in a `jax.checkpoint`.
     """
@@ -496,17 +614,28 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
     def rule(eqn: JaxprEqn, _: Body) -> Replaced | None:
         name = ir.name(eqn)
         is_dropped = name == "name" and (not keep_names or ir.params(eqn)["name"] == KEPT)
-        if is_dropped or name == "cotangents_behind_barrier":
+        if is_dropped or name in ("cotangents_behind_barrier", "once_differentiable"):
             return Replaced([], eqn.invars)
-        if name == "jit" and in_scope(eqn, SEGMENT) and (body := _segment_body(eqn)):
-            return Replaced(*inline.inlined(rewriter(body), eqn.invars))
-        return None
+        if name == "barrier" and in_scope(eqn, SEGMENT):
+            return Replaced([], eqn.invars)
+        if name == "with_tangent_of":  # What has the tangent is computed as the function is.
+            return Replaced([], eqn.invars[1:])
+        body = None
+        if name == "jit" and in_scope(eqn, SEGMENT):
+            body = _segment_body(eqn)
+        if name == "custom_vjp_call" and in_scope(eqn, CODED_RULE):
+            body = constructs.body_of_call(eqn)
+        return Replaced(*inline.inlined(rewriter(body), eqn.invars)) if body else None
 
-    is_changed = lambda eqn: in_scope(eqn, SEGMENT) or (not keep_names and ir.name(eqn) == "name")
-    if not any(map(is_changed, walk.all_equations(closed.jaxpr))):
+    every = list(walk.all_equations(closed.jaxpr))
+    is_made = lambda eqn: in_scope(eqn, SEGMENT) or in_scope(eqn, CODED_RULE)
+    if not any(is_made(eqn) or (not keep_names and ir.name(eqn) == "name") for eqn in every):
         return closed
     rewriter = Rewriter(rule, enters=is_split)
-    return rewriter(closed)
+    found = rewriter(closed)
+    if any(ir.name(eqn) == "with_tangent_of" for eqn in every):  # The codes are read by nothing now.
+        found = ClosedJaxpr(dce_jaxpr(found.jaxpr, [True] * len(found.out_avals), instantiate=True)[0], found.consts)
+    return found
 
 
 def _segment_body(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -17,6 +17,7 @@ from jamp._jaxprs.source import users_stacklevel
 from jamp._numbers import as_number
 from jamp._products.formats import Format
 from jamp._recompute.budget import MemoryBudget, check_budget
+from jamp._recompute.stores import Store, as_store
 from jamp._transforms.passes import is_format_class, marked_by_passes, passes
 from jamp._transforms.warn import warnings_of
 
@@ -36,6 +37,7 @@ def autocast(
     rules: Mapping[str, str] | None = None,
     recompute: bool | None = None,
     memory_budget: MemoryBudget = 1.0,
+    residuals: DTypeLike | None = None,
 ) -> Callable[P, R]: ...
 
 
@@ -47,6 +49,7 @@ def autocast(
     rules: Mapping[str, str] | None = None,
     recompute: bool | None = None,
     memory_budget: MemoryBudget = 1.0,
+    residuals: DTypeLike | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -57,6 +60,7 @@ def autocast(
     rules: Mapping[str, str] | None = None,
     recompute: bool | None = None,
     memory_budget: MemoryBudget = 1.0,
+    residuals: DTypeLike | None = None,
 ) -> Any:
     """Run the matrix products of a function in 16 bit, and the operations between them in float32.
 
@@ -95,6 +99,7 @@ def autocast(
         them again. The default is True. It is False for the compute dtype float32, whose purpose is to save time,
         unless there is a memory budget. Inside your own `jax.checkpoint`, only its policy decides.
       memory_budget: How much the backward pass may keep, as in `jamp.recompute`. At 1.0 all products are kept.
+      residuals: `jnp.int8` keeps large activations in 8 bits for the backward pass, as in `jamp.recompute`.
 
     Returns:
       A function like `fun`, whose results have the structure, shapes, dtypes and weak types of the results of `fun`.
@@ -103,7 +108,8 @@ def autocast(
       `jit` it is traced at every call.
 
     Raises:
-      ValueError: If the compute dtype is not one of these, or a rule is for an unknown primitive or category.
+      ValueError: If the compute dtype is not one of these, a rule is for an unknown primitive or category, or
+        `residuals` is neither None nor `jnp.int8`.
       TypeError: If `fun` is not a function, or there is no compute dtype. When called, if a result of `fun` cannot be
         traced, or inside `hk.transform`.
 
@@ -140,16 +146,20 @@ def autocast(
     if fun is None:
         fun, compute_dtype = compute_dtype, None
     if compute_dtype is None and (is_dtype(fun) or isinstance(fun, Format) or is_format_class(fun)):
-        return lambda f: autocast(f, fun, rules=rules, recompute=recompute, memory_budget=memory_budget)
+        return lambda f: autocast(
+            f, fun, rules=rules, recompute=recompute, memory_budget=memory_budget, residuals=residuals
+        )
     if compute_dtype is None:
         got = "nothing" if fun is None else f"{getattr(fun, '__name__', f'a {type(fun).__name__}')} alone"
         raise TypeError(f"autocast takes a function and a compute_dtype, got {got}. {_USAGE}")
     check_budget(memory_budget)
-    memory_budget = as_number(memory_budget)
+    memory_budget, store = as_number(memory_budget), as_store(residuals)
+    keeps_all = memory_budget == 1.0 and store is Store.ITSELF
     if recompute is None:
-        recompute = memory_budget != 1.0 or as_dtype(compute_dtype) != jnp.float32
-    if not recompute and memory_budget != 1.0:
-        raise ValueError(f"memory_budget={memory_budget!r} computes values again, which recompute=False forbids.")
+        recompute = not keeps_all or as_dtype(compute_dtype) != jnp.float32
+    if not recompute and not keeps_all:
+        asked = f"residuals={residuals!r}" if memory_budget == 1.0 else f"memory_budget={memory_budget!r}"
+        raise ValueError(f"{asked} computes values again, which recompute=False forbids.")
     trace = passes(fun, compute_dtype, rules)
 
     @marked_by_passes(trace)
@@ -159,7 +169,7 @@ def autocast(
         for message in warnings_of(traced, memory_budget):
             warnings.warn(message, stacklevel=users_stacklevel())
         with jax.named_scope(AUTOCAST):
-            values = interpret.call(traced.to_evaluate(recompute, memory_budget), traced.call.leaves)
+            values = interpret.call(traced.to_evaluate(recompute, memory_budget, store), traced.call.leaves)
         return traced.call.finish(values)
 
     return with_casts

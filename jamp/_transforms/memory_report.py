@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jax.typing import DTypeLike
+
 from jamp import _table
 from jamp._arguments import check_function, of_types
 from jamp._jaxprs.primitives import operation
@@ -21,6 +23,7 @@ from jamp._recompute.budget import (
     megabytes,
 )
 from jamp._recompute.segments import flatten_segment
+from jamp._recompute.stores import Store, as_store
 from jamp._transforms.recompute import traced_with_budget
 
 
@@ -32,7 +35,8 @@ class MemoryRow:
       operation: The primitive that computes them.
       type: Their dtype and shape: "bfloat16[8,12,1024,1024]". In a loop, of one step.
       kept: Whether they are kept for the backward pass. If not, the budget drops them.
-      nbytes: Their bytes in all layers and steps.
+      store: How they are kept: "itself" or "int8", or else "again".
+      nbytes: Their bytes in all layers and steps, as they are kept.
       flops: The FLOPs of computing one of them again where the others are kept, for all of them. inf if it cannot be.
       count: How many there are.
       source: The user's line, "model.py:12 (attend)", and after a `>` the innermost line of a package that it calls.
@@ -42,6 +46,7 @@ class MemoryRow:
     operation: str
     type: str
     kept: bool
+    store: str
     nbytes: float
     flops: float
     count: int
@@ -56,7 +61,7 @@ class MemoryReport:
     Attributes:
       rows: Kept and dropped values, the most bytes first.
       kept: The bytes that are kept.
-      without_budget: The bytes that are kept at a budget of 1.0.
+      without_budget: The bytes that are kept at a budget of 1.0, as they are.
       flops: The FLOPs that the backward pass computes again.
       largest: The most bytes that one segment computes again and holds at once.
       end: The bytes of the last product and what follows, such as logits. The backward pass reads them at once, so they
@@ -113,11 +118,14 @@ class MemoryReport:
         return "\n".join([*title, *sections, *more, "", next_step])
 
 
-def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) -> Callable[..., MemoryReport]:
+def memory_report(
+    fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0, *, residuals: DTypeLike | None = None
+) -> Callable[..., MemoryReport]:
     """Report what the backward pass of a function keeps under `recompute`, without running it.
 
     For a function under autocast, pass it: `memory_report(jamp.autocast(loss, dtype), 0.5)`. It has the
-    arguments and errors of `recompute`. Arrays may be given as `jax.ShapeDtypeStruct`.
+    arguments and errors of `recompute`, and ignores the budget and the `residuals` of `autocast`. Arrays may be given
+    as `jax.ShapeDtypeStruct`.
 
     Returns:
       A function of the arguments of `fun` that returns a `MemoryReport`. It traces `fun` and computes nothing.
@@ -131,37 +139,39 @@ def memory_report(fun: Callable[..., Any], memory_budget: MemoryBudget = 1.0) ->
     """
     check_function(fun, "jamp.memory_report({}, 0.5)")
     check_budget(memory_budget)
-    memory_budget = as_number(memory_budget)
+    memory_budget, store = as_number(memory_budget), as_store(residuals)
 
-    return of_types(lambda *args, **kwargs: _report(fun, memory_budget, args, kwargs))
+    return of_types(lambda *args, **kwargs: _report(fun, memory_budget, store, args, kwargs))
 
 
 def _report(
-    fun: Callable[..., Any], budget: MemoryBudget, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fun: Callable[..., Any], budget: MemoryBudget, residuals: Store, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> MemoryReport:
     _, closed = traced_with_budget(args, kwargs, fun, budget, "memory_report")
     without = choose(closed, 1.0)
-    plan = without if budget == 1.0 else choose(closed, budget)
+    plan = without if budget == 1.0 and residuals is Store.ITSELF else choose(closed, budget, residuals)
     rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}
     for value, is_kept, flops in _values(plan):
         eqn = value.eqn
         assert eqn is not None  # An argument is in no row.
         line = user_line(eqn) or value.nest.constructs.line or "line unknown"
         shape = ",".join(map(str, value.aval.shape))
-        key = operation(eqn), f"{value.aval.dtype}[{shape}]", is_kept, line
+        store = value.store.value if is_kept else "again"
+        key = operation(eqn), f"{value.aval.dtype}[{shape}]", is_kept, store, line
         rows.setdefault(key, []).append((value, flops))
     found = [
         MemoryRow(
             operation,
             kind,
             is_kept,
+            store,
             sum(value.size for value, _ in members),
             sum(flops for _, flops in members),
             sum(value.nest.constructs.times for value, _ in members),
             line,
             pattern(filter(None, (_scope(value) for value, _ in members))),
         )
-        for (operation, kind, is_kept, line), members in rows.items()
+        for (operation, kind, is_kept, store, line), members in rows.items()
     ]
     found.sort(key=lambda row: -row.nbytes)
     return MemoryReport(tuple(found), plan.total, without.total, plan.flops, plan.largest, plan.end, budget)
@@ -205,6 +215,7 @@ def _dropped(x: Occurrence) -> dict[int, float]:
 def _cells(row: MemoryRow, total: float) -> list[str]:
     share = f"{row.nbytes / (total or 1):.1%}"
     again = "-" if row.flops == math.inf else f"{row.flops / 1e9:.1f}"
-    value = f"{row.count} {row.type} {row.operation}".replace("bfloat", "bf").replace("float", "f")
+    kind = f"{row.type} in int8" if row.store == "int8" else row.type
+    value = f"{row.count} {kind} {row.operation}".replace("bfloat", "bf").replace("float", "f")
     line = _table.short_line(row.source)
     return [megabytes(row.nbytes), share, again, value, f"{line} {row.scope}".rstrip()]

@@ -26,6 +26,7 @@ from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.checkpoint import recompute
 from jamp._recompute.segments import opened
 from jamp._recompute.stored import round_stored
+from jamp._recompute.stores import Store
 
 NO_CONTEXT = (
     "It is a function transformation, like jax.grad, and not a context: in place of `with autocast():`, transform the "
@@ -62,11 +63,11 @@ class Passes(NamedTuple):
         found = {key for x in self.decisions for key in (x.key, ir.name(x.eqn))}
         return found.union(*((product.key, product.operation) for product in products(self.decided)))
 
-    def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0) -> ClosedJaxpr:
+    def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
         """Return the jaxpr to evaluate."""
-        if not self.is_cast and budget == 1.0:
+        if not self.is_cast and budget == 1.0 and residuals is Store.ITSELF:
             return round_stored(self.traced)
-        return lowered(self.quantized, budget if recomputes else None)
+        return lowered(self.quantized, budget if recomputes else None, residuals)
 
     @property
     def quantized(self) -> ClosedJaxpr:
@@ -79,14 +80,14 @@ def finished(closed: ClosedJaxpr) -> ClosedJaxpr:
     return lowered(quantize(closed), None)
 
 
-def lowered(closed: ClosedJaxpr, budget: MemoryBudget | None) -> ClosedJaxpr:
+def lowered(closed: ClosedJaxpr, budget: MemoryBudget | None, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
     """Return a function by JAX's own primitives. With a budget, its backward pass computes values again.
 
     The outermost budget decides, also about the segments of an autocast or a recompute inside.
     """
     if budget is None:
         return lower(round_stored(closed))
-    return lower(recompute(round_stored(opened(closed)), budget))
+    return lower(recompute(round_stored(opened(closed)), budget, residuals))
 
 
 Trace: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Passes]

@@ -1,0 +1,117 @@
+"""The derivative rule of a custom_vjp, whose residuals are kept in 8 bits: queries, keys, values and results, say.
+
+Only residuals that are operands or results of the function are. Others, such as the sums of a softmax, are small or
+have a meaning that jamp does not know.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax import Array
+
+from jamp._cast import is_inexact
+from jamp._compiler_hints import behind_barrier
+from jamp._jaxprs import build, constructs, inline, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.manual_axes import trace_inside
+from jamp._recompute.stores import Store, differentiated
+
+T = TypeVar("T")
+
+
+class Rule(NamedTuple):
+    """The forward rule of a custom_vjp.
+
+    Attributes:
+      closed: Its results and its residuals, as a function of its operands.
+      structure: The structure of the residuals: of a function of cotangents.
+      operands, results: For each residual that is an operand or a result, its number. No other one is encoded.
+    """
+
+    closed: ClosedJaxpr
+    structure: Any
+    operands: dict[int, int]
+    results: dict[int, int]
+
+
+def forward_rule(eqn: JaxprEqn, inside: JaxprEqn | None) -> Rule | None:
+    """The forward rule of a custom_vjp. None if it asks which operands are differentiated, and for all else."""
+    if ir.name(eqn) != "custom_vjp_call" or constructs.asks_for_zeros(eqn) or constructs.bodies(eqn) is None:
+        return None
+    inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
+    perturbed = _perturbed(eqn)
+    structures: list[Any] = []
+
+    def forward(*args: Any) -> list[Any]:
+        fun = lambda *xs: interpret.bind(eqn, build.replaced(args, perturbed, xs), outputs)
+        results, pull_back = jax.vjp(fun, *(args[i] for i in perturbed))
+        residuals, structure = jax.tree.flatten(pull_back)
+        structures.append(structure)
+        return [*results, *residuals]
+
+    closed = trace_inside(inside, forward, inputs)
+    _, found = inline.flattened(closed)
+    n = len(outputs)
+    places = lambda atoms: {v: i for i, v in enumerate(atoms) if not ir.is_literal(v)}
+    of_inputs, of_outputs = places(closed.jaxpr.invars), places(found[:n])
+    residuals = [(k, v) for k, v in enumerate(found[n:]) if not ir.is_literal(v)]
+    operands = {k: of_inputs[v] for k, v in residuals if v in of_inputs}
+    return Rule(closed, structures[-1], operands, {k: of_outputs[v] for k, v in residuals if v in of_outputs})
+
+
+def _perturbed(eqn: JaxprEqn) -> list[int]:
+    return [i for i, aval in enumerate(ir.avals(eqn.invars)) if is_inexact(aval)]
+
+
+def coded_rule(
+    eqn: JaxprEqn, rule: Rule, operands: Sequence[int], results: Sequence[int], in_loop: bool
+) -> Callable[..., list[Array]]:
+    """A custom_vjp as a function of its operands and of the codes of some, which also returns codes of some results."""
+    inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
+    n, perturbed = len(outputs), _perturbed(eqn)
+    of_operands = {k: i for k, i in rule.operands.items() if i in operands}
+    of_results = {k: j for k, j in rule.results.items() if j in results}
+
+    @jax.custom_vjp
+    def call(args: Sequence[Array], codes: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        found = interpret.bind(eqn, args, outputs)
+        return found, [x for j in results for x in Store.INT8.encode(found[j])]
+
+    def forward(args: Sequence[Array], codes: Sequence[Array]) -> tuple[Any, Any]:
+        found = interpret.call(rule.closed, args)
+        values, residuals = found[:n], found[n:]
+        parts = {j: Store.INT8.encode(differentiated(values[j])) for j in results}
+        if not in_loop:
+            values, parts = computed_together(values, parts)
+        kept = [x for k, x in enumerate(residuals) if k not in of_operands and k not in of_results]
+        return (values, [x for j in results for x in parts[j]]), (kept, codes, [parts[j] for j in results])
+
+    def backward(residuals: Any, cotangents: Any) -> tuple[Any, None]:
+        kept, codes, parts = residuals
+        pairs = dict(zip(operands, zip(codes[::2], codes[1::2], strict=True), strict=True))
+        decoded = {k: Store.INT8.decode(pairs[i], inputs[i]) for k, i in of_operands.items()}
+        decoded |= {k: Store.INT8.decode(parts[results.index(j)], outputs[j]) for k, j in of_results.items()}
+        others: Iterator[Array] = iter(kept)
+        size = len(kept) + len(decoded)
+        pull_back = jax.tree.unflatten(
+            rule.structure, [decoded[k] if k in decoded else next(others) for k in range(size)]
+        )
+        return build.replaced([None] * len(inputs), perturbed, pull_back(list(cotangents[0]))), None
+
+    call.defvjp(forward, backward)
+
+    def flat(*args: Array) -> list[Array]:
+        found, parts = call(list(args[: len(inputs)]), list(args[len(inputs) :]))
+        return [*found, *parts]
+
+    return flat
+
+
+def computed_together(results: list[Array], parts: dict[T, list[Array]]) -> tuple[list[Array], dict[T, list[Array]]]:
+    """Results that no code reads before the codes are computed.
+
+    Else XLA:GPU computes the codes late, and keeps in memory what they are computed from.
+    """
+    found = iter(behind_barrier([*results, *(x for held in parts.values() for x in held)]))
+    return [next(found) for _ in results], {v: [next(found) for _ in held] for v, held in parts.items()}

@@ -1,0 +1,163 @@
+"""The stores of a value between the passes: itself, or 8 bits. A value without a store is computed again.
+
+A block of numbers along the last axis has one scale, its largest magnitude over 127. A number is the nearest multiple
+of it that has its sign:
+
+    block of x     2.54   -1.00    0.004    0.00
+    scale          0.02
+    codes           127     -50        1       0
+    decoded        2.54   -1.00     0.02    0.00
+
+So a mask of positive numbers fits what is decoded, and a division or a logarithm meets no zero that was none.
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jamp._cast import as_dtype, is_floating
+from jamp._jaxprs.define import batch_first, define, no_tangent, with_tangents
+from jamp._jaxprs.manual_axes import is_partial, partitions
+
+_LARGE = 4096  # elements: smaller values stay as they are
+_BLOCK, _LEAST_BLOCK = 16, 8
+_MOST = 127  # the largest code
+
+
+class Store(enum.Enum):
+    """How a value is kept for the backward pass."""
+
+    ITSELF = "itself"
+    INT8 = "int8"
+
+    def nbytes(self, aval: Any) -> float:
+        """The bytes of a value of a type. A symbolic dimension counts as 1."""
+        size = float(math.prod(n for n in aval.shape if isinstance(n, int)))
+        if self is Store.ITSELF:
+            return size * float(getattr(aval.dtype, "itemsize", 4))
+        return size * (1 + 2 / _block_shape(aval)[-1])
+
+    def encode(self, x: Array) -> list[Array]:
+        """The arrays that are kept: the value, or its codes and the scales of their blocks."""
+        if self is Store.ITSELF:
+            return [x]
+        aval: Any = jax.typeof(x)
+        blocks = x.reshape(_block_shape(aval)).astype(jnp.float32)
+        scales = (jnp.max(jnp.abs(blocks), -1, keepdims=True) / _MOST).astype(jnp.bfloat16)
+        # Of inf and NaN the scale is inf or NaN, and so is all that is decoded.
+        scale = scales.astype(jnp.float32)
+        multiples = jnp.clip(jnp.round(blocks * jnp.where(scale >= _TINY, 1 / scale, 0)), -_MOST, _MOST)
+        codes = jnp.where(multiples == 0, jnp.sign(blocks), multiples).astype(jnp.int8)
+        return [codes.reshape(x.shape), scales[..., 0]]
+
+    def decode(self, kept: Sequence[Array], aval: Any) -> Array:
+        """The value of a type, from what is kept of it."""
+        if self is Store.ITSELF:
+            return kept[0]
+        codes, scales = kept
+        blocks = codes.reshape(_block_shape(aval)).astype(jnp.float32)
+        decoded: Array = (blocks * scales[..., None].astype(jnp.float32)).reshape(aval.shape).astype(aval.dtype)
+        return decoded
+
+
+Stores: TypeAlias = frozenset[tuple[int, Store]]  # of the values of a segment that are kept, by their numbers
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+def as_store(residuals: Any) -> Store:
+    """The store that the argument `residuals` of a user names."""
+    if residuals is None:
+        return Store.ITSELF
+    if as_dtype(residuals) == jnp.int8:
+        return Store.INT8
+    got = residuals if as_dtype(residuals) is None else as_dtype(residuals)
+    raise ValueError(f"residuals must be jnp.int8, or None to keep values as they are, got {got!r}.")
+
+
+def fits_8_bits(aval: Any) -> bool:
+    """Whether a value of a type may be stored in 8 bits: a large array of floats of 16 or 32 bits."""
+    is_known = isinstance(aval, jax.core.ShapedArray) and all(isinstance(n, int) for n in aval.shape)
+    if not is_known or not is_floating(aval) or aval.dtype.itemsize not in (2, 4) or is_partial(aval):
+        return False
+    return bool(aval.size >= _LARGE and _block_shape(aval)[-1] >= _LEAST_BLOCK)
+
+
+def _block_shape(aval: Any) -> tuple[int, ...]:
+    """The shape of a value with blocks along its last axis, which may be several axes if the last one is short.
+
+    A block crosses no shard of an Explicit axis.
+    """
+    shape, axis = tuple(aval.shape), len(aval.shape) - 1
+    shards = _shards(aval)
+    while axis > 0 and math.prod(shape[axis:]) < _LEAST_BLOCK and set(shards[axis - 1 :]) == {1}:
+        axis -= 1
+    n = math.prod(shape[axis:])
+    length = n // shards[axis]
+    block = next((b for b in range(_BLOCK, _LEAST_BLOCK - 1, -1) if length % b == 0), length)
+    return (*shape[:axis], n // block, block)
+
+
+def _shards(aval: Any) -> list[int]:
+    """The number of shards of each axis over the mesh axes that the type names."""
+    sharding, found = aval.sharding, [1] * len(aval.shape)
+    for i, part in enumerate(partitions(sharding.spec)):
+        axes = part if isinstance(part, tuple) else (part,)
+        found[i] = math.prod(sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.axis_names)
+    return found
+
+
+def _tangent_of_source(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return primals[0], tangents[1]
+
+
+def _batch_of_both(axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+    return with_tangent_of(*batch_first(args, dims)), 0
+
+
+_with_tangent_of = define(
+    "with_tangent_of",
+    lambda value, source: value,
+    lambda value, source: value,
+    jvp=_tangent_of_source,
+    batch=_batch_of_both,
+)
+
+
+def with_tangent_of(value: Any, source: Any) -> Any:
+    """A value with the tangent of another one, which is not computed for it."""
+    return _with_tangent_of.bind(value, source)
+
+
+def _without_tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return _differentiated.bind(*primals), no_tangent(primals[0])
+
+
+def _second_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    if with_tangents(tangents):
+        raise NotImplementedError(
+            "This takes a second derivative of a function with residuals in 8 bits, which have only a first one. Leave "
+            "residuals=jnp.int8 out of the jamp.recompute or jamp.autocast inside."
+        )
+    return _differentiated.bind(*primals), no_tangent(primals[0])
+
+
+_same = lambda x: x
+_once_differentiable: Any = define(
+    "once_differentiable", _same, _same, jvp=_without_tangent, transpose=lambda g, _: [None]
+)
+_differentiated: Any = define("differentiated", _same, _same, jvp=_second_derivative, transpose=lambda g, _: [None])
+
+
+def once_differentiable(x: Any) -> Any:
+    """A value without its tangent, like `stop_gradient`. A second derivative through it raises an error."""
+    return _once_differentiable.bind(x) if is_floating(jax.typeof(x)) else x
+
+
+def differentiated(x: Any) -> Any:
+    """The same in code that belongs to a first derivative already."""
+    return _differentiated.bind(x) if is_floating(jax.typeof(x)) else x
