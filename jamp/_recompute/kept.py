@@ -13,7 +13,7 @@ A memory budget (`budget.py`) keeps fewer values than these.
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jamp._jaxprs.ir import JaxprEqn, Var
 from jamp._jaxprs.primitives import AMPLIFYING, CHEAP, ELEMENTWISE, IDENTITIES, MOVING
 from jamp._jaxprs.source import in_scope
 from jamp._products.quantized import QUANTIZE
-from jamp._recompute.stores import fits_8_bits
+from jamp._recompute.stores import Store, fits_8_bits
 
 _READS = 4  # a value is computed again if that reads at most this many times its size
 _READS_OF_NO_PRODUCT = 1.5
@@ -88,7 +88,7 @@ def _asks_for_precision(eqn: JaxprEqn, results: list[bool]) -> bool | list[bool]
 
 def coded_values(of_values: Mapping[Var, Origin], precise: Set[Var]) -> set[Var]:
     """The values that are kept in 8 bits, if they are kept: large activations, but for those that must be precise."""
-    is_coded = lambda v, origin: origin.perturbed and not origin.argument and v not in precise
+    is_coded = lambda v, origin: origin.activation and origin.perturbed and v not in precise
     return {v for v, origin in of_values.items() if is_coded(v, origin) and fits_8_bits(v.aval)}
 
 
@@ -101,11 +101,13 @@ def decisions(eqns: Sequence[JaxprEqn], of_values: Mapping[Var, Origin]) -> set[
     return {v for eqn in eqns if is_decided(eqn) for v in eqn.outvars if is_integer(v)}
 
 
-def values_to_keep(eqns: Sequence[JaxprEqn], known: dict[Var, Origin]) -> set[Var]:
-    """The values that the backward pass does not compute again. The origins of the inputs are `known`."""
-    of_values = origins().over(eqns, dict(known))
+def values_to_keep(
+    eqns: Sequence[JaxprEqn], inputs: Iterable[Var], of_values: Mapping[Var, Origin], coded: Set[Var]
+) -> set[Var]:
+    """The values that the backward pass does not compute again, of which some are then `coded`."""
+    kept_bytes = lambda v: (Store.INT8 if v in coded else Store.ITSELF).nbytes(v.aval)
     # For each value, the bytes that are read of each kept value to compute it.
-    sources: dict[Var, dict[Var, float]] = {v: {v: nbytes(v)} for v in known}
+    sources: dict[Var, dict[Var, float]] = {v: {v: kept_bytes(v)} for v in inputs}
     chosen, narrowed = set[Var](), _narrowed(eqns)
     for eqn in eqns:
         reads, may = _variables(eqn), is_cheap(eqn)
@@ -123,7 +125,7 @@ def values_to_keep(eqns: Sequence[JaxprEqn], known: dict[Var, Origin]) -> set[Va
             is_expensive = not may or out in narrowed or read > limit
             if is_expensive and not here.argument and not _is_float8(out.aval):
                 chosen.add(out)
-                found = {out: nbytes(out)}
+                found = {out: kept_bytes(out)}
             sources[out] = found
     return chosen
 

@@ -86,9 +86,8 @@ class Residuals:
         self.computed = [(v, eqn) for eqn in self.flat.eqns for v in eqn.outvars]
         values = [v for v, _ in self.computed]
         self._numbers = {v: -1 - i for i, v in enumerate(self.flat.inputs)} | {v: i for i, v in enumerate(values)}
-        self.coded = frozenset(self._numbers[v] for v in self.flat.coded) - frozenset(range(-len(self.flat.inputs), 0))
+        self.coded = frozenset(self._numbers[v] for v in self.flat.coded)
         self.sizes = [device_bytes(v, self.store(i)) for i, v in enumerate(values)]
-        self.coded |= {-1 - i for i, x in enumerate(segment.coded) if x}
         closed = _derivative(self.flat, segment)
         self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
         self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}

@@ -195,15 +195,16 @@ def flatten_segment(segment: Segment) -> FlatSegment:
     """Inline the jit calls of a segment. It is computed and differentiated so. The variables of its inputs stay."""
     closed = build.closed_jaxpr({}, segment.inputs, segment.outputs, segment.eqns)
     eqns, outputs = inline.flattened(closed)
-    known = dict(zip(segment.inputs, segment.origins, strict=True))
-    kept = values_to_keep(eqns, known)
+    of_values = origins().over(eqns, dict(zip(segment.inputs, segment.origins, strict=True)))
     reaching = dataflow.flags(segment.inputs, _alive(scales=False)(closed, segment.alive))
-    if segment.residuals is Store.ITSELF:
-        return FlatSegment(eqns, segment.inputs, outputs, kept, reaching)
-    of_values = origins().over(eqns, dict(known))
-    given = {v for v, x in zip(outputs, segment.precise, strict=True) if x and not ir.is_literal(v)}
-    coded = coded_values(of_values, precise().over(eqns, given))
-    return FlatSegment(eqns, segment.inputs, outputs, kept | decisions(eqns, of_values), reaching, coded)
+    coded, chosen = set[Var](), set[Var]()
+    if segment.residuals is not Store.ITSELF:
+        given = {v for v, x in zip(outputs, segment.precise, strict=True) if x and not ir.is_literal(v)}
+        coded = coded_values(of_values, precise().over(eqns, given)) - set(segment.inputs)
+        coded.update(v for v, x in zip(segment.inputs, segment.coded, strict=True) if x)
+        chosen = decisions(eqns, of_values)
+    kept = values_to_keep(eqns, segment.inputs, of_values, coded) | chosen
+    return FlatSegment(eqns, segment.inputs, outputs, kept, reaching, coded)
 
 
 def with_names(flat: FlatSegment, names: Mapping[Var, str], stored: Set[Var] = frozenset()) -> ClosedJaxpr:
@@ -479,7 +480,7 @@ def _end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[V
         return products[-1] + 1 if products else len(eqns)
     last, start = products[-1], products[-2] + 1 if len(products) > 1 else 0
     inputs = _reads(eqns[start:last])
-    held = values_to_keep(eqns[start:last], {v: origins[v] for v in inputs})
+    held = values_to_keep(eqns[start:last], inputs, origins, frozenset())
     crossing = _crossing(eqns, range(len(eqns)), last_uses)
     between = [sum(nbytes(v) for v in eqn.outvars if v in held) for eqn in eqns[start:last]]
     sizes = itertools.accumulate(reversed(between))  # kept from each equation on, the last one first

@@ -1,0 +1,348 @@
+"""Residuals in 8 bits: `jamp.recompute(fun, 1.0, residuals=jnp.int8)`. What is kept, and what gradients it gives.
+
+`test_recompute.py` and `test_memory_budget.py` are for what is kept as it is, or computed again.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from configurations import next_checkpoint
+from jax import lax
+from jaxprs import equations, kept_by_jax, normal
+
+import jamp
+
+I8, BF16, F32 = jnp.int8, jnp.bfloat16, jnp.float32
+N, D = 64, 128
+W, X = normal(D, D, seed=1, scale=D**-0.5), normal(N, D)
+BUDGETS = (1.0, 0.5, 0.3, 0.1, 0)
+
+
+@jax.custom_vjp
+def silu(x):
+    return x * jax.nn.sigmoid(x)
+
+
+def _silu_backward(x, g):
+    s = jax.nn.sigmoid(x)
+    return (g * s * (1 + x * (1 - s)),)
+
+
+silu.defvjp(lambda x: (silu(x), x), _silu_backward)
+
+
+def attention(w, x):
+    q, k, v = x @ w, x @ w.T, x @ (w * w * 9)
+    return jax.nn.softmax(q @ k.T / 8) @ v
+
+
+def norm(x):
+    return (x - jnp.mean(x, -1, keepdims=True)) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-6)
+
+
+def block(w, x):
+    x = x + attention(w, norm(x))
+    return x + jax.nn.gelu(norm(x) @ w) @ w.T
+
+
+def top_1(w, x):
+    """A mixture of experts: each row is sent to one of four weights."""
+    probabilities = jax.nn.softmax((x @ w)[:, :4] * 9)
+    chosen = jax.nn.one_hot(jnp.argmax(probabilities, -1), 4)
+    every = jnp.stack([x @ w * (i + 1) for i in range(4)], 1)
+    return jnp.sum(every * (chosen * probabilities)[..., None], 1)
+
+
+LAYERS = {
+    "tanh": lambda w, x: jnp.tanh(x @ w),
+    "relu": lambda w, x: jax.nn.relu(x @ w) @ w,
+    "block": block,
+    "custom_vjp": lambda w, x: silu(x @ w) @ w,
+    "mixture": top_1,
+    "top_k": lambda w, x: jnp.repeat(lax.top_k(jax.nn.softmax(x @ w), D // 4)[0], 4, -1) @ w,
+    "dropout": lambda w, x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.8, (N, D)), jnp.tanh(x @ w), 0) @ w,
+    "max": lambda w, x: jnp.tanh(jnp.max((x @ w).reshape(N, D // 4, 4), -1).repeat(4, -1)),
+    "stop_gradient": lambda w, x: jnp.tanh(x @ w) * lax.stop_gradient(x @ w),
+    "checkpoint": lambda w, x: jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x),
+    "cond": lambda w, x: lax.cond(x[0, 0] > 9, lambda x: x, lambda x: jnp.tanh(jnp.tanh(x @ w) @ w), x),
+    "logarithm": lambda w, x: jnp.log(0.01 + jnp.square(x @ w)) @ w,
+    "convolution": lambda w, x: jnp.tanh(
+        lax.conv(x.reshape(1, 8, 32, 32), w.ravel()[: 8 * 8 * 9].reshape(8, 8, 3, 3), (1, 1), "SAME")
+    ).reshape(N, D),
+}
+
+
+def unrolled(layer):
+    return lambda w, x: jnp.sum(functools.reduce(lambda x, _: layer(w, x), range(4), x) ** 2)
+
+
+def scanned(layer):
+    return lambda w, x: jnp.sum(lax.scan(lambda x, w: (layer(w, x), None), x, jnp.stack([w] * 4))[0] ** 2)
+
+
+# They keep nothing in 8 bits: what they keep is precise, or the user has decided about it.
+AS_THEY_ARE = {unrolled: ("max", "checkpoint"), scanned: ("checkpoint",)}
+
+
+def quietly(fun, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fun(*args)
+
+
+def error(a, b):
+    return float(jnp.linalg.norm((a - b).astype(F32)) / jnp.linalg.norm(b.astype(F32)))
+
+
+def grads(fun, *args, argnums=(0, 1)):
+    return quietly(jax.jit(jax.value_and_grad(fun, argnums)), *args)
+
+
+def holds_codes(fun, *args):
+    jaxpr = quietly(jax.make_jaxpr(jax.grad(fun, (0, 1))), *args)
+    return any(v.aval.dtype == I8 for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype"))
+
+
+@pytest.mark.parametrize("way", [unrolled, scanned], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_are_those_without_residuals_up_to_rounding_and_the_forward_pass_is_unchanged(layer, way):
+    loss = way(LAYERS[layer])
+    value, expected = grads(loss, W, X)
+    assert holds_codes(jamp.recompute(loss, 1.0, residuals=I8), W, X) == (layer not in AS_THEY_ARE[way])
+    # A mask of values that are computed again differs where these are small: more so in bfloat16.
+    bound = 0.02 + 2 * max(map(error, grads(jamp.autocast(loss, BF16), W, X)[1], expected))
+    for budget in (1.0, 0.4):
+        found, mine = grads(jamp.recompute(loss, budget, residuals=I8), W, X)
+        np.testing.assert_allclose(found, value, rtol=1e-5)  # XLA fuses the sum of the loss differently
+        assert max(map(error, mine, expected)) < (0.012 if budget == 1.0 else bound)
+    hidden = lambda w, x: LAYERS[layer](w, LAYERS[layer](w, x))
+    ways = {r: jamp.recompute(hidden, 1.0, residuals=r) for r in (None, I8)}
+    assert (ways[None](W, X) == ways[I8](W, X)).all()
+
+
+@pytest.mark.parametrize("way", [unrolled, scanned], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("layer", ["tanh", "block", "custom_vjp", "cond", "mixture"])
+def test_the_report_counts_the_bytes_that_jax_keeps_and_they_are_fewer(layer, way):
+    loss = way(LAYERS[layer])
+    for budget in BUDGETS:
+        report = quietly(jamp.memory_report(loss, budget, residuals=I8), W, X)
+        kept = quietly(kept_by_jax, jamp.recompute(loss, budget, residuals=I8), W, X)
+        assert 0 <= kept - report.kept - report.end <= 16  # the index of a branch for each layer
+        assert report.kept <= max(budget * report.without_budget, quietly(jamp.memory_report(loss, 0), W, X).kept)
+        if budget == 1.0:
+            assert kept < 0.8 * quietly(kept_by_jax, jamp.recompute(loss, budget), W, X)
+        assert {row.store for row in report.rows} <= {"itself", "int8", "again"}
+
+
+def test_a_report_says_what_is_kept_in_8_bits():
+    report = jamp.memory_report(scanned(block), residuals=I8)(W, X)
+    stores = {(row.operation, row.store): row.nbytes for row in report.rows}
+    assert stores["scan", "int8"] == 4 * N * D * (1 + 2 / 16)
+    assert "f32[64,128] in int8 dot_general" in str(report)
+
+
+# What is computed from activations, and a number that it has whatever these are.
+FACTS = {
+    "rows of a softmax sum to 1": (lambda h: jax.nn.softmax(h), lambda y: y.sum(-1), 1),
+    "rows of attention sum to 1": (
+        lambda h: jax.nn.softmax(h @ h.T) @ jnp.eye(N, D, dtype=h.dtype),
+        lambda y: y.sum(-1),
+        1,
+    ),
+    "normalised rows have length 1": (norm, lambda y: jnp.mean(y**2, -1), 1),
+    "normalised rows have mean 0": (lambda h: norm(h + 1), lambda y: jnp.mean(y, -1), 0),
+    "a maximum is one of the values": (lambda h: h - jnp.max(h, -1, keepdims=True), lambda y: y.max(-1), 0),
+    "a mask fits its values": (lambda h: jnp.where(h <= 0, jnp.where(h > 0, h, 0), 0), lambda y: abs(y).max(-1), 0),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_what_is_computed_from_a_decoded_value_is_computed_from_it_alone(fact):
+    made, number, expected = FACTS[fact]
+
+    def loss(c, w, x):
+        y = made(jnp.tanh(x @ w) @ w) * c
+        return jnp.sum(((y @ jnp.eye(D)) @ jnp.eye(D)).astype(F32))
+
+    ways = {
+        "float32": lambda budget: jamp.recompute(loss, budget, residuals=I8),
+        "bfloat16": lambda budget: jamp.autocast(loss, BF16, memory_budget=budget, residuals=I8),
+        "float16": lambda budget: jamp.autocast(loss, jnp.float16, memory_budget=budget, residuals=I8),
+        "Int8": lambda budget: jamp.autocast(loss, jamp.Int8(), memory_budget=budget, residuals=I8),
+    }
+    for dtype, way in ways.items():
+        for budget in BUDGETS:
+            # The loss is linear in c, so its gradient with respect to c is y, as the backward pass reads it.
+            y = quietly(jax.jit(jax.grad(way(budget))), jnp.ones((N, D)), 3 * W, X)
+            np.testing.assert_allclose(number(y), expected, atol=1e-2 if "attention" in fact else 1e-5, err_msg=dtype)
+
+
+def test_a_mask_and_a_divisor_are_never_zero_where_the_value_is_not():
+    x = jnp.where(jnp.arange(N * D).reshape(N, D) % 3 == 0, 0, X * 10.0 ** jnp.round(-3 * abs(normal(N, D, seed=5))))
+    loss = lambda c, x: jnp.sum((c * jnp.sign(x @ jnp.eye(D))) @ jnp.eye(D) @ jnp.eye(D))
+    signs = jax.jit(jax.grad(jamp.recompute(loss, 1.0, residuals=I8)))(jnp.ones((N, D)), x)
+    assert (signs == jnp.sign(x)).all()
+
+
+def test_an_error_is_at_most_half_a_code_of_the_largest_magnitude_in_its_block():
+    x = X * jnp.where(jnp.arange(D) == 5, 300, 1)  # a feature that is larger than the others
+    loss = lambda c, x: jnp.sum((c * (x @ jnp.eye(D))) @ jnp.eye(D) @ jnp.eye(D))
+    decoded = jax.jit(jax.grad(jamp.recompute(loss, 1.0, residuals=I8)))(jnp.ones((N, D)), x)
+    blocks = lambda x: x.reshape(N, -1, 16)
+    bound = 1.01 * jnp.max(abs(blocks(x)), -1) / 127
+    assert (jnp.max(abs(blocks(decoded - x)), -1) <= bound).all()
+    assert (decoded != x).any()
+    assert error(jnp.delete(decoded, slice(16), axis=1), jnp.delete(x, slice(16), axis=1)) < 0.006
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [F32, BF16, jnp.float16], ids=str)
+def test_of_an_inf_or_nan_no_gradient_of_its_block_is_finite(bad, dtype):
+    loss = lambda c, x: jnp.sum((c * (x @ jnp.eye(D, dtype=dtype))) @ jnp.eye(D, dtype=dtype) @ jnp.eye(D, dtype=dtype))
+    x = X.astype(dtype).at[3, 20].set(bad)
+    decoded = jax.jit(jax.grad(jamp.recompute(lambda c: loss(c, x), 1.0, residuals=I8)))(jnp.ones((N, D), dtype))
+    assert jnp.isfinite(decoded[:3]).all()
+    assert not jnp.isfinite(decoded[3, 16:32]).any()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-30, 1e30, 3e38])
+def test_blocks_of_zeros_and_of_very_small_or_large_numbers(scale):
+    loss = lambda c, x: jnp.sum((c * (x @ jnp.eye(D))) @ jnp.eye(D) @ jnp.eye(D))
+    x = scale * jnp.tanh(X)
+    decoded = jax.jit(jax.grad(jamp.recompute(lambda c: loss(c, x), 1.0, residuals=I8)))(jnp.ones((N, D)))
+    np.testing.assert_allclose(decoded, x, rtol=0, atol=max(scale / 120, 1e-37))
+
+
+def test_what_is_chosen_by_an_integer_stays_chosen():
+    """The gradient goes to the same experts and elements."""
+    ties = jnp.round(X * 2) / 2 + 1e-4 * normal(N, D, seed=7)  # equal in 8 bits
+    for layer in ("mixture", "top_k", "max"):
+        loss = lambda w, x, layer=layer: jnp.sum(LAYERS[layer](w, LAYERS[layer](w, x @ jnp.eye(D))) @ w)
+        expected, found = (
+            grads(jamp.recompute(loss, 1.0, residuals=residuals), W, ties)[1] for residuals in (None, I8)
+        )
+        assert max(map(error, found, expected)) < 0.02
+
+
+def test_forward_mode_is_right_and_a_second_derivative_says_what_to_leave_out():
+    loss = unrolled(block)
+    fun = jamp.recompute(loss, 1.0, residuals=I8)
+    value, tangent = jax.jvp(fun, (W, X), (W, X))
+    assert abs(tangent - jax.jvp(loss, (W, X), (W, X))[1]) < 0.02 * abs(tangent)
+    np.testing.assert_allclose(value, loss(W, X), rtol=1e-5)
+    again = {
+        "reverse over reverse": lambda: jax.grad(lambda w: jnp.sum(jax.grad(fun)(w, X) ** 2))(W),
+        "forward over reverse": lambda: jax.jvp(jax.grad(fun), (W, X), (W, X)),
+        "reverse over forward": lambda: jax.grad(lambda w: jax.jvp(fun, (w, X), (W, X))[1])(W),
+        "of a custom_vjp": lambda: jax.grad(
+            lambda w: jnp.sum(jax.grad(jamp.recompute(scanned(LAYERS["custom_vjp"]), 1.0, residuals=I8))(w, X))
+        )(W),
+    }
+    for take in again.values():
+        with pytest.raises(NotImplementedError, match="residuals"):
+            take()
+
+
+def test_under_vmap_in_loops_of_steps_and_with_donation():
+    loss, fun = unrolled(block), jamp.recompute(unrolled(block), 1.0, residuals=I8)
+    expected, found = (jax.vmap(jax.grad(f), (None, 0))(W, jnp.stack([X, 2 * X])) for f in (loss, fun))
+    assert error(found, expected) < 0.02
+    trained = [
+        jax.jit(
+            lambda w, f=f: lax.scan(lambda w, _: (w - 1e-6 * jax.grad(f)(w, X), None), w, None, length=3)[0],
+            donate_argnums=0,
+        )(W + 0)
+        for f in (loss, fun)
+    ]
+    assert error(trained[1] - W, trained[0] - W) < 0.05
+
+
+def test_the_outermost_call_decides():
+    loss = unrolled(LAYERS["custom_vjp"])
+    text = lambda fun: str(jax.make_jaxpr(jax.grad(fun))(W, X))
+    in_8_bits = jamp.recompute(loss, 1.0, residuals=I8)
+    assert "i8[" in text(in_8_bits)
+    assert "i8[" not in text(jamp.recompute(in_8_bits, 1.0))
+    for inner in (jamp.recompute(loss, 0.5), in_8_bits):
+        assert text(jamp.recompute(inner, 1.0, residuals=I8)) == text(in_8_bits)
+    kept = lambda fun: kept_by_jax(fun, W, X)
+    both = jamp.autocast(loss, BF16, residuals=I8)
+    assert kept(jamp.recompute(jamp.autocast(loss, BF16), 1.0, residuals=I8)) == kept(both)
+    assert "i8[" not in text(jamp.autocast(in_8_bits, BF16))
+
+
+def test_what_the_users_checkpoint_keeps_is_not_changed():
+    policy = jax.checkpoint_policies.dots_saveable
+    loss = unrolled(lambda w, x: jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w), policy=policy)(x))
+    products = kept_by_jax(loss, W, X)
+    assert kept_by_jax(jamp.recompute(loss, 1.0, residuals=I8), W, X) == products
+
+
+def test_weights_and_small_arrays_and_wider_floats_stay_as_they_are():
+    loss = unrolled(LAYERS["tanh"])
+    report = jamp.memory_report(lambda w, x: loss(w, x[:16]), residuals=I8)(W, X)  # 2,048 elements
+    assert {row.store for row in report.rows} == {"itself"}
+    with jax.enable_x64(True):
+        wide = jnp.asarray(np.float64(W)), jnp.asarray(np.float64(X))
+        assert {row.store for row in jamp.memory_report(loss, residuals=I8)(*wide).rows} == {"itself"}
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_both_checkpoints_of_jax(flag):
+    if flag and not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX has no next checkpoint")
+    with next_checkpoint(flag):
+        loss = scanned(block)
+        found = grads(jamp.recompute(loss, 1.0, residuals=I8), W, X)[1]
+        assert max(map(error, found, grads(loss, W, X)[1])) < 0.02
+
+
+def test_float16_with_a_loss_scale_trains_as_without_residuals():
+    loss = lambda w, x: 1e-4 * unrolled(block)(w, x)
+    tx = jamp.loss_scaled(optax.sgd(1e-3, momentum=0.9), jamp.DynamicLossScale())
+    trained = {}
+    for residuals in (None, I8):
+        w, state = W, tx.init(W)
+        fun = jamp.autocast(loss, jnp.float16, residuals=residuals)
+
+        @jax.jit
+        def step(w, state, fun=fun):
+            value, gradient = jamp.value_and_grad(fun, state)(w, X)
+            updates, state = tx.update(gradient, state, w)
+            return w + updates, state, value
+
+        for _ in range(20):
+            w, state, value = step(w, state)
+        trained[residuals] = float(value)
+    assert trained[I8] < 0.9 * float(loss(W, X))
+    assert abs(trained[I8] - trained[None]) < 0.02 * trained[None]
+
+
+def test_a_recurrent_net_of_three_thousand_steps():
+    cell = lambda w, h, x: 0.9 * h + 0.1 * jnp.tanh(x + h @ w)
+    xs = normal(3000, 32, D, seed=8)
+
+    def loss(w, h):
+        return jnp.mean(lax.scan(lambda h, x: (cell(w, h, x), None), h, xs)[0] ** 2)
+
+    h = jnp.zeros((32, D))
+    found, expected = (jax.jit(jax.grad(jamp.recompute(loss, 1.0, residuals=r)))(2 * W, h) for r in (I8, None))
+    assert error(found, expected) < 0.02
+
+
+@pytest.mark.parametrize("bad", [jnp.float8_e4m3fn, "int4", 8, True, jnp.bfloat16])
+def test_other_residuals_are_an_error(bad):
+    for make in (
+        lambda: jamp.recompute(unrolled(block), 1.0, residuals=bad),
+        lambda: jamp.autocast(unrolled(block), BF16, residuals=bad),
+        lambda: jamp.memory_report(unrolled(block), residuals=bad),
+    ):
+        with pytest.raises(ValueError, match=r"jnp\.int8"):
+            make()
+    with pytest.raises(ValueError, match="recompute=False"):
+        jamp.autocast(unrolled(block), BF16, recompute=False, residuals=I8)
