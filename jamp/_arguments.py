@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_CAPTURE = "In place of `sow`, return nnx.capture(model, nnx.Intermediate)(x)."
+
 
 class Call:
     """One call of a function: flatten its arguments and rebuild its results.
@@ -77,10 +79,7 @@ class Call:
             given = leaves[len(self._arrays) :]
             after = [x for values in held for x in values]
             if len(after) != len(given):
-                raise ValueError(
-                    f"{_name(fun)} changed the structure of a Variable, as `sow` does, which cannot be traced. Capture "
-                    "inside the function, and return what was found: nnx.capture(model, nnx.Intermediate)(x)."
-                )
+                raise ValueError(f"{_name(fun)} changed the structure of a Variable. {_CAPTURE}")
             self._changed = [i for i, (x, y) in enumerate(zip(given, after, strict=True)) if x is not y]
             return [*results, *(after[i] for i in self._changed), *arrays]
 
@@ -90,8 +89,8 @@ class Call:
         """The jaxpr of `fun` over `leaves`, or over arrays of these types. Errors name the transformation `caller`."""
         if _inside_haiku():
             raise TypeError(
-                f"{caller} traces a function, and the parameters and random keys that Haiku makes inside hk.transform "
-                f"cannot leave such a trace. Wrap the transformed function: jamp.{caller}(hk.transform(net).apply)."
+                f"Inside hk.transform, Haiku's parameters cannot leave the trace of {caller}. Wrap the transformed "
+                f"function: jamp.{caller}(hk.transform(net).apply)."
             )
         before = self._stored(fun)
         try:
@@ -99,15 +98,14 @@ class Call:
         except Exception as error:
             if type(error).__name__ != "TraceContextError":  # of Flax NNX
                 raise
-            name = getattr(fun, "__name__", type(fun).__name__)
             raise TypeError(
-                f"{name} changes the state of an NNX module (random keys, statistics) that is not among its arguments. "
-                f"Pass the module as an argument: jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
+                f"{getattr(fun, '__name__', type(fun).__name__)} changes an NNX module that is not among its arguments. "
+                f"Pass the module: jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
             ) from error
         if {id(x) for x in self._stored(fun)} - {id(x) for x in before}:
             raise TypeError(
-                f"{_name(fun)} stores parameters or statistics in a Linen module, and they cannot leave the trace of "
-                f"{caller}. In place of a method, transform apply: jamp.{caller}(model.apply, ...)(variables, x)."
+                f"{_name(fun)} stores variables in a Linen module, which cannot leave the trace of {caller}. Transform "
+                f"apply: jamp.{caller}(model.apply, ...)(variables, x)."
             )
         self._types = closed.out_avals
         return closed
@@ -132,11 +130,8 @@ class Call:
         are_same = {id(x) for x in nodes if _is_box(x)} == {id(x) for x in boxes.values()}
         if self._boxes and not (are_same and tree == self._tree):
             raise ValueError(
-                f"{_name(fun)} added, replaced or removed a Variable of a module, or changed one of its attributes. "
-                "That would be lost. Assign to the value of an existing Variable (variable[...] = x). For `sow`, "
-                "return nnx.capture(model, nnx.Intermediate)(x) from the function. Or merge the module in the function "
-                "and also return the new state: graphdef, state = nnx.split(model); inside, model = "
-                "nnx.merge(graphdef, state), and return nnx.state(model, nnx.Intermediate) too."
+                f"{_name(fun)} added, replaced or removed a Variable or an attribute of a module, which would be lost. "
+                f"Assign to an existing Variable: variable[...] = x. {_CAPTURE}"
             )
 
     def _replaced(self, before: Sequence[Any], after: Any) -> list[Any]:
@@ -280,10 +275,8 @@ def _flatten_result(fun: Callable[..., Any], result: Any) -> tuple[list[Any], An
     flat, tree = tree_flatten_with_path(result)
     for path, x in flat:
         if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-            raise TypeError(
-                f"{_name(fun)} returns {type(x).__name__} {x!r} at result{keystr(path)}, which cannot be traced. A "
-                "function that is transformed may return arrays and numbers, and pytrees of them."
-            )
+            got = f"{type(x).__name__} {x!r} at result{keystr(path)}"
+            raise TypeError(f"{_name(fun)} must return a pytree of arrays and numbers, got {got}.")
     return [x for _, x in flat], tree
 
 

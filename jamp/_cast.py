@@ -107,10 +107,7 @@ def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
 
 def _check_order(caller: str, tree: Any) -> None:
     if is_dtype(tree):
-        raise TypeError(
-            f"{caller} takes arrays first and a dtype second, got the dtype {tree!r} first. Write "
-            f"jamp.{caller}(params, jnp.float16)."
-        )
+        raise TypeError(f"{caller} takes arrays first, got the dtype {tree!r}. Write jamp.{caller}(params, jnp.float16).")
 
 
 def as_dtype(dtype: DTypeLike | None) -> np.dtype[Any] | None:

@@ -56,10 +56,7 @@ def set_learning_rate(tree: Any, value: ArrayLike) -> Any:
     check_not_negative(learning_rate=value)
     old = _find(tree)
     if len(optax.tree.get_all_with_path(tree, "learning_rate")) > 1:
-        raise ValueError(
-            "The learning rate follows a schedule, which would replace the value at the next step. Make the optimizer "
-            "with a number, or change the schedule."
-        )
+        raise ValueError("The next step would replace the value by its schedule's. Make the optimizer with a number.")
     new = jnp.broadcast_to(jnp.asarray(value, jnp.result_type(old)), jnp.shape(old))
     return optax.tree.set(tree, learning_rate=new)
 
@@ -71,14 +68,14 @@ def _find(tree: Any) -> Any:
     if len(found) == 1:
         return found[0][1]
     if isinstance(tree, optax.GradientTransformation):
-        raise ValueError("This is an optimizer. The learning rate is in its state: opt_state = tx.init(params).")
+        raise ValueError("Got an optimizer. The learning rate is in its state: opt_state = tx.init(params).")
     if not found:
         raise ValueError(
-            f"Found no learning_rate in this {type(tree).__name__}. Use one of jamp.optimizers, or make the optimizer "
-            "with `optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(learning_rate=1e-3)`."
+            f"Found no learning_rate in this {type(tree).__name__}. Use one of jamp.optimizers, or "
+            "optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(learning_rate=1e-3)."
         )
     paths = ", ".join(keystr(path) for path, _ in found)
-    raise ValueError(f"Expected exactly one learning_rate, found {len(found)}: at {paths}. Pass the one that is meant.")
+    raise ValueError(f"Expected one learning_rate, found {len(found)}: at {paths}. Pass the one that is meant.")
 
 
 def check_not_negative(**numbers: Any) -> None:
@@ -89,7 +86,7 @@ def check_not_negative(**numbers: Any) -> None:
     for name, value in numbers.items():
         is_rate = name == "learning_rate"
         if not (isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or (is_rate and callable(value))):
-            hint = "or a schedule; the parameters are for init: tx = jamp.optimizers.adamw(1e-3); tx.init(params)"
-            raise TypeError(f"{name} must be a number{', ' + hint if is_rate else ''}. Got a {type(value).__name__}.")
+            cure = " Write tx = jamp.optimizers.adamw(1e-3); tx.init(params)." * is_rate
+            raise TypeError(f"{name} must be a number, got a {type(value).__name__}.{cure}")
         if isinstance(value, (int, float, np.generic, np.ndarray)) and not np.all(np.asarray(value) >= 0):
             raise ValueError(f"{name} must not be negative, got {name}={value!r}.")

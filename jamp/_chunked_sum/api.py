@@ -118,12 +118,10 @@ class _Function:
         self._axes = {i: _axis(call, i, axis) for i in self._of_rows}
         sizes = {_name(call, i): self._leaves[i].shape[a] for i, a in self._axes.items()}
         if not sizes:
-            raise TypeError(
-                "chunked_sum needs rows: arrays after the params, as in jamp.chunked_sum(fun, 1024)(params, x, y)."
-            )
+            raise TypeError("chunked_sum got no rows. Write jamp.chunked_sum(fun, 1024)(params, x, y).")
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{path} has {n}" for path, n in sizes.items())
-            raise ValueError(f"The rows of chunked_sum must have one size along axis {axis}: {found}.")
+            raise ValueError(f"The rows must have one size along axis {axis}, but {found}.")
         self.rows = next(iter(sizes.values()))
 
     def sums(self, start: int, count: int, size: int) -> list[Array]:
@@ -172,9 +170,7 @@ class _Function:
     def _check_closure(self, constants: Sequence[Any]) -> None:
         around = frozenset[str]().union(*(varying(jax.typeof(x)) for x in self._leaves))
         if any(is_inexact(x) and around - varying(jax.typeof(x)) for x in constants):
-            raise ValueError(
-                "Inside a shard_map, the function of chunked_sum cannot close over arrays. Pass them in its params."
-            )
+            raise ValueError("Inside a shard_map, chunked_sum takes no closure over arrays. Pass them in its params.")
 
 
 def _check_results(fun: Callable[..., Any], call: Call, closed: ClosedJaxpr) -> None:
@@ -182,32 +178,26 @@ def _check_results(fun: Callable[..., Any], call: Call, closed: ClosedJaxpr) -> 
     structure = call.result_structure
     if len(closed.out_avals) > structure.num_leaves:
         raise ValueError(
-            "The function of chunked_sum changes a Variable of its params, such as a batch statistic or the count of "
-            "a random stream, and each chunk would start from the old value. Pass random keys as rows, and compute "
-            "statistics outside."
+            "The function of chunked_sum changes a Variable, which each chunk would read anew. Pass random keys as "
+            "rows, and compute statistics outside."
         )
     result = jax.tree.unflatten(structure, closed.out_avals)
     pair = isinstance(result, tuple) and len(result) == 2
     total, aux = result if pair else (result, None)
     if not (hasattr(total, "shape") and total.shape == () and is_floating(total)):
         got = f"{total.dtype}{list(total.shape)}" if hasattr(total, "shape") else f"a {type(total).__name__}"
-        raise TypeError(
-            f"chunked_sum takes a function that returns a floating-point number, or (a number, aux), summed over its "
-            f"rows; {getattr(fun, '__name__', fun)} returns {got}."
-        )
+        expected = f"{getattr(fun, '__name__', fun)} must return a floating number, or (number, aux), summed over its rows"
+        raise TypeError(f"{expected}, got {got}.")
     for path, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
         if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jax.dtypes.float0):
-            raise TypeError(f"An aux of chunked_sum is summed, and aux{keystr(path)} is {x.dtype}: count with jnp.sum.")
+            raise TypeError(f"aux{keystr(path)} must be a number to be summed, got {x.dtype}. Count with jnp.sum.")
 
 
 def _check_shapes(closed: ClosedJaxpr, longer: ClosedJaxpr, size: int) -> None:
     """Raise if a result has a value for each row."""
     for x, y in zip(closed.out_avals, longer.out_avals, strict=False):
         if x.shape != y.shape:
-            raise TypeError(
-                f"chunked_sum adds up what the function returns for each chunk, and an aux of shape {x.shape} has a "
-                f"value for each of {size} rows. Return its sum, or compute it outside."
-            )
+            raise TypeError(f"aux must be summed over the {size} rows, got shape {x.shape}. Compute such values outside.")
 
 
 def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
@@ -219,10 +209,7 @@ def _vary_alike(leaves: Sequence[Any]) -> list[Any]:
 def _axis(call: Call, i: int, axis: int) -> int:
     shape = jnp.shape(call.leaves[i])
     if not -len(shape) <= axis < len(shape):
-        raise ValueError(
-            f"{_name(call, i)} has shape {shape} and no axis {axis}. The rows of chunked_sum are split along axis "
-            f"{axis}. Pass what all rows share in params."
-        )
+        raise ValueError(f"{_name(call, i)} must have axis {axis}, got shape {shape}. Pass what rows share in params.")
     return axis % len(shape)
 
 

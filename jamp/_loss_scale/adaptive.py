@@ -103,11 +103,9 @@ class AdaptiveLossScale(Configuration):
         if self.windows is None:
             check_count("min_window", self.min_window)
             if type(self.max_window) is int and self.max_window <= self.min_window < _FALLBACK:
-                warnings.warn(
-                    f"max_window must be above min_window={self.min_window}, got max_window={self.max_window}; "
-                    f"using {_FALLBACK}.",
-                    stacklevel=3,  # the caller of the constructor
-                )
+                got = f"got max_window={self.max_window} and min_window={self.min_window}"
+                # The third frame is the caller of the constructor.
+                warnings.warn(f"max_window must be above min_window, {got}; using {_FALLBACK}.", stacklevel=3)
                 object.__setattr__(self, "max_window", _FALLBACK)
             check_count("max_window", self.max_window, least=self.min_window + 1)
             return

@@ -19,10 +19,7 @@ def check_range(init_scale: float, min_scale: float, max_scale: float) -> None:
     if min_scale > max_scale:
         raise ValueError(f"min_scale must not exceed max_scale, got {min_scale=} and {max_scale=}.")
     if not min_scale <= init_scale <= max_scale:
-        raise ValueError(
-            f"init_scale must lie in [min_scale, max_scale], got {init_scale=} with {min_scale=} and {max_scale=}: "
-            "change it, or widen the bounds (max_scale=math.inf removes the ceiling)."
-        )
+        raise ValueError(f"init_scale must lie in [min_scale, max_scale], got {init_scale=}, {min_scale=}, {max_scale=}.")
 
 
 def check_number(name: str, value: Any, *, above: float, below: float = math.inf, hint: str) -> None:
@@ -31,17 +28,13 @@ def check_number(name: str, value: Any, *, above: float, below: float = math.inf
     # Compared in float32, where 1 - 1e-9 is 1. A backoff by that factor would change nothing.
     if not (is_number and TINY <= value <= HUGE and above < np.float32(value) < below):
         bounds = f"above {above}" if math.isinf(below) else f"between {above} and {below}"
-        raise ValueError(
-            f"{name} must be a finite number {bounds} that is a normal float32, {hint}, got {name}={value!r}."
-        )
+        raise ValueError(f"{name} must be a normal float32 {bounds}, {hint}, got {name}={value!r}.")
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
     """Raise ValueError unless `value` is a Python int of at least `least` that an int32 holds."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an int of at least {least}, got {name}={value!r}.")
-    if value > INT32_MAX:
-        raise ValueError(f"{name} must be an int of at most {INT32_MAX}, got {name}={value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= INT32_MAX:
+        raise ValueError(f"{name} must be an int from {least} to {INT32_MAX}, got {name}={value!r}.")
 
 
 def check_scale(name: str, value: Any) -> None:

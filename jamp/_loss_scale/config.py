@@ -79,11 +79,10 @@ def loss_scale_from_config(config: Mapping[str, Any] | float | str) -> LossScale
     section: Any = config.get("runner_wrapper", config) if isinstance(config, Mapping) else config
     if isinstance(section, Mapping) and "scale_sense" in section:
         if section.get("use_clip_grad") is True:
+            clip = f"optax.clip_by_global_norm({section.get('max_grad_norm', 1.0)})"
             warnings.warn(
-                "The configuration has use_clip_grad=True, and a loss scale does not clip. Clip the true gradients in "
-                "the optimizer chain: jamp.loss_scaled(optax.chain(optax.clip_by_global_norm("
-                f"{section.get('max_grad_norm', 1.0)}), tx), loss_scale). If you do, pass only the scale_sense, "
-                "config['runner_wrapper']['scale_sense'].",
+                "A loss scale does not clip, got use_clip_grad=True. Pass config['runner_wrapper']['scale_sense'] alone, "
+                f"and clip in the optimizer: jamp.loss_scaled(optax.chain({clip}, tx), loss_scale).",
                 stacklevel=2,
             )
         section = section["scale_sense"]
@@ -93,10 +92,7 @@ def loss_scale_from_config(config: Mapping[str, Any] | float | str) -> LossScale
     if not isinstance(section, Mapping):
         raise TypeError(f"A loss scale is configured by a mapping with a 'type', got {section!r}.")
     if "type" not in section:
-        raise ValueError(
-            f"The mapping has no 'type', only {_join_names(section)}. Valid types: {_join_names(_BUILDERS)}; or give a "
-            "MindFormers document with runner_wrapper.scale_sense."
-        )
+        raise ValueError(f"A mapping needs a 'type', got {_join_names(section)}. Valid: {_join_names(_BUILDERS)}.")
     kind, fields = section["type"], {k: v for k, v in section.items() if k != "type"}
     _check_name("type", kind, _BUILDERS)
     build = _BUILDERS[kind]

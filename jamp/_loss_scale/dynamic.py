@@ -86,9 +86,7 @@ class DynamicLossScale(Configuration):
         check_count("growth_interval", self.growth_interval)
         check_count("hysteresis", self.hysteresis)
         if self.hysteresis_refill not in ("growth", "finite"):
-            raise ValueError(
-                f"hysteresis_refill must be 'growth' or 'finite', got hysteresis_refill={self.hysteresis_refill!r}."
-            )
+            raise ValueError(f"hysteresis_refill must be 'growth' or 'finite', got {self.hysteresis_refill!r}.")
 
     @classmethod
     def conservative(cls) -> Self:

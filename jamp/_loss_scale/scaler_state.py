@@ -94,8 +94,7 @@ def wrap_inner(inner_state: Any, loss_scale: LossScale, *, unscale: bool) -> Any
     """Make the state of `loss_scaled` around an optimizer's. Raise ValueError if it already holds a scaler state."""
     check_holds_no_scaler(
         inner_state,
-        "Two scalers: the optimizer is already loss-scaled, and this would scale it again. Pass the plain "
-        "optimizer, or jamp.master_params of it, and the loss scale as loss_scale=.",
+        "Two scalers: the optimizer is already loss-scaled. Pass the plain optimizer.",
     )
     return (ScaledGradsState if unscale else LossScaledState)(*ScalerState.init(loss_scale), inner_state)
 
@@ -110,9 +109,8 @@ def check_whole(params: Any) -> None:
     """Raise ValueError if a mask hides some parameters from the optimizer."""
     if contains(params, lambda x: isinstance(x, optax.MaskedNode)):
         raise ValueError(
-            "A loss-scaled optimizer inside optax.masked or optax.partition sees only some of the gradients: an inf in "
-            "the others would be applied. Wrap the whole: jamp.loss_scaled(optax.masked(tx, mask)), or "
-            "jamp.loss_scaled(optax.partition(transforms, labels)), also if the others are frozen."
+            "A masked loss-scaled optimizer does not see an inf in the other gradients. Wrap the whole: "
+            "jamp.loss_scaled(optax.masked(tx, mask)) or jamp.loss_scaled(optax.partition(transforms, labels))."
         )
 
 
@@ -121,10 +119,8 @@ def check_kind(state: Any, kind: Any, cure: str) -> None:
     if not isinstance(state, kind):
         expected = typing.get_args(kind)[0] if typing.get_args(kind) else kind
         raise TypeError(
-            f"Expected the state that this optimizer's init returns, a {expected.__name__}; got {_name(state)}. {cure} "
-            "In an update the order is tx.update(grads, state, params). "
-            "If it was restored from a checkpoint without a target, restore it into tx.init(params). If there are "
-            "several wrappers, they must be in the same order as for init."
+            f"Expected the {expected.__name__} of tx.init(params), got {_name(state)}. Write tx.update(grads, state, "
+            f"params), or restore into tx.init(params). {cure}"
         )
 
 
@@ -133,40 +129,29 @@ def check_optimizer(inner: Any, call: str) -> None:
     is_optimizer = all(callable(getattr(inner, name, None)) for name in ("init", "update"))
     if is_optimizer and not isinstance(inner, type) and not hasattr(inner, "to_config"):
         return
-    got, cure = _name(inner), f"Pass an optimizer such as optax.adamw(1e-3): {call.format('optax.adamw(1e-3)')}."
+    got = f"the function {inner.__name__}" if hasattr(inner, "__name__") else _name(inner)
+    use = call.format("optax.adamw(1e-3)")
     if hasattr(inner, "to_config"):  # A loss scale has the methods `init` and `update` too.
-        got, cure = repr(inner), "Pass the loss scale as loss_scale=: jamp.loss_scaled(tx, loss_scale=...)."
-    elif callable(inner) and hasattr(inner, "__name__"):
-        got = f"the function {inner.__name__}, not its result"
-    elif hasattr(inner, "_fields") and not hasattr(inner, "update"):
-        cure = f"The state comes later: tx = {call.format('tx')}, then opt_state = tx.init(params)."
-    raise TypeError(f"inner must be an optimizer, got {got}. {cure}")
+        use = "jamp.loss_scaled(tx, loss_scale=...)"
+    elif hasattr(inner, "_fields") and not is_optimizer:
+        use = f"tx = {call.format('tx')}, then opt_state = tx.init(params)"
+    raise TypeError(f"inner must be an optimizer, got {got}. Write {use}.")
 
 
 def check_state(state: Any, unscale: bool, loss_scale: LossScale, structure: Any) -> None:
     """Raise TypeError if a state is not of this `loss_scaled`, whose loss scale's state has this `structure`."""
-    check_kind(
-        state, AnyLossScaledState,
-        "If it is the state of the plain optimizer, from a run without jamp: jamp.interop.wrap_state(state, "
-        "loss_scale).",
-    )  # fmt: skip
+    check_kind(state, AnyLossScaledState, "For the plain optimizer's: jamp.interop.wrap_state(state, loss_scale).")
     is_unscaling = isinstance(state, ScaledGradsState)
     if is_unscaling != unscale:
-        raise TypeError(
-            f"The state is that of an optimizer with unscale={is_unscaling}, and this one has unscale={unscale}. One "
-            "takes scaled gradients and the other true ones, so use the same optimizer for init and update."
-        )
+        raise TypeError(f"Expected a state with unscale={unscale}, got unscale={is_unscaling}. Call tx.init(params).")
     if jax.tree.structure(state.loss_scale_state) != structure:
         raise TypeError(
-            f"The state is that of another loss scale: it holds {_name(state.loss_scale_state)}, and this optimizer "
-            f"has {loss_scale!r}. To continue with it: jamp.convert_loss_scale(state, {loss_scale!r})."
+            f"Expected the state of {loss_scale!r}, got {_name(state.loss_scale_state)}. "
+            f"Write jamp.convert_loss_scale(state, {loss_scale!r})."
         )
     scale = state.loss_scale_state.loss_scale
     if is_floating(scale) and jnp.finfo(scale.dtype).bits < 32:
-        raise TypeError(
-            f"The loss scale in the state is {scale.dtype.name}, not float32. A cast of a whole state changes it: "
-            "restore the state with the dtypes of tx.init(params)."
-        )
+        raise TypeError(f"The loss scale must be float32, got {scale.dtype.name}. Restore into tx.init(params).")
 
 
 def _cast_types(new: Any, old: Any) -> Any:

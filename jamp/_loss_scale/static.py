@@ -47,19 +47,20 @@ def check_loss_scale(loss_scale: Any, constant: str = "jamp.StaticLossScale(scal
     """Raise TypeError unless `loss_scale` is a loss scale. The message suggests `constant` for a constant scale."""
     is_optimizer = hasattr(loss_scale, "_fields") and hasattr(loss_scale, "update")
     if isinstance(loss_scale, type) or is_optimizer or not isinstance(loss_scale, LossScale):
-        got, number = f"a {type(loss_scale).__name__}", as_number(loss_scale)
-        use = f"Use jamp.DynamicLossScale(), or {constant} for a constant."
+        number, use = as_number(loss_scale), "jamp.DynamicLossScale()"
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        got = repr(number) if is_number or is_dtype(number) else f"a {type(loss_scale).__name__}"
         if isinstance(getattr(loss_scale, "loss_scale", None), LossScale):
-            got += ": pass its scaler.loss_scale"
-        elif isinstance(number, (int, float)) and not isinstance(number, bool):
-            got, use = repr(number), f"Write {constant.replace('(scale)', f'({float(number)!r})')}."
+            use = "scaler.loss_scale"
+        elif is_number:
+            use = constant.replace("(scale)", f"({float(number)!r})")
+        elif isinstance(loss_scale, type) and isinstance(loss_scale, LossScale):
+            got, use = f"the class {loss_scale.__name__}", f"jamp.{loss_scale.__name__}()"
         elif is_dtype(loss_scale):
-            got, use = repr(loss_scale), "For a dtype, use jamp.loss_scale_for(dtype). " + use
-        elif isinstance(loss_scale, type):
-            got, use = f"the class {loss_scale.__name__}", f"Write jamp.{loss_scale.__name__}()."
+            use += " or jamp.loss_scale_for(dtype)"
         elif isinstance(loss_scale, Mapping):
-            use = "Write jamp.loss_scale_from_config(mapping)."
-        raise TypeError(f"loss_scale must be a loss scale, got {got}. {use}")
+            use = "jamp.loss_scale_from_config(mapping)"
+        raise TypeError(f"loss_scale must be a loss scale, got {got}. Write {use}.")
 
 
 def is_noop(state: Any) -> bool:

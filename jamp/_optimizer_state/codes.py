@@ -94,6 +94,9 @@ def _float(bits: Array) -> Array:
 
 _SIGNED, _NEVER_NEGATIVE = _Map(1, 8064, 1536), _Map(2, 66060288, 1024)
 
+# The codes of older versions stand for other numbers.
+OLDER = "Start with tx.init(params), or convert it with that version's jamp.interop.dequantize_state."
+
 
 class BlockCodes(NamedTuple):
     """An array in eight bits an element, or, in the state of `quantized_state`, a tree of arrays like the parameters.
@@ -192,24 +195,19 @@ def check_codes(name: str, stored: BlockCodes, block_size: int | None) -> None:
     codes, scales = stored
     types = jnp.result_type(codes).name, jnp.result_type(scales).name
     if types[0] not in ("int8", "uint8") or types[1] != "uint32":
+        older = f" Float32 scales are of an older jamp. {OLDER}" if types[1] == "float32" else ""
         raise TypeError(
-            f"{name} holds codes in {types[0]} with scales in {types[1]}, and codes are int8 or uint8 with scales in "
-            "uint32. A cast of a whole state changes what it stands for: restore it with the dtypes of "
-            "tx.init(params). If the scales were float32, the state is of an older jamp, whose codes stand for other "
-            "numbers: start with tx.init(params), or make a float32 state of it with that version's "
-            "jamp.interop.dequantize_state."
+            f"{name} must hold int8 or uint8 codes and uint32 scales, got {types[0]} and {types[1]}. Restore into "
+            f"tx.init(params).{older}"
         )
     (*rows, n), (*same_rows, count) = codes.shape or [0], scales.shape or [0]
     own_size = _block_size(n, count) if count else 0
     if rows != same_rows or not own_size or count != -(-n // own_size):
-        raise ValueError(
-            f"{name} has codes of shape {codes.shape} and scales of shape {scales.shape}, which no state has. Restore "
-            "both from one checkpoint."
-        )
+        shapes = f"codes of shape {codes.shape} and scales of shape {scales.shape}"
+        raise ValueError(f"{name} has {shapes}, which do not fit. Restore both from one checkpoint.")
     if block_size is not None and count != -(-n // block_size):
         raise ValueError(
-            f"{name} has blocks of {own_size} elements: {count} scales for {n}. This transformation has "
-            f"block_size={block_size}. Pass the state's block size, or convert the state: "
+            f"{name} must have blocks of block_size={block_size}, got {own_size}. Pass that size, or write "
             f"jamp.interop.quantize_state(jamp.interop.dequantize_state(state), {block_size})."
         )
 

@@ -18,7 +18,7 @@ from jamp._leaves import contains, find_nodes
 from jamp._loss_scale.scaler_state import check_holds_no_scaler, check_kind, check_optimizer
 from jamp._mesh import keep_sharding
 from jamp._numbers import as_number
-from jamp._optimizer_state.codes import BlockCodes, check_codes, decode, encode
+from jamp._optimizer_state.codes import OLDER, BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
@@ -41,7 +41,7 @@ _MIN_SIZE, _MIN_AXIS = 4096, 16
 
 _SEED = 0x6D6F6D73  # A `stochastic_rounding` around it has other random bits.
 
-_CURE = "If it is the state of the optimizer inside: jamp.interop.quantize_state(state, block_size)."
+_CURE = "For the inner optimizer's: jamp.interop.quantize_state(state, block_size)."
 
 
 class QuantizedState(NamedTuple):
@@ -115,11 +115,10 @@ def quantized_state(
         state = inner.init(params)
         check_holds_no_scaler(
             state,
-            "The optimizer inside quantized_state is loss-scaled, and its skipped steps would be stored anew. Wrap "
-            "the whole: jamp.loss_scaled(jamp.quantized_state(tx)).",
+            "The optimizer inside is loss-scaled. Wrap the whole: jamp.loss_scaled(jamp.quantized_state(tx)).",
         )
         if contains(state, lambda x: isinstance(x, QuantizedState)):
-            raise ValueError("quantized_state inside quantized_state would round twice. Pass the plain optimizer.")
+            raise ValueError("quantized_state inside quantized_state rounds twice. Pass the plain optimizer.")
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`: 6 s for Adam's moments of
         # f32[512, 4096], and 0.2 s with it (openxla/xla#1652; jaxlib 0.10.0 to 0.12.0).
         state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
@@ -159,19 +158,11 @@ def _warn_if_none_is_stored(state: QuantizedState) -> None:
     large = [x for x in jax.tree.leaves(state) if is_floating(x) and x.size >= _MIN_SIZE and x.shape[-1] >= _MIN_AXIS]
     if not large or contains(state, _holds_scales):
         return
+    why = "knows no moment in this state. Pass never_negative=lambda path, x: False, or True for what is never negative."
     if all(x.dtype.itemsize == 2 for x in large):
-        why = (
-            f"because the moments are {large[0].dtype.name}. Optax makes them so for parameters of that dtype. Put "
-            "masters around: jamp.master_params(jamp.quantized_state(tx), split=True), or jamp.stochastic_rounding. "
-            "With float32 parameters, leave mu_dtype out."
-        )
-    else:
-        why = (
-            "because no large array of this optimizer's state is a moment that jamp knows. For a state of your own, "
-            "pass never_negative=lambda path, x: False, or True for what is never negative. Copies of parameters, sums "
-            "of gradients, and what is subtracted from another array, as in centered RMSprop, stay in float32."
-        )
-    warnings.warn(f"quantized_state stores nothing in eight bits, {why}", stacklevel=users_stacklevel())
+        wrapped = "jamp.master_params(jamp.quantized_state(tx), split=True)"
+        why = f"found {large[0].dtype.name} moments. Write {wrapped}, or leave mu_dtype out."
+    warnings.warn(f"quantized_state stores nothing in eight bits, because it {why}", stacklevel=users_stacklevel())
 
 
 def quantize_state(
@@ -190,7 +181,7 @@ def quantize_state(
     """
     choices = _Choices(_check_block_size(block_size), keep, never_negative)
     if contains(state, _is_codes):
-        raise ValueError("The state is quantized already. Pass it to jamp.quantized_state(tx).update as it is.")
+        raise ValueError("The state is quantized already. Pass it to jamp.quantized_state(tx).update.")
     count = jnp.array(0, jnp.int32)
     return QuantizedState(count, _encode_moments(state, count, choices)[0])
 
@@ -207,7 +198,7 @@ def dequantize_state(state: QuantizedState) -> Any:
       >>> jamp.interop.dequantize_state(state)[0].nu.dtype
       dtype('float32')
     """
-    check_kind(state, QuantizedState, "It is for the states of jamp.quantized_state(tx) alone.")
+    check_kind(state, QuantizedState, "The optimizer is jamp.quantized_state(tx).")
     return _decode_moments(state, None)
 
 
@@ -296,9 +287,7 @@ def _decode_moments(state: QuantizedState, block_size: int | None) -> Any:
         structures = list[Any](map(jax.tree.structure, x))
         if structures[0] != structures[1]:
             raise TypeError(
-                f"The state{keystr(start)} has scales for some arrays and none for others: it was restored in part, or "
-                "is of an older jamp, whose codes stand for other numbers. Start with tx.init(params), or make a "
-                "float32 state of it with that version's jamp.interop.dequantize_state."
+                f"The state{keystr(start)} lacks scales of some arrays, as in an older jamp. {OLDER}"
             )
         return tree_map_with_path(lambda path, *y: decode_array((*start, *path), *y), *x)
 
@@ -308,9 +297,7 @@ def _decode_moments(state: QuantizedState, block_size: int | None) -> Any:
 def _check_block_size(given: Any) -> int:
     block_size = as_number(given)
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1 or block_size.bit_count() > 1:
-        raise ValueError(
-            f"block_size must be a power of two, got block_size={block_size!r}. The number of blocks then tells it."
-        )
+        raise ValueError(f"block_size must be a power of two, got block_size={block_size!r}.")
     return block_size
 
 

@@ -20,8 +20,8 @@ from jamp._optimizer_state.split_masters import (
 )
 
 _CURE = (
-    "If it is that of jamp.master_params(tx, split=True): jamp.interop.join_masters(state, params). If it is that of "
-    "the optimizer inside: tx.init(float32_params)._replace(inner_state=state)."
+    "For split masters: jamp.interop.join_masters(state, params). For the inner optimizer's: "
+    "tx.init(float32_params)._replace(inner_state=state)."
 )
 
 
@@ -122,10 +122,8 @@ def _check_masters(masters: Any, params: Any, dtype: DTypeLike) -> None:
     def check(path: Any, master: Any, p: Any) -> None:
         wanted = jnp.result_type(cast_leaf(master, dtype))
         if (jnp.result_type(master), jnp.shape(master)) != (wanted, jnp.shape(p)):
-            raise TypeError(
-                f"The master of the parameter {keystr(path) or 'array'}, {wanted.name}{list(jnp.shape(p))}, is "
-                f"{jnp.result_type(master).name}{list(jnp.shape(master))}. Restore the state with the dtypes and "
-                "shapes of tx.init(params)."
-            )
+            got = f"{jnp.result_type(master).name}{list(jnp.shape(master))}"
+            expected = f"The master of {keystr(path) or 'the array'} must be {wanted.name}{list(jnp.shape(p))}"
+            raise TypeError(f"{expected}, got {got}. Restore into tx.init(params).")
 
     tree_map_with_path(check, masters, params)

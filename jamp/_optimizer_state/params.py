@@ -31,8 +31,8 @@ def check_rounds_last(opt_state: Any) -> None:
 
     if contains(opt_state, averages):
         raise ValueError(
-            "schedule_free around stochastic_rounding averages the rounded parameters, and the averages are rounded to "
-            "nearest. Put the rounding last: jamp.stochastic_rounding(optax.contrib.schedule_free(tx, learning_rate))."
+            "schedule_free averages parameters after stochastic_rounding, which undoes it. Put the rounding last: "
+            "jamp.stochastic_rounding(optax.contrib.schedule_free(tx, learning_rate))."
         )
 
 
@@ -49,8 +49,8 @@ def warn_if_rounded(opt_state: Any, params: Any) -> None:
     has_masters = contains(opt_state, lambda x: hasattr(x, "master_params")) or rounds_params(opt_state)
     if dtypes == {jnp.dtype(jnp.float16)} and not has_masters:
         warnings.warn(
-            "float16 parameters without a master copy lose updates smaller than about a 2000th of their value. Use "
-            "jamp.master_params(tx) as the optimizer, or keep the parameters in float32 and compute in float16.",
+            "float16 parameters lose updates below a 2000th of their value. Keep them in float32, or use "
+            "jamp.master_params(tx).",
             stacklevel=users_stacklevel(),
         )
 

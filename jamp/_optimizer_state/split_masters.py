@@ -26,14 +26,8 @@ from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_params
 
 _INF = np.uint32(0x7F800000)
-_ADVICE = (
-    "Split masters are for bfloat16, which is the upper half of a float32. Use bfloat16 parameters, or whole masters: "
-    "jamp.master_params(tx)."
-)
-_CURE = (
-    "If it is the state of jamp.master_params(tx) without split=True, with whole masters: params, state = "
-    "jamp.interop.split_masters(state, params)."
-)
+_ADVICE = "Split masters are for bfloat16. Write jamp.master_params(tx)."
+_CURE = "For whole masters: params, state = jamp.interop.split_masters(state, params)."
 
 
 class MasterParamsState(NamedTuple):
@@ -173,23 +167,18 @@ def _check_low_bits(name: str, p: Any, low: Any) -> None:
     dtype = jnp.result_type(p).name
     if is_split(p) and isinstance(low, optax.MaskedNode):
         raise ValueError(
-            f"The parameter {name} is bfloat16, and the state was made for a wider one: it has no low bits. Pass the "
-            "wide parameter. To go on in bfloat16: params, state = jamp.interop.split_masters("
-            "jamp.MasterParamsState(wide_params, state.inner_state), params)."
+            f"The parameter {name} must be wide as for init, got bfloat16. To go on in bfloat16: params, state = "
+            "jamp.interop.split_masters(jamp.MasterParamsState(wide_params, state.inner_state), params)."
         )
     if not is_split(p) and not isinstance(low, optax.MaskedNode):
         raise ValueError(
-            f"The parameter {name} is {dtype}, and the state has the low bits of a bfloat16 one, which would be lost. "
-            "Cast it back with p.astype(jnp.bfloat16), which is exact for one that was stored or loaded in float32, "
-            "and step with optax.apply_updates, which keeps the dtype. To go on in float32, use the masters: "
-            "jamp.interop.join_masters(state, bfloat16_params)."
+            f"The parameter {name} must be bfloat16 as for init, got {dtype}. Write p.astype(jnp.bfloat16), or to go "
+            "on in float32 jamp.interop.join_masters(state, bfloat16_params)."
         )
     if is_split(p) and (jnp.result_type(low) != jnp.uint16 or jnp.shape(low) != jnp.shape(p)):
-        raise TypeError(
-            f"The low bits of the parameter {name}, bfloat16{list(jnp.shape(p))}, are "
-            f"{jnp.result_type(low)}{list(jnp.shape(low))}, not uint16. Restore them with the dtypes and "
-            "shapes of tx.init(params)."
-        )
+        got = f"{jnp.result_type(low)}{list(jnp.shape(low))}"
+        expected = f"The low bits of the parameter {name} must be uint16{list(jnp.shape(p))}"
+        raise TypeError(f"{expected}, got {got}. Restore into tx.init(params).")
 
 
 def _split(masters: Any, like: Any) -> tuple[Any, Any]:
@@ -250,15 +239,14 @@ def is_split(p: Any) -> bool:
 def check_given(params: Any) -> None:
     """Raise ValueError if `update` was called without the parameters."""
     if params is None:
-        raise ValueError("Master parameters need the parameters. Call tx.update(grads, state, params).")
+        raise ValueError("Master parameters need params. Write tx.update(grads, state, params).")
 
 
 def check_inner(inner_state: Any) -> Any:
     """Return the state of the optimizer inside. Raise ValueError if that optimizer rounds parameters itself."""
     if rounds_params(inner_state):
         raise ValueError(
-            "stochastic_rounding is for parameters without float32 masters. Use it alone, in "
-            "jamp.loss_scaled(jamp.stochastic_rounding(tx)), or masters alone, in "
-            "jamp.loss_scaled(jamp.master_params(tx))."
+            "The optimizer inside master_params rounds stochastically. Use one of jamp.stochastic_rounding(tx) and "
+            "jamp.master_params(tx)."
         )
     return inner_state

@@ -114,7 +114,7 @@ def stochastic_rounding(
     """
     check_optimizer(inner, "jamp.stochastic_rounding({})")
     if not jnp.issubdtype(jnp.result_type(seed), jnp.integer) or jnp.ndim(seed):
-        raise ValueError(f"seed must be an int, got seed={seed!r}. The random bits are a hash of it, and need no key.")
+        raise ValueError(f"seed must be an int, got seed={seed!r}.")
     inner = keeping_dtypes(inner)
     choose = _make_chooser(state_dtype)
 
@@ -157,7 +157,7 @@ def stochastic_rounding(
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         check_kind(state, StochasticRoundingState, _CURE)
         if params is None:
-            raise ValueError("stochastic_rounding needs the parameters. Call tx.update(grads, state, params).")
+            raise ValueError("stochastic_rounding needs params. Write tx.update(grads, state, params).")
         check_bfloat16(params, _ADVICE)
         if state_dtype is None:
             _warn_if_nothing_is_rounded(params)
@@ -194,10 +194,7 @@ def _make_chooser(state_dtype: Any) -> Callable[[tuple[Any, ...], Any, int | Non
 def _check_state_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     checked = check_floating("state_dtype", dtype)
     if checked not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(
-            f"state_dtype must be bfloat16, or float32 for state that stays, got {checked.name}: of the 16-bit types, "
-            "only bfloat16 has the range of float32."
-        )
+        raise ValueError(f"state_dtype must be bfloat16, or float32 for state that stays, got {checked.name}.")
     return checked
 
 
@@ -205,19 +202,17 @@ def _warn_if_nothing_is_rounded(params: Any) -> None:
     # A branch of `optax.partition` sees other branches' parameters as masked nodes, and may have wide ones alone.
     dtypes = {p.dtype.name for p in jax.tree.leaves(params) if is_floating(p)}
     if dtypes and "bfloat16" not in dtypes and not contains(params, lambda x: isinstance(x, optax.MaskedNode)):
-        warnings.warn(
-            f"stochastic_rounding does nothing: no parameter is bfloat16, they are {', '.join(sorted(dtypes))}. Cast "
-            "them with jamp.cast_floating(params, jnp.bfloat16), or leave it out.",
-            stacklevel=users_stacklevel(),
-        )
+        got = f"no parameter is bfloat16, they are {', '.join(sorted(dtypes))}"
+        cure = "Write jamp.cast_floating(params, jnp.bfloat16), or leave it out."
+        warnings.warn(f"stochastic_rounding does nothing: {got}. {cure}", stacklevel=users_stacklevel())
 
 
 def _check_inner(inner_state: Any, params: Any) -> None:
     # Each rounding adds to the distance.
     if measures_distance(inner_state) and any(jnp.result_type(p) == jnp.bfloat16 for p in jax.tree.leaves(params)):
         raise ValueError(
-            "The optimizer inside stochastic_rounding (dog, dowg or mechanize) measures the distance of the parameters "
-            "to the first ones, and each rounding adds to it. Use float32 masters: jamp.master_params(tx, split=True)."
+            "Inside stochastic_rounding, dog, dowg and mechanize measure the distance that rounding adds. Use float32 "
+            "masters: jamp.master_params(tx, split=True)."
         )
     check_holds_no_scaler(
         inner_state,
@@ -226,8 +221,7 @@ def _check_inner(inner_state: Any, params: Any) -> None:
     )
     if contains(inner_state, lambda x: isinstance(x, MasterParamsState | SplitMasterParamsState)):
         raise ValueError(
-            "stochastic_rounding is for parameters without float32 masters, and the optimizer inside it has some. Pass "
-            "the plain optimizer in place of jamp.master_params(tx)."
+            "The optimizer inside stochastic_rounding has masters. Pass the plain one in place of jamp.master_params(tx)."
         )
     if rounds_params(inner_state):
-        raise ValueError("stochastic_rounding inside stochastic_rounding would round twice. Pass the plain optimizer.")
+        raise ValueError("stochastic_rounding inside stochastic_rounding rounds twice. Pass the plain optimizer.")

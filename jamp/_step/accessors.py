@@ -64,8 +64,8 @@ def set_loss_scale(tree: Any, value: ArrayLike) -> Any:
     state = find_loss_scale_state(tree)
     if isinstance(value, (LossScale, str)):
         raise TypeError(
-            f"The scale must be a number, got {value!r}: jamp.set_loss_scale(opt_state, 1024.0). For another kind of "
-            "loss scale: jamp.convert_loss_scale(opt_state, loss_scale)."
+            f"The scale must be a number, got {value!r}. Write jamp.set_loss_scale(opt_state, 1024.0), or "
+            "jamp.convert_loss_scale(opt_state, loss_scale)."
         )
     if is_noop(state):
         return tree
@@ -100,8 +100,8 @@ def reset(tree: Any, loss_scale: LossScale) -> Any:
     state, new = find_scaler_state(tree), ScalerState.init(loss_scale)
     if type(state.loss_scale_state) is not type(new.loss_scale_state):
         raise ValueError(
-            f"The tree holds a {type(state.loss_scale_state).__name__}, which is not the state of {loss_scale!r}. To "
-            f"change the kind of loss scale: jamp.convert_loss_scale(tree, {loss_scale!r})."
+            f"Expected the state of {loss_scale!r}, got a {type(state.loss_scale_state).__name__}. "
+            f"Write jamp.convert_loss_scale(tree, {loss_scale!r})."
         )
     old = get_scaler(state)
     new = jax.tree.map(_place_like, replace_leaves(old, new), old)

@@ -21,31 +21,27 @@ from jamp._loss_scale.scaler_state import LossScaledState, ScaledGradsState, can
 from jamp._loss_scale.static import LossScale, is_noop
 
 _HIDES_OVERFLOWS = (
-    "optax.apply_if_finite (or should_skip_update_fn of optax.MultiSteps) around a loss-scaled optimizer keeps "
-    "overflows from it, so the loss scale stays too high. loss_scaled skips such steps itself: leave it out, "
-    "or put it inside, jamp.loss_scaled(optax.apply_if_finite(tx, max_consecutive_errors))."
+    "optax.apply_if_finite, or should_skip_update_fn of optax.MultiSteps, hides overflows from loss_scaled inside it. "
+    "Put it inside, jamp.loss_scaled(optax.apply_if_finite(tx, max_consecutive_errors)), or leave it out."
 )
 _KEEPS_CHANGES = (
-    "nnx.Optimizer counts skipped steps, and does not undo their changes to the model. Use "
-    "jamp.nnx.Optimizer(model, tx, wrt=nnx.Param), with the plain optimizer as tx."
+    "nnx.Optimizer applies skipped steps to the model. Use jamp.nnx.Optimizer(model, tx, wrt=nnx.Param), tx unscaled."
 )
 _BEFORE = (
-    "optax.zero_nans stands before loss_scaled in its chain. It makes a NaN finite there, so the step is applied and "
-    "the loss scale stays too high. Put it inside: jamp.loss_scaled(optax.chain(optax.zero_nans(), tx))."
+    "optax.zero_nans before loss_scaled in a chain hides a NaN from it. Put it inside: "
+    "jamp.loss_scaled(optax.chain(optax.zero_nans(), tx))."
 )
 _BEFORE_UNSCALE = (
-    "A transformation stands before loss_scaled(..., unscale=True) in its chain. A clip or a decay there works on "
-    "gradients that are multiplied by the loss scale. Put it inside: "
+    "A clip or a decay before loss_scaled(..., unscale=True) in a chain works on scaled gradients. Put it inside: "
     "jamp.loss_scaled(optax.chain(clip, tx), unscale=True)."
 )
 _AROUND = (
-    "optax.MultiSteps around a loss-scaled optimizer adds the overflow of one micro-batch to its sum, where it stays "
-    "forever, and every later step is skipped. Put it inside, which leaves such a micro-batch out: "
+    "optax.MultiSteps around loss_scaled keeps the overflow of a micro-batch in its sum forever. Put it inside: "
     "jamp.loss_scaled(optax.MultiSteps(tx, every_k_schedule))."
 )
 _AFTER = (
-    "An optimizer stands after loss_scaled in its chain. In a skipped step it gets updates of zero, and changes its "
-    "moments, its counts and the parameters. Put it inside: jamp.loss_scaled(optax.chain(clip, optax.adamw(1e-3)))."
+    "An optimizer after loss_scaled in a chain changes moments and parameters in a skipped step. Put it inside: "
+    "jamp.loss_scaled(optax.chain(clip, optax.adamw(1e-3)))."
 )
 
 
@@ -68,9 +64,8 @@ def find_state_to_unscale(tree: Any, caller: str) -> Any:
     holder = _get_only(tree, _find_holders(tree), "loss-scale state")
     if isinstance(holder, ScaledGradsState):
         raise ValueError(
-            f"{caller} returns true gradients, and an optimizer with unscale=True would unscale them again. Take the "
-            "gradients of the scaled loss, jax.grad(lambda *args: jamp.scale_loss(loss_fn(*args), opt_state)), or make "
-            "the optimizer without unscale=True."
+            f"{caller} returns true gradients, and an optimizer with unscale=True would unscale them again. Make it "
+            "without unscale=True, or take the gradients of jamp.scale_loss(loss_fn(params), opt_state)."
         )
     return _loss_scale_state(holder)
 
@@ -95,8 +90,8 @@ def check_not_nnx(loss_scale_state: Any) -> None:
     """Raise ValueError if the scale is in a Flax NNX Variable, for a function that does not restore NNX modules."""
     if hasattr(type(loss_scale_state.loss_scale), "get_value"):
         raise ValueError(
-            "This is an nnx.Optimizer or its state, whose arrays are Variables, and value_and_grad does not restore "
-            "state that the loss function changes in a model. Use jamp.nnx.Optimizer and jamp.nnx.value_and_grad."
+            "value_and_grad does not restore the state of an NNX model, got an nnx.Optimizer. Use jamp.nnx.Optimizer "
+            "and jamp.nnx.value_and_grad."
         )
 
 
@@ -172,10 +167,7 @@ def _get_only(tree: Any, nodes: list[Node], what: str) -> Any:
     if len(nodes) == 1:
         return nodes[0][1]
     if not nodes:
-        raise ValueError(
-            "Expected an optimizer state from `jamp.loss_scaled(...).init(params)`, a loss-scale state, or a pytree "
-            f"with one; found no {what} in this {type(tree).__name__}. {_cure(tree)}"
-        )
+        raise ValueError(f"Expected a pytree with a {what}, found none in this {type(tree).__name__}. {_cure(tree)}")
     paths = ", ".join(keystr(path) for path, _ in nodes)
     raise ValueError(f"Expected exactly one {what}, found {len(nodes)}: at {paths}. Pass the one that is meant.")
 
@@ -183,18 +175,12 @@ def _get_only(tree: Any, nodes: list[Node], what: str) -> Any:
 def _cure(tree: Any) -> str:
     """What to pass in place of an argument that holds no state."""
     if isinstance(tree, optax.GradientTransformation):
-        return "It is an optimizer: pass its state, opt_state = tx.init(params)."
+        return "Pass its state: opt_state = tx.init(params)."
     if isinstance(tree, LossScale):
-        return "It is a configuration: pass its state, loss_scale.init(), or the optimizer's."
+        return "Pass its state: loss_scale.init()."
     if tree is not None and (callable(tree) or jax.tree_util.all_leaves([tree])):
-        return (
-            "The calls are jamp.value_and_grad(loss_fn, opt_state), jamp.scale_loss(loss, opt_state) and "
-            "jamp.set_loss_scale(opt_state, 1024.0)."
-        )
-    return (
-        "If the state was split, turned into dicts or serialised, merge or restore it first; if the optimizer is not "
-        "wrapped yet, use `tx = jamp.loss_scaled(tx)`."
-    )
+        return "Write jamp.value_and_grad(loss_fn, opt_state), jamp.scale_loss(loss, opt_state) or f(opt_state, ...)."
+    return "Use `tx = jamp.loss_scaled(tx)`. If the state was split or serialised, merge or restore it first."
 
 
 def _check_wraps_no_scaler(x: Any) -> None:

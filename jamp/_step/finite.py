@@ -56,8 +56,8 @@ def _sum_over(count: Array, axis_name: Any) -> Array:
         lax.axis_size(axis_name)  # In a shard_map with check_vma, psum raises an error without a message.
     except NameError as error:
         raise NameError(
-            f"axis_name={axis_name!r} names an axis that is not mapped here ({error}). Name axes of the enclosing "
-            "shard_map, pmap or vmap; under jit with sharded arrays leave axis_name out: the check covers all shards."
+            f"axis_name must be an axis of the enclosing shard_map, pmap or vmap, got {axis_name!r} ({error}). Under jit "
+            "with sharded arrays, leave it out."
         ) from error
     # An axis of `vmap` and one of `shard_map` cannot be in one sum.
     for names in by_kind(axis_name):

@@ -118,20 +118,17 @@ def grad(
 def _check_differentiable(arg: Any, i: int, allow_int: bool) -> None:
     if variables := nnx_state(arg):
         raise TypeError(
-            f"Argument {i} holds NNX variables that are not parameters: {variables}. For a module: "
-            "jamp.nnx.value_and_grad(loss_fn, optimizer)(model, batch) with a jamp.nnx.Optimizer. With a GradScaler: "
-            "jamp.nnx.value_and_grad(loss_fn, scaler, argnums=nnx.DiffState(0, nnx.Param))(model, batch)."
+            f"Argument {i} must hold parameters, got {variables}. Write jamp.nnx.value_and_grad(loss_fn, optimizer)"
+            "(model, batch), or with a scaler jamp.nnx.value_and_grad(loss_fn, scaler, "
+            "argnums=nnx.DiffState(0, nnx.Param))(model, batch)."
         )
     for path, x in jax.tree.leaves_with_path(arg):
         if not allow_int and is_numeric(x) and not (is_inexact(x) or jnp.result_type(x) == jax.dtypes.float0):
-            raise TypeError(
-                f"Argument {i} has no gradient: it holds {jnp.result_type(x)}{list(jnp.shape(x))} at {keystr(path)}. "
-                "If it is a state, pass its parameters alone, such as state.params. Parameters must be floating: "
-                "jnp.asarray(x, jnp.float32). Other integers belong in another argument, or need allow_int=True."
-            )
+            got = f"got {jnp.result_type(x)}{list(jnp.shape(x))} at {keystr(path)}"
+            cure = "Pass state.params of a state, or jnp.asarray(x, jnp.float32)."
+            raise TypeError(f"Argument {i} must be floating to have a gradient, {got}. {cure}")
         if not is_numeric(x):
             raise TypeError(
-                f"Argument {i} has no gradient: it holds {x!r} at {keystr(path)}. For an Equinox model: "
-                "jamp.equinox.filter_value_and_grad(loss_fn, opt_state), or with a GradScaler in place of opt_state. "
-                "Else differentiate with respect to a pytree of arrays, and pass the rest as another argument."
+                f"Argument {i} must be a pytree of arrays to have a gradient, got {x!r} at {keystr(path)}. For an "
+                "Equinox model, write jamp.equinox.filter_value_and_grad(loss_fn, opt_state)."
             )

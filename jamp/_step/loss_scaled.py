@@ -136,9 +136,8 @@ def _check_extra_args(extra_args: dict[str, Any], unscale: bool) -> None:
     functions = [name for name, x in extra_args.items() if callable(x)]
     if unscale and functions:
         raise ValueError(
-            f"update got {functions[0]}=, a function that the optimizer calls itself (line searches, SAM, Sophia). "
-            "With unscale=True jamp does not unscale its results. Use loss_scaled without unscale=True, with gradients "
-            "from jamp.grad, and a function of the true loss."
+            f"With unscale=True the results of {functions[0]}= stay scaled. Use loss_scaled without unscale=True, with "
+            "gradients from jamp.grad."
         )
 
 
@@ -153,10 +152,7 @@ def _is_concrete(args: Any) -> bool:
 def _as_flag(grads_finite: Any) -> Array:
     flag = jnp.asarray(grads_finite, bool)
     if flag.shape != ():
-        raise ValueError(
-            f"grads_finite must be one bool, got an array of shape {flag.shape}. Say whether all gradients are finite: "
-            "jnp.all(grads_finite)."
-        )
+        raise ValueError(f"grads_finite must be one bool, got shape {flag.shape}. Write jnp.all(grads_finite).")
     return flag
 
 

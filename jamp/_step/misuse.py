@@ -40,9 +40,8 @@ def check_scaled_once(name: str) -> None:
     """Raise ValueError if `scaled` or `scale_loss`, called `name`, is called in a function that is scaled already."""
     if outer := _SCALED_BY.get():
         raise ValueError(
-            f"jamp.{name} inside jamp.{outer}: the backward pass would be scaled twice. Use one of them. "
-            "jamp.scaled and jamp.scale_loss are for trainers that call jax.grad themselves. Where you compute the "
-            "gradients, use jamp.value_and_grad(loss_fn, opt_state) alone."
+            f"jamp.{name} inside jamp.{outer} would scale the backward pass twice. Use one of them, such as "
+            "jamp.value_and_grad(loss_fn, opt_state)."
         )
 
 
@@ -52,8 +51,7 @@ def check_not_a_pair(grads: Any, params: Any) -> None:
     is_pair = type(grads) is tuple and len(grads) == 2 and params is not None and structures[0] != structures[1]
     if is_pair and structures[0] == jax.tree.structure(grads[1]):
         raise TypeError(
-            "The gradients are a pair, such as the (loss, grads) that value_and_grad returns. Write "
-            "loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params), and give grads to the optimizer."
+            "Expected gradients, got a pair. Write loss, grads = jamp.value_and_grad(loss_fn, opt_state)(params)."
         )
 
 
@@ -66,8 +64,8 @@ def check_not_scaled(closed: ClosedJaxpr, updates: int) -> None:
     facts = analysis(closed, [_PLAIN] * len(closed.in_avals))
     if _SCALED in analysis.read(facts, closed.jaxpr.outvars[:updates]):
         raise ValueError(
-            "The updates are multiplied by a number after stochastic_rounding, so that the new parameters are rounded "
-            "to nearest again. Put the rounding last: jamp.stochastic_rounding(optax.chain(tx, optax.scale(0.1)))."
+            "The updates are multiplied by a number after stochastic_rounding, which undoes it. Put the rounding last: "
+            "jamp.stochastic_rounding(optax.chain(tx, optax.scale(0.1)))."
         )
 
 
@@ -90,10 +88,8 @@ def warn_if_frozen(loss: Any, loss_scale_state: Any) -> None:
     is_constant = _is_traced(loss) and not _is_traced(loss_scale_state.loss_scale)
     if can_change(loss_scale_state) and is_constant and is_trace_reused():
         warnings.warn(
-            "The loss scale is a constant of the function that is being traced, because the state that holds it, of "
-            "the optimizer or a GradScaler, is not one of its arguments. A compiled function keeps the first scale "
-            "forever, and skips every step if that overflows. Pass the state to the jitted step, and make "
-            "jamp.value_and_grad(loss_fn, opt_state) or jamp.scale_loss(loss, opt_state) inside it.",
+            "The loss scale is a constant of the traced function, which keeps the first scale forever. Pass the state "
+            "to the jitted step, and write jamp.value_and_grad(loss_fn, opt_state) inside it.",
             stacklevel=users_stacklevel(),
         )
 

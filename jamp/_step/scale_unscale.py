@@ -53,16 +53,15 @@ def _scale_by(loss: Any, loss_scale_state: Any) -> Any:
     leaves = jax.tree.leaves(loss)
     for x in leaves:
         if not is_inexact(x):
-            call = "jamp.scale_loss(loss_fn(params), opt_state)"
-            raise TypeError(f"A loss must be floating, got {_kind(x)}: compute it in float32, {call}.")
+            call = "jamp.scale_loss(loss_fn(params), opt_state) in float32"
+            raise TypeError(f"A loss must be floating, got {_kind(x)}. Write {call}.")
     scale = read_scale(loss_scale_state)
     if scale is None:
         return to_float32(loss)
     warn_if_frozen(loss, loss_scale_state)
     if any(jnp.result_type(x) == jnp.float16 for x in leaves):
         warnings.warn(
-            "The loss is float16. Its cotangent is the loss scale, and float16 ends at 65504, so every gradient "
-            "overflows at the default scale of 2**16. Compute the loss in float32: `loss.astype(jnp.float32)`.",
+            "The loss is float16, whose gradients overflow at a scale of 2**16. Write loss.astype(jnp.float32).",
             stacklevel=users_stacklevel(),
         )
     return _multiply_leaves(loss, scale)
@@ -87,10 +86,8 @@ def with_scaled_loss(fun: Callable[..., Any], loss_scale_state: Any, has_aux: bo
             raise TypeError("A loss must be floating, got a tuple. For (loss, aux), pass has_aux=True.")
         loss, aux = result if has_aux else (result, None)
         if not is_inexact(loss) or jnp.shape(loss):
-            raise TypeError(
-                f"A loss must be one floating number, got {_kind(loss)}. Return jnp.mean(losses) in float32, and all "
-                "else as aux: jamp.value_and_grad(loss_fn, opt_state, has_aux=True)."
-            )
+            got = f"A loss must be one floating number, got {_kind(loss)}."
+            raise TypeError(f"{got} Return jnp.mean(losses) in float32, and all else as aux with has_aux=True.")
         return _scale_by(loss, loss_scale_state), (loss, aux)
 
     return scaled

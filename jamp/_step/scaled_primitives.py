@@ -147,8 +147,8 @@ def _transpose(
     types = [x.aval for x in tangents]
     if any(aval.dtype == jnp.float16 for aval in types):
         warnings.warn(
-            "jamp.scaled returns true gradients at the dtypes of the arguments, and a gradient in float16 underflows. "
-            "Keep the parameters in float32 (or bfloat16): jamp.autocast casts them where a product reads them.",
+            "jamp.scaled returns gradients at the dtypes of the arguments, and in float16 they underflow. Keep the "
+            "parameters in float32, which jamp.autocast casts.",
             stacklevel=users_stacklevel(),
         )
     # Auxiliary results have no cotangents, and their part of the backward pass is left out.
@@ -204,7 +204,4 @@ def _refusing_identity() -> Any:
 
 
 def _refuse(*_: Any) -> None:
-    raise ValueError(
-        "A gradient of a gradient of jamp.scaled: a second reverse pass cannot pass through the loop that tries again "
-        "with a smaller scale. Write jamp.scaled(fun, retries=0). jax.jacfwd of a gradient needs no such change."
-    )
+    raise ValueError("jamp.scaled has no gradient of a gradient, because it retries. Write jamp.scaled(fun, retries=0).")

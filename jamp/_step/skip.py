@@ -174,10 +174,7 @@ def _check_types(before: Any, after: Any, name: str, cure: str) -> None:
     old[".structure"], new[".structure"] = (str(jax.tree.structure(tree)) for tree in (before, after))
     for path in paths:
         if old.get(path) != new.get(path):
-            raise ValueError(
-                f"{name}{path} changed from {old.get(path)} to {new.get(path)}, so a skipped step could not keep it. "
-                f"{cure}"
-            )
+            raise ValueError(f"{name}{path} must stay {old.get(path)}, got {new.get(path)}. {cure}")
 
 
 def _type(x: Any) -> str:
