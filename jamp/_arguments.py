@@ -99,8 +99,8 @@ class Call:
             if type(error).__name__ != "TraceContextError":  # of Flax NNX
                 raise
             raise TypeError(
-                f"{getattr(fun, '__name__', type(fun).__name__)} changes an NNX module that is not among its arguments. "
-                f"Pass the module: jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
+                f"{getattr(fun, '__name__', type(fun).__name__)} changes an NNX module that is not its argument. Pass "
+                f"the module: jamp.{caller}(lambda model, x: model(x), ...)(model, x)."
             ) from error
         if {id(x) for x in self._stored(fun)} - {id(x) for x in before}:
             raise TypeError(

@@ -107,7 +107,7 @@ def check_castable(params: Any, dtype: DTypeLike) -> list[str]:
 
 def _check_order(caller: str, tree: Any) -> None:
     if is_dtype(tree):
-        raise TypeError(f"{caller} takes arrays first, got the dtype {tree!r}. Write jamp.{caller}(params, jnp.float16).")
+        raise TypeError(f"{caller} takes arrays first, got {tree!r}. Write jamp.{caller}(params, jnp.float16).")
 
 
 def as_dtype(dtype: DTypeLike | None) -> np.dtype[Any] | None:

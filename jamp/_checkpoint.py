@@ -94,9 +94,9 @@ def _check_given(tree: Any, loss_scale: LossScale) -> None:
 
 def _check_form(saved: Any) -> None:
     """Raise ValueError unless `saved` has the form that `checkpoint_config` gives it."""
-    parts = [saved.get(name) if isinstance(saved, Mapping) else None for name in ("loss_scale", "arrays")]
+    parts: list[Any] = [saved.get(x) if isinstance(saved, Mapping) else None for x in ("loss_scale", "arrays")]
     is_mapping = all(isinstance(x, Mapping) for x in parts)
-    if not (is_mapping and isinstance(parts[0].get("type"), str) and all(isinstance(x, str) for x in parts[1].values())):
+    if not is_mapping or not all(isinstance(x, str) for x in (parts[0].get("type"), *parts[1].values())):
         got = reprlib.repr(saved)
         raise ValueError(f"saved must be what jamp.interop.checkpoint_config returned, got {got}. Save it again.")
 

@@ -81,10 +81,8 @@ def check_health(
     if not callable(policy) and policy not in ("raise", "warn"):
         raise ValueError(f"policy must be 'raise', 'warn' or a function of the message, got policy={policy!r}.")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            "check_health works on the host. Inside `jit`: jax.debug.callback(lambda state: "
-            "jamp.check_health(state, policy=print), opt_state._replace(inner_state=()))"
-        )
+        call = "lambda state: jamp.check_health(state, policy=print), opt_state._replace(inner_state=())"
+        raise TypeError(f"check_health works on the host. Inside `jit`, write jax.debug.callback({call}).")
     if history is not None and not isinstance(history, History):
         raise TypeError(f"history must be a jamp.History, got a {type(history).__name__}.")
     if loss_scale is not None:
@@ -129,10 +127,8 @@ def _check_members(state: Any, limit: int, loss_scale: LossScale | None) -> Iter
 def _check_skips(stats: LossScaleStats, scale: float, limit: int) -> Iterator[str]:
     if stats.consecutive_overflows > limit:
         yield (
-            f"{stats.consecutive_overflows} steps in a row were skipped (the limit is {limit}); the loss scale is "
-            f"{scale:g}. The scale is seldom the cause of so many. Look for NaN in the data, in the loss (a log or a "
-            "division of 0) and in the parameters, for too high a learning rate, and for gradients of a scaled loss "
-            "that nothing unscales. `jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names the operation."
+            f"{stats.consecutive_overflows} steps in a row were skipped, at a loss scale of {scale:g}, which is seldom "
+            "the cause. Write jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)."
         )
 
 
@@ -141,14 +137,12 @@ def _check_bounds(stats: LossScaleStats, scale: float, loss_scale: LossScale | N
     if floor is not None and stats.consecutive_overflows and scale <= np.float32(floor):
         yield (
             f"The gradients overflow with the loss scale at its floor, min_scale={floor:g}. If they are finite in "
-            "float32, lower min_scale (values below 1 are legal) or compute the overflowing operation in float32; if "
-            "not, the model diverges."
+            "float32, lower min_scale. If not, the model diverges."
         )
     if ceiling is not None and stats.min_loss_scale < scale >= np.float32(ceiling):
         yield (
             f"The loss scale has come to its ceiling, max_scale={ceiling:g}, because the gradients are tiny. If "
-            "`jamp.debug.underflow_report(grads, opt_state)` shows lost gradients, raise max_scale (math.inf removes "
-            "it). If the gradients are zero, the loss does not depend on the parameters."
+            "`jamp.debug.underflow_report(grads, opt_state)` shows lost ones, raise max_scale."
         ) + _NOT_SCALED * unscale
 
 
@@ -168,10 +162,8 @@ def _check_outside(tree: Any) -> Iterator[str]:
     if bad:
         more = f" and {len(bad) - 1} more hold" if len(bad) > 1 else " holds"
         yield (
-            f"{bad[0]}{more} inf or NaN. If it is the state of a transform before the wrapper (an average, a trace, "
-            "Adam, MultiSteps), an overflow has poisoned it forever: wrap the whole chain, "
-            "`jamp.loss_scaled(optax.chain(...))`, and start from a finite state. If it is a parameter, an update was "
-            "not finite: go back to a checkpoint."
+            f"{bad[0]}{more} inf or NaN. Go back to a checkpoint, and if it is a transform's before the wrapper, wrap "
+            "the whole chain: `jamp.loss_scaled(optax.chain(...))`."
         )
 
 
@@ -180,15 +172,11 @@ def _check_moments(stats: LossScaleStats, moments: Sequence[Any], i: tuple[int, 
         yield _ZEROS.format(f"the moments of the optimizer are all zero after {stats.finite_steps} steps")
 
 
-_NOT_SCALED = (
-    " The optimizer has unscale=True: if the loss is not scaled, the gradients are too small by the loss scale. Take "
-    "the gradients of jamp.scale_loss(loss_fn(params), opt_state)."
-)
+_NOT_SCALED = " With unscale=True, take the gradients of jamp.scale_loss(loss_fn(params), opt_state)."
 _ZERO = "The gradients have all been zero"
 _ZEROS = (
-    _ZERO + ": {}. Either the loss does not depend on the parameters (a stop_gradient, a batch "
-    "that is masked out, dead units), or the gradients underflow. Compare them with gradients in float32, with "
-    "`jamp.debug.underflow_report(grads, opt_state)`, and raise the loss scale."
+    _ZERO + ": {}. Either the loss does not depend on the parameters, or they underflow, which "
+    "`jamp.debug.underflow_report(grads, opt_state)` shows. Then raise the loss scale."
 )
 
 
@@ -201,8 +189,8 @@ def _check_recent(history: History | None) -> Iterator[str]:
     if min(ups, downs) >= 3 and lost > 0.05 * len(finite):
         yield (
             f"The loss scale oscillates between {scales.min():g} and {scales.max():g}: in the last {len(finite)} steps "
-            f"it rose {ups} times and fell {downs} times, and {lost} steps were lost. It grows too soon: raise "
-            "growth_interval (of an AdaptiveLossScale, the windows), lower growth_factor, or use hysteresis=2."
+            f"it rose {ups} times and fell {downs} times, and {lost} were lost. Raise growth_interval (of an "
+            "AdaptiveLossScale, the windows), or use hysteresis=2."
         )
 
 
@@ -235,6 +223,6 @@ def _check_scaled_norms(history: History) -> Iterator[str]:
     clear = [jump for jump in jumps if jump is not None]
     if len(clear) >= max(3, len(jumps) / 2) and all(abs(jump - 1) < 0.25 for jump in clear):
         yield (
-            f"grad_norm has grown with the loss scale, {len(clear)} times: they are gradients of the scaled loss, "
-            "and nothing unscales them. Take them from jamp.value_and_grad, or make the optimizer with unscale=True."
+            f"grad_norm has grown with the loss scale, {len(clear)} times, because nothing unscales the gradients. "
+            "Take them from jamp.value_and_grad, or make the optimizer with unscale=True."
         )

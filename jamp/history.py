@@ -73,13 +73,13 @@ class History:
         """
         state = self._find(tree)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, scalars))):
-            raise TypeError("History.append must be called outside `jit`, with the state that the jitted step returns.")
+            raise TypeError("Call History.append outside `jit`, with the state that the step returns.")
         if not self._buffer:
             rows = jax.eval_shape(_row, state, scalars)
             self._buffer = {name: jnp.zeros(self._every, x.dtype) for name, x in rows.items()}
             self._extra = frozenset(scalars)
         if self._extra != scalars.keys():
-            raise ValueError(f"The names must stay {sorted(self._extra)}, as at the first step; got {sorted(scalars)}.")
+            raise ValueError(f"The names must stay {sorted(self._extra)}, got {sorted(scalars)}.")
         self._buffer = _record(self._buffer, np.int32(self._length % self._every), state, scalars)
         self._length += 1
         if self._length % self._every == 0:

@@ -89,7 +89,7 @@ def to_torch(scaler: GradScaler) -> dict[str, Any]:
       65536.0
     """
     if not isinstance(scaler, GradScaler):
-        raise TypeError(f"Got a {type(scaler).__name__}. Write jamp.interop.to_torch(scaler) for a jamp.GradScaler.")
+        raise TypeError(f"Expected a GradScaler, got a {type(scaler).__name__}. Write jamp.interop.to_torch(scaler).")
     saved = scaler.state_dict()
     if saved and not isinstance(scaler.loss_scale, DynamicLossScale):
         raise ValueError(f"torch has a dynamic loss scale only, got {scaler.loss_scale!r}.")
@@ -200,16 +200,12 @@ def to_mindformers(tree: Any, loss_scale: AdaptiveLossScale = AdaptiveLossScale(
     """
     found, windows = find_loss_scale_state(tree), loss_scale.window_list
     if not isinstance(found, AdaptiveLossScaleState):
-        raise ValueError(
-            f"MindFormers' cell is an AdaptiveLossScale, got a {type(found).__name__}. To go on with one: "
-            "jamp.convert_loss_scale(tree, jamp.AdaptiveLossScale())."
-        )
+        cure = "Write jamp.convert_loss_scale(tree, jamp.AdaptiveLossScale())."
+        raise ValueError(f"Expected the state of an AdaptiveLossScale, got a {type(found).__name__}. {cure}")
     state = jax.tree.map(lambda x: x.item(), jax.device_get(found))
     if state.window_index >= len(windows):
-        raise ValueError(
-            f"The state is at window {state.window_index}, and the loss scale has {len(windows)}: {windows}. Pass the "
-            "AdaptiveLossScale that made the state as loss_scale=."
-        )
+        got = f"window {state.window_index} and windows {windows}"
+        raise ValueError(f"loss_scale must be the AdaptiveLossScale that made the state, got {got}.")
     return {
         "scale_sense": state.loss_scale,
         "scale_window": 1 if state.window_index < 0 else windows[state.window_index],

@@ -148,10 +148,8 @@ def value_and_grad(
             cure = "An nnx.Optimizer that scales and skips is a jamp.nnx.Optimizer(model, tx, wrt=nnx.Param)."
             raise ValueError(f"{error} {cure}") from error
         if argnums is None and not hasattr(optimizer, "wrt"):
-            raise TypeError(
-                "value_and_grad takes a jamp.nnx.Optimizer, whose wrt says what is differentiated, got a "
-                f"{type(optimizer).__name__}. Pass one, or argnums=nnx.DiffState(0, nnx.Param)."
-            )
+            got, cure = type(optimizer).__name__, "Pass one, or argnums=nnx.DiffState(0, nnx.Param)"
+            raise TypeError(f"value_and_grad takes a jamp.nnx.Optimizer, got a {got}. {cure}.")
         if argnums is None and args and isinstance(args[0], jax.Array):
             raise TypeError("The model comes first: jamp.nnx.value_and_grad(loss_fn, optimizer)(model, batch).")
         scale, scaled = read_scale(loss_scale_state), with_scaled_loss(fun, loss_scale_state, has_aux)

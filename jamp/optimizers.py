@@ -184,9 +184,7 @@ def _decay(weight_decay: float) -> list[optax.GradientTransformation]:
 def _scale_by_adam(betas: tuple[float, float], eps: float, amsgrad: bool) -> optax.GradientTransformation:
     """Make Adam's steps with an exact bias correction. Optax's 1 - b2**count is off by 1e-5 in the first steps."""
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2):
-        raise ValueError(
-            f"betas must be two numbers, got {betas=}. Write jamp.optimizers.adamw(1e-3, betas=(0.9, 0.95))."
-        )
+        raise ValueError(f"betas must be two numbers, got {betas=}. Write betas=(0.9, 0.95).")
     b1, b2 = betas
     if not (0 <= b1 < 1 and 0 <= b2 < 1):
         raise ValueError(f"betas must be at least 0 and below 1, got {betas=}.")

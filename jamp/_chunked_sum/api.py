@@ -186,8 +186,8 @@ def _check_results(fun: Callable[..., Any], call: Call, closed: ClosedJaxpr) -> 
     total, aux = result if pair else (result, None)
     if not (hasattr(total, "shape") and total.shape == () and is_floating(total)):
         got = f"{total.dtype}{list(total.shape)}" if hasattr(total, "shape") else f"a {type(total).__name__}"
-        expected = f"{getattr(fun, '__name__', fun)} must return a floating number, or (number, aux), summed over its rows"
-        raise TypeError(f"{expected}, got {got}.")
+        name = getattr(fun, "__name__", fun)
+        raise TypeError(f"{name} must return a number, or (number, aux), summed over its rows, got {got}.")
     for path, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
         if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jax.dtypes.float0):
             raise TypeError(f"aux{keystr(path)} must be a number to be summed, got {x.dtype}. Count with jnp.sum.")
@@ -197,7 +197,7 @@ def _check_shapes(closed: ClosedJaxpr, longer: ClosedJaxpr, size: int) -> None:
     """Raise if a result has a value for each row."""
     for x, y in zip(closed.out_avals, longer.out_avals, strict=False):
         if x.shape != y.shape:
-            raise TypeError(f"aux must be summed over the {size} rows, got shape {x.shape}. Compute such values outside.")
+            raise TypeError(f"aux must be summed over the {size} rows, got shape {x.shape}. Compute it outside.")
 
 
 def _vary_alike(leaves: Sequence[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ def check_range(init_scale: float, min_scale: float, max_scale: float) -> None:
     if min_scale > max_scale:
         raise ValueError(f"min_scale must not exceed max_scale, got {min_scale=} and {max_scale=}.")
     if not min_scale <= init_scale <= max_scale:
-        raise ValueError(f"init_scale must lie in [min_scale, max_scale], got {init_scale=}, {min_scale=}, {max_scale=}.")
+        raise ValueError(f"init_scale must lie between the others, got {init_scale=}, {min_scale=}, {max_scale=}.")
 
 
 def check_number(name: str, value: Any, *, above: float, below: float = math.inf, hint: str) -> None:

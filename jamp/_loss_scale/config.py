@@ -81,8 +81,8 @@ def loss_scale_from_config(config: Mapping[str, Any] | float | str) -> LossScale
         if section.get("use_clip_grad") is True:
             clip = f"optax.clip_by_global_norm({section.get('max_grad_norm', 1.0)})"
             warnings.warn(
-                "A loss scale does not clip, got use_clip_grad=True. Pass config['runner_wrapper']['scale_sense'] alone, "
-                f"and clip in the optimizer: jamp.loss_scaled(optax.chain({clip}, tx), loss_scale).",
+                "A loss scale does not clip, got use_clip_grad=True. Pass config['runner_wrapper']['scale_sense'], and "
+                f"clip in the optimizer: jamp.loss_scaled(optax.chain({clip}, tx), loss_scale).",
                 stacklevel=2,
             )
         section = section["scale_sense"]

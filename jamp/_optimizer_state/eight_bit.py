@@ -158,7 +158,9 @@ def _warn_if_none_is_stored(state: QuantizedState) -> None:
     large = [x for x in jax.tree.leaves(state) if is_floating(x) and x.size >= _MIN_SIZE and x.shape[-1] >= _MIN_AXIS]
     if not large or contains(state, _holds_scales):
         return
-    why = "knows no moment in this state. Pass never_negative=lambda path, x: False, or True for what is never negative."
+    why = (
+        "knows no moment in this state. Pass never_negative=lambda path, x: False, or True where it is never negative."
+    )
     if all(x.dtype.itemsize == 2 for x in large):
         wrapped = "jamp.master_params(jamp.quantized_state(tx), split=True)"
         why = f"found {large[0].dtype.name} moments. Write {wrapped}, or leave mu_dtype out."
@@ -286,9 +288,7 @@ def _decode_moments(state: QuantizedState, block_size: int | None) -> Any:
             return x
         structures = list[Any](map(jax.tree.structure, x))
         if structures[0] != structures[1]:
-            raise TypeError(
-                f"The state{keystr(start)} lacks scales of some arrays, as in an older jamp. {OLDER}"
-            )
+            raise TypeError(f"The state{keystr(start)} lacks scales of some arrays, as in an older jamp. {OLDER}")
         return tree_map_with_path(lambda path, *y: decode_array((*start, *path), *y), *x)
 
     return tree_map_with_path(decode_field, state.inner_state, is_leaf=_is_codes)

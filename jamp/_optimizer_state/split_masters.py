@@ -111,8 +111,7 @@ def split_masters(state: Any, like: Any) -> tuple[Any, SplitMasterParamsState]:
       >>> bool((jamp.interop.join_masters(state, params).master_params == masters).all())
       True
     """
-    cure = "It is for the states of jamp.master_params(tx) without split=True alone."
-    check_kind(state, MasterParamsState, _element(state, MasterParamsState) or cure)
+    check_kind(state, MasterParamsState, _element(state, MasterParamsState, "master_params(tx)"))
     if wrong := [x for x in jax.tree.leaves(like) if not hasattr(x, "dtype")]:
         raise TypeError(f"like must hold arrays or their types, such as the parameters, got {wrong[0]!r}.")
     check_bfloat16(like, _ADVICE)
@@ -139,8 +138,7 @@ def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsStat
       >>> jamp.interop.join_masters(state, params).master_params.dtype
       dtype('float32')
     """
-    cure = "It is for the states of jamp.master_params(tx, split=True) alone."
-    check_kind(state, SplitMasterParamsState, _element(state, SplitMasterParamsState) or cure)
+    check_kind(state, SplitMasterParamsState, _element(state, SplitMasterParamsState, "master_params(tx, split=True)"))
     masters = _join(params, state.low_bits)
     # A wide parameter is its own master, and a step that donates both must not be given one buffer twice.
     is_shared = lambda master, p: master is p and isinstance(p, jax.Array)
@@ -148,10 +146,10 @@ def join_masters(state: SplitMasterParamsState, params: Any) -> MasterParamsStat
     return MasterParamsState(masters, state.inner_state)
 
 
-def _element(state: Any, kind: Any) -> str:
-    """Say which element of a chain's state is of this type, if one is."""
+def _element(state: Any, kind: Any, optimizer: str) -> str:
+    """Say which element of a chain's state is of this type, or else which optimizer has such a state."""
     found = [i for i, x in enumerate(state) if isinstance(x, kind)] if type(state) is tuple else []
-    return f"It is the state of an optax.chain. Pass its element: opt_state[{found[0]}]." if found else ""
+    return f"Pass the element of the chain: opt_state[{found[0]}]." if found else f"The optimizer is jamp.{optimizer}."
 
 
 def _join(params: Any, low_bits: Any) -> Any:

@@ -24,11 +24,8 @@ from jamp._optimizer_state.params import check_bfloat16, compute_update, rounds_
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words, round_stochastically, straight_through
 from jamp._optimizer_state.split_masters import MasterParamsState, SplitMasterParamsState
 
-_ADVICE = (
-    "Stochastic rounding is for bfloat16, which has the range of float32: smaller types would make small parameters 0. "
-    "Use bfloat16 parameters, or float32 masters: jamp.loss_scaled(jamp.master_params(tx))."
-)
-_CURE = "If it is the state of the optimizer inside: tx.init(params)._replace(inner_state=state)."
+_ADVICE = "Stochastic rounding is for bfloat16, which has the range of float32. Write jamp.master_params(tx)."
+_CURE = "For the inner optimizer's: tx.init(params)._replace(inner_state=state)."
 
 
 class StochasticRoundingState(NamedTuple):
@@ -221,7 +218,7 @@ def _check_inner(inner_state: Any, params: Any) -> None:
     )
     if contains(inner_state, lambda x: isinstance(x, MasterParamsState | SplitMasterParamsState)):
         raise ValueError(
-            "The optimizer inside stochastic_rounding has masters. Pass the plain one in place of jamp.master_params(tx)."
+            "stochastic_rounding got an optimizer with masters. Pass the plain one in place of jamp.master_params(tx)."
         )
     if rounds_params(inner_state):
         raise ValueError("stochastic_rounding inside stochastic_rounding rounds twice. Pass the plain optimizer.")

@@ -179,7 +179,8 @@ def _cure(tree: Any) -> str:
     if isinstance(tree, LossScale):
         return "Pass its state: loss_scale.init()."
     if tree is not None and (callable(tree) or jax.tree_util.all_leaves([tree])):
-        return "Write jamp.value_and_grad(loss_fn, opt_state), jamp.scale_loss(loss, opt_state) or f(opt_state, ...)."
+        calls = "jamp.value_and_grad(loss_fn, opt_state), jamp.scale_loss(loss, opt_state)"
+        return f"Write {calls} or jamp.set_loss_scale(opt_state, 1024.0)."
     return "Use `tx = jamp.loss_scaled(tx)`. If the state was split or serialised, merge or restore it first."
 
 

@@ -56,8 +56,8 @@ def _sum_over(count: Array, axis_name: Any) -> Array:
         lax.axis_size(axis_name)  # In a shard_map with check_vma, psum raises an error without a message.
     except NameError as error:
         raise NameError(
-            f"axis_name must be an axis of the enclosing shard_map, pmap or vmap, got {axis_name!r} ({error}). Under jit "
-            "with sharded arrays, leave it out."
+            f"axis_name must be an axis of the enclosing shard_map, pmap or vmap, got {axis_name!r} ({error}). Under "
+            "jit with sharded arrays, leave it out."
         ) from error
     # An axis of `vmap` and one of `shard_map` cannot be in one sum.
     for names in by_kind(axis_name):

@@ -204,4 +204,4 @@ def _refusing_identity() -> Any:
 
 
 def _refuse(*_: Any) -> None:
-    raise ValueError("jamp.scaled has no gradient of a gradient, because it retries. Write jamp.scaled(fun, retries=0).")
+    raise ValueError("A gradient of a gradient of jamp.scaled must not retry. Write jamp.scaled(fun, retries=0).")

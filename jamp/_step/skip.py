@@ -68,11 +68,7 @@ def select_new(grads_finite: Array | None, new: Any, old: Any, name: str) -> Any
     It is for arrays that were computed elsewhere, such as BatchNorm's statistics. If the structure, a shape or a dtype
     changed, a ValueError names the leaf, preceded by `name`.
     """
-    _check_types(
-        old, new, name,
-        "Pass a value with the structure, shapes and dtypes that it was made with. From "
-        "`model.apply(..., mutable=['batch_stats'])`, which returns `(out, updates)`, pass `updates['batch_stats']`.",
-    )  # fmt: skip
+    _check_types(old, new, name, "Of `out, updates = model.apply(..., mutable=...)`, pass `updates['batch_stats']`.")
     return _choose(grads_finite, new, old)
 
 

@@ -60,10 +60,8 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
     def comparison(*args: Any, **kwargs: Any) -> Comparison:
         here, there = (_run(f, args, kwargs) for f in (fun, other))
         if here.tree != there.tree:
-            raise ValueError(
-                f"compare needs results of one structure, got {here.tree} and {there.tree}. Return the same part of "
-                "both, as in compare(lambda x: fun(x)[0], other)."
-            )
+            cure = "Return the same part of both, as in compare(lambda x: fun(x)[0], other)."
+            raise ValueError(f"compare needs results of one structure, got {here.tree} and {there.tree}. {cure}")
         results = list(zip(here.arrays, there.arrays, strict=True))
         traced = [relative_difference(x.traced, y.traced) for x, y in results]
         differing = [i for i, (x, y) in enumerate(results) if x.value.shape != y.value.shape or not agree(x, y)]

@@ -99,10 +99,8 @@ class Errors:
         exact, env = self.exact()
         self._exact = exact, {}
         if not all(bool(jnp.all(jnp.isfinite(x))) for x in exact if is_floating(x)):
-            raise ValueError(
-                "The function or its gradients are inf or NaN in float32, so there are no errors to measure. "
-                "jamp.debug.find_nonfinite(fun, grad=True) names the operation."
-            )
+            got = "The function or its gradients are inf or NaN in float32"
+            raise ValueError(f"{got}. Write jamp.debug.find_nonfinite(fun, grad=True).")
         value, gradients = exact[: self._n], exact[self._n :]
         probes = [*_probe(value, 0), *[None] * len(gradients)], [*[None] * len(value), *_probe(gradients, 1)]
         env = env or self.program.run([self._scale, *self._leaves], {}, keep=True)[1]

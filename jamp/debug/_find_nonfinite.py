@@ -1,9 +1,8 @@
 """`find_nonfinite`, which names the operation that made inf or NaN."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +60,7 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
         flat = call.traceable(fun)
         evaluate = functools.partial(run, leaves=call.leaves, parameters=parameter_paths(fun, args, kwargs))
         places = differentiable(args, kwargs, call.leaves) if grad else []
-        with naming_states(_CALL, args), _naming_grad(fun, kwargs):
+        with naming_states(_CALL, args):
             if not places:
                 return _result(evaluate(flat), None, held, kind)
             with_gradients = evaluate(lambda *leaves: _gradients(flat, leaves, places), gradients=len(places))
@@ -69,17 +68,6 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
             return _result(evaluate(flat) if with_gradients.causes else None, with_gradients, held, kind)
 
     return search
-
-
-@contextlib.contextmanager
-def _naming_grad(fun: Callable[..., Any], kwargs: dict[str, Any]) -> Iterator[None]:
-    """If the body fails because `grad` was given to the function, raise an error that says so."""
-    try:
-        yield
-    except TypeError as error:
-        if "grad" in kwargs and "unexpected keyword argument 'grad'" in str(error):
-            raise TypeError(f"grad is an argument of find_nonfinite. Write {_CALL}.") from error
-        raise
 
 
 def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:

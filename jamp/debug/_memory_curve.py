@@ -60,9 +60,8 @@ class MemoryCurve:
         if not fitting:
             least = min(self.points, key=lambda point: point.total)
             raise ValueError(
-                f"No budget fits in {limit}: {least.budget} needs {least.total / 1e9:.2f} GB, "
-                f"{least.temporary / 1e9:.2f} GB of it temporary. "
-                "Take a smaller batch, or optimizer state in fewer bytes (jamp.quantized_state)."
+                f"No budget fits in {limit}: {least.budget} needs {least.total / 1e9:.2f} GB. Take a smaller batch, or "
+                "optimizer state in fewer bytes (jamp.quantized_state)."
             )
         return fitting[0]
 
@@ -126,10 +125,7 @@ def memory_curve(
       1.0
     """
     if hasattr(make, "lower"):  # what `jax.jit` returns
-        raise TypeError(
-            "memory_curve takes a function from a budget to the step, got a compiled step. Write "
-            "memory_curve(lambda budget: jax.jit(make_step(budget)))."
-        )
+        raise TypeError(f"memory_curve takes a function of a budget, got a compiled step. Write {_CALL}.")
     if not isinstance(budgets, Sequence) or isinstance(budgets, str):
         raise TypeError(f"budgets must be a sequence, such as (1.0, 0.5, 0), got {describe(budgets)} {budgets!r}.")
     for budget in budgets:

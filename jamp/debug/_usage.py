@@ -58,10 +58,8 @@ def naming_states(call: str, args: tuple[Any, ...]) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         if args and is_state(args[0]):
-            raise TypeError(
-                f"The function failed ({type(error).__name__}: {error}), and its first argument is the state of an "
-                f"optimizer ({type(args[0]).__name__}). Write {call}."
-            ) from error
+            got = f"the state of an optimizer ({type(args[0]).__name__})"
+            raise TypeError(f"The function failed ({error}), and its first argument is {got}. Write {call}.") from error
         raise
 
 
@@ -83,6 +81,6 @@ def check_concrete(caller: str, leaves: Sequence[Any]) -> None:
     """Raise if a function that runs others on real values is called inside a transformation."""
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise TypeError(
-            f"jamp.debug.{caller} runs the function on real values, so call it outside jit, grad, vmap and scan. Give "
-            f"it the transformed function in place of that: {caller}(jax.grad(fun))(...)."
+            f"jamp.debug.{caller} runs the function on real values, got traced ones. Call it outside jit, grad, vmap "
+            f"and scan: {caller}(jax.grad(fun))(...)."
         )

@@ -41,12 +41,12 @@ def step_plain(
     check_not_a_pair(grads, params)
     check_holds_no_scaler(
         opt_state,
-        "Two scalers on one optimizer: opt_state has a loss scale of its own. Step the plain optimizer with the "
-        "GradScaler, or use jamp.value_and_grad(fun, opt_state) and tx.update without a GradScaler.",
+        "Two scalers on one optimizer: opt_state has a loss scale. Step the plain optimizer, or use "
+        "jamp.value_and_grad(fun, opt_state) without a GradScaler.",
     )
     of_grads, of_state, of_params = list[Any](map(jax.tree.structure, (grads, opt_state, params)))
     if of_state == of_grads != of_params:
-        raise ValueError("opt_state and params are in the other order: step(tx, opt_state, params, grads=grads).")
+        raise ValueError("opt_state comes before params: scaler.step(tx, opt_state, params, grads=grads).")
     warn_if_rounded(opt_state, params)
     with_extra_args = optax.with_extra_args_support(tx)
 

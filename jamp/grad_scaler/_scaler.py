@@ -170,8 +170,7 @@ class GradScaler(Pytree):
             return scaled_grads
         if any(_TRUE.get(id(x)) is x for x in jax.tree.leaves(scaled_grads)):
             raise ValueError(
-                "unscale takes the gradients of a scaled loss, and these are true: value_and_grad or unscale returned "
-                "them. Clip them as they are, and pass them to scaler.step(..., grads=grads)."
+                "unscale takes scaled gradients, got true ones. Pass them to scaler.step(..., grads=grads)."
             )
         return _returned(unscale(scaled_grads, self.get_scale()))
 
@@ -183,16 +182,15 @@ class GradScaler(Pytree):
         """Return the scaler of the next step. Give one of the two keywords (bool[]). `step` calls it by default."""
         if (grads_finite is None) == (overflow is None):
             raise ValueError(
-                "update() takes exactly one of grads_finite= and overflow=. After `step` the scale is updated already: "
-                "delete this call, or write `result = scaler.step(..., update_scale=False)` and then "
-                "`scaler = result.scaler.update(grads_finite=result.stepped)`."
+                "update() takes one of grads_finite= and overflow=. After `step` delete it, or write "
+                "step(..., update_scale=False) and `scaler = result.scaler.update(grads_finite=result.stepped)`."
             )
         finite = ~jnp.asarray(overflow, bool) if grads_finite is None else jnp.asarray(grads_finite, bool)
         if not self.is_enabled():
             return self
         members = jnp.shape(self._state.grads_finite)  # of an ensemble
         if finite.shape not in ((), members):
-            raise ValueError(f"update() takes one bool, got {finite.shape}. Say whether all gradients are finite.")
+            raise ValueError(f"update() takes one bool, got shape {finite.shape}. Write jnp.all(grads_finite).")
         return self._with(_state=self._state.advance(self.loss_scale, jnp.broadcast_to(finite, members)))
 
     def step(
@@ -220,8 +218,8 @@ class GradScaler(Pytree):
         """
         if (grads is None) == (scaled_grads is None):
             raise ValueError(
-                "step takes exactly one of grads= (true gradients, from scaler.value_and_grad or scaler.unscale) and "
-                "scaled_grads= (from jax.grad of a loss that went through scaler.scale)."
+                "step takes one of grads=, from scaler.value_and_grad or scaler.unscale, and scaled_grads=, from "
+                "jax.grad of scaler.scale(loss)."
             )
         given, scale = (scaled_grads, read_scale(self.state)) if grads is None else (grads, None)
         is_checked = check_overflow and self.is_enabled()

@@ -38,26 +38,18 @@ def from_state_dict(
     A ValueError says which keys are missing, or which value has another shape or type than the state's own.
     """
     if not isinstance(saved, Mapping):
-        raise ValueError(
-            f"A state dict is a mapping of names to numbers, got {reprlib.repr(saved)}. Pass what scaler.state_dict() "
-            "returned."
-        )
+        raise ValueError(f"A state dict is a mapping, got {reprlib.repr(saved)}. Pass scaler.state_dict().")
     if not saved:
-        raise ValueError(
-            "The state dict is empty, as a disabled scaler's is. Use GradScaler(enabled=False), or a new scaler."
-        )
+        raise ValueError("The state dict is empty, as a disabled scaler's is. Use GradScaler(enabled=False).")
     missing = [name for name in to_state_dict(loss_scale, state) if name not in saved]
     if missing:
         raise ValueError(
-            f"The state dict lacks {', '.join(missing)}; it has {', '.join(map(str, saved))}. Load one that a scaler "
-            f"with a {type(loss_scale).__name__} wrote; for one that torch wrote, use jamp.interop.from_torch."
+            f"The state dict of a {type(loss_scale).__name__} needs {', '.join(missing)}, got "
+            f"{', '.join(map(str, saved))}. For torch's, use jamp.interop.from_torch."
         )
     foreign = [name for name in _TORCH_CONFIG if name in saved and not hasattr(loss_scale, name)]
     if foreign:
-        raise ValueError(
-            f"The state dict has {', '.join(foreign)}, of an adapting scale, and this scaler has {loss_scale!r}. Load "
-            "it into a scaler with the loss scale that wrote it."
-        )
+        raise ValueError(f"Expected the state dict of a {loss_scale!r}, got {', '.join(foreign)} of a dynamic scale.")
     if isinstance(loss_scale, DynamicLossScale):
         loss_scale = dataclasses.replace(loss_scale, **{name: saved[name] for name in _TORCH_CONFIG})
     return loss_scale, replace_leaves(state, [_array(name, saved[name], x) for name, x in _fields(state).items()])
@@ -72,10 +64,8 @@ def _array(name: str, value: Any, own: Any) -> Array:
         array = np.asarray(None)
     fits = array.dtype.kind in kinds and array.shape == own.shape
     if not fits or (own.dtype.kind == "i" and not np.array_equal(array.astype(own.dtype), array)):
-        raise ValueError(
-            f"The state dict has {name}={reprlib.repr(value)}, expected {expected}, {own.dtype.name}{list(own.shape)}. "
-            "Load what scaler.state_dict() returned, unchanged, or continue with a new scaler."
-        )
+        got, own_type = reprlib.repr(value), f"{own.dtype.name}{list(own.shape)}"
+        raise ValueError(f"{name} must be {expected}, {own_type}, got {got}. Pass scaler.state_dict() unchanged.")
     return jnp.array(array, own.dtype)
 
 
