@@ -593,3 +593,26 @@ def test_a_random_key_that_the_function_closes_over_is_left_alone(dtype):
     key, w = jax.random.key(0), normal(16, 16)
     fun = lambda x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0)
     assert distance(jamp.autocast(fun, dtype)(w), fun(w)) < 2e-2
+
+
+class Setting:
+    """A user's object that has the methods of an NNX Variable."""
+
+    def get_value(self):
+        return 2.0
+
+    def set_value(self, value):
+        raise AssertionError(value)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [functools.partial(jamp.autocast, compute_dtype=jnp.float16), jamp.scaled, jamp.debug.find_nonfinite, lambda f: f],
+)
+def test_arguments_that_jax_grad_takes_are_taken(wrap):
+    names, times = np.array(["a", "b"]), np.array(["2026-01-01"], "M8[D]")
+    records = np.zeros(2, [("x", np.float32)])
+    fun = wrap(lambda w, *others: jnp.sum(w @ w) * len(others[0]) * others[-1].get_value())
+    for others in ((names, Setting()), (times, records, np.array([object()]), Setting())):
+        found = fun(jnp.ones((2, 2)), *others)
+        assert not found if wrap is jamp.debug.find_nonfinite else found == 16 * len(others[0])

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from trees import assert_close, bits
+from trees import assert_close, assert_equal, bits
 
 import jamp
 
@@ -266,3 +266,24 @@ def test_applied_steps_are_those_of_the_plain_optimizer(name):
 def test_every_transformation_of_optax_is_covered():
     assert len(FACTORIES) >= 105
     assert {*REPRESENTATIVE, *EXTRA_ARGS} <= set(FACTORIES)
+
+
+@pytest.mark.slow
+def test_a_line_search_skips_a_batch_that_overflows_if_its_gradient_is_new():
+    loss_fn = lambda w, x: jnp.mean((x @ w - 1.0) ** 2)
+    x = jax.random.normal(jax.random.key(0), (32, 8))
+    tx, w = jamp.loss_scaled(optax.lbfgs(), jamp.StaticLossScale(1.0)), jnp.zeros(8)
+
+    def step(w, state, x):
+        value, grad = jamp.value_and_grad(loss_fn, state)(w, x)
+        search = {"value": value, "grad": grad, "value_fn": lambda w: loss_fn(w, x)}
+        updates, state = tx.update(grad, state, w, **search)
+        return optax.apply_updates(w, updates), state
+
+    w, state = step(w, tx.init(w), x)
+    same, state = step(w, state, x.at[0, 0].set(jnp.inf))
+    assert_equal(same, w)
+    assert not jamp.get_grads_finite(state)
+    w, state = step(w, state, x)
+    assert jamp.get_grads_finite(state)
+    assert loss_fn(w, x) < loss_fn(same, x)

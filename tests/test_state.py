@@ -293,3 +293,37 @@ def test_a_user_s_own_loss_scale_that_is_off_may_stand_anywhere():
 
     tx = optax.apply_if_finite(jamp.loss_scaled(optax.sgd(0.1), Off()), 3)
     assert float(jamp.value_and_grad(lambda p: jnp.sum(p["w"]), tx.init(PARAMS))(PARAMS)[0]) == 3
+
+
+def test_what_is_logged_outlives_a_donated_state_and_transfers_nothing():
+    @jax.jit
+    def train(params, opt_state):
+        grads = jamp.grad(lambda p: jnp.sum(p["w"] ** 2), opt_state)(params)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, jamp.metrics(opt_state)
+
+    donating = jax.jit(train, donate_argnums=(0, 1))
+    params, opt_state = jax.tree.map(jnp.copy, PARAMS), TX.init(PARAMS)
+    kept, scaler = [], jamp.GradScaler()
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            params, opt_state, inside = donating(params, opt_state)
+            reads = jamp.metrics, jamp.get_loss_scale, jamp.get_stats, jamp.get_grads_finite
+            kept += [inside, *(read(opt_state) for read in reads)]
+        kept += [scaler.get_scale(), scaler.stats]
+        jax.jit(lambda x: x, donate_argnums=0)(scaler)
+    assert [int(metrics["finite_steps"]) for metrics in kept[0::5][:2]] == [1, 2]
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(kept))
+
+
+def test_reset_gives_the_initial_scale_and_statistics_where_they_were():
+    _, after = TX.update(PARAMS, TX.update(PARAMS, OPT_STATE, grads_finite=False)[1])
+    for tree in (after, {"deep": (after, 3)}):
+        fresh = jamp.reset(tree, jamp.DynamicLossScale())
+        assert (float(jamp.get_loss_scale(fresh)), int(jamp.get_stats(fresh).finite_steps)) == (2.0**16, 0)
+        assert jax.tree.structure(fresh) == jax.tree.structure(tree)
+    assert_equal(fresh["deep"][0].inner_state, after.inner_state)
+    members = jax.vmap(TX.init)(jax.tree.map(lambda x: jnp.stack([x] * 3), PARAMS))
+    assert jamp.get_loss_scale(jax.jit(lambda s: jamp.reset(s, jamp.DynamicLossScale(8.0)))(members)).shape == (3,)
+    scaler = jamp.reset(jamp.GradScaler(init_scale=4.0).update(overflow=True), jamp.DynamicLossScale(4.0))
+    assert float(scaler.get_scale()) == 4.0

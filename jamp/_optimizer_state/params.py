@@ -49,8 +49,8 @@ def warn_if_rounded(opt_state: Any, params: Any) -> None:
     has_masters = contains(opt_state, lambda x: hasattr(x, "master_params")) or rounds_params(opt_state)
     if dtypes == {jnp.dtype(jnp.float16)} and not has_masters:
         warnings.warn(
-            "float16 parameters lose updates below a 2000th of their value. Keep them in float32, or use "
-            "jamp.master_params(tx).",
+            "float16 parameters without a master copy lose updates below a 2000th of their value. Keep them in "
+            "float32, or use jamp.master_params(tx).",
             stacklevel=users_stacklevel(),
         )
 
