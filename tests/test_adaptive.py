@@ -163,12 +163,12 @@ def test_a_rule_in_words(config, overflow, start, expected):
 
 def test_an_illegal_max_window_warns_and_uses_1000_if_that_is_above_min_window():
     for high in (20, 10, 0, -5):
-        with pytest.warns(UserWarning, match=f"above min_window=20, got max_window={high}; using 1000") as caught:
+        with pytest.warns(UserWarning, match=f"max_window={high} .* using 1000") as caught:
             assert AdaptiveLossScale(max_window=high) == AdaptiveLossScale()
         assert caught[0].filename == __file__
     above = {"min_window": 1000}
     for illegal, least in ((above, 1001), (above | {"max_window": 9}, 1001), ({"max_window": 50.0}, 21)):
-        with pytest.raises(ValueError, match=f"max_window must be an int of at least {least}, got max_window="):
+        with pytest.raises(ValueError, match=f"from {least} to"):
             AdaptiveLossScale(**illegal)
 
 

@@ -573,7 +573,7 @@ def test_an_output_that_cannot_be_traced_is_named():
     def describe(x):
         return {"x": x, "names": ["a", "b"]}
 
-    with pytest.raises(TypeError, match=r"describe returns str 'a' at result\['names'\]\[0\], which cannot be traced"):
+    with pytest.raises(TypeError, match=r"describe .* 'a' at result\['names'\]\[0\]"):
         jamp.autocast(describe, jnp.float16)(jnp.ones(2))
 
 

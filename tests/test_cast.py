@@ -36,7 +36,7 @@ def test_check_castable_names_the_leaves_that_would_become_inf_and_no_others():
 
 
 def test_check_castable_to_a_dtype_that_is_not_floating_is_an_error():
-    with pytest.raises(ValueError, match=r"dtype must be floating, such as jnp\.float16, got dtype='int8'"):
+    with pytest.raises(ValueError, match="floating"):
         jamp.check_castable(jnp.ones(2), jnp.int8)
 
 

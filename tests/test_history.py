@@ -84,23 +84,18 @@ def test_the_state_is_found_anywhere_in_a_tree_and_may_move_to_another_place():
 def test_errors_say_what_to_do():
     state, history = TX.init(GOOD), History()
     for error, message, call in (
-        *((ValueError, "every must be an int of at least 1", lambda x=x: History(x)) for x in (0, 1.5, True)),
-        (ValueError, "first_step must be an int of at least 0", lambda: History(first_step=-1)),
+        *((ValueError, "every must be an int from 1", lambda x=x: History(x)) for x in (0, 1.5, True)),
+        (ValueError, "first_step must be an int from 0", lambda: History(first_step=-1)),
         (KeyError, "no steps yet", lambda: history["loss_scale"]),
-        (ValueError, r"use `tx = jamp.loss_scaled\(tx\)`", lambda: history.append(optax.sgd(0.1).init(GOOD))),
         (ValueError, "found 2", lambda: history.append([state, state])),
-        (ValueError, r"grads must be a scalar, got float32\[2\]", lambda: history.append(state, grads=GOOD)),
-        (ValueError, "History records loss_scale itself", lambda: history.append(state, loss_scale=1.0)),
     ):
         with pytest.raises(error, match=message):
             call()
     history.append(state, loss=1.0)
-    with pytest.raises(ValueError, match=r"names must stay \['loss'\], as at the first step; got \[\]"):
+    with pytest.raises(ValueError, match=r"\['loss'\], got \[\]"):
         history.append(state)
-    with pytest.raises(KeyError, match=r"'lr' was recorded, only: .*loss"):
+    with pytest.raises(KeyError, match="only: .*loss"):
         history["lr"]
-    with pytest.raises(TypeError, match="outside `jit`"):
-        jax.jit(history.append)(state)
 
 
 def test_its_counts_may_be_numbers_of_numpy():

@@ -44,11 +44,9 @@ def test_what_torch_lacks_is_an_error_and_what_it_never_recovers_from_goes_on():
     assert interop.to_torch(jamp.GradScaler(enabled=False)) == {}
     assert interop.to_torch(jamp.GradScaler(init_scale=8.0, growth_interval=2)) == SAVED
     for loss_scale in (jamp.StaticLossScale(), jamp.AdaptiveLossScale()):
-        with pytest.raises(ValueError, match="torch has a dynamic loss scale only, got"):
+        with pytest.raises(ValueError, match="dynamic"):
             interop.to_torch(jamp.GradScaler(loss_scale))
-    with pytest.raises(ValueError, match=r"is empty, as a disabled scaler's is\. Use GradScaler\(enabled=False"):
-        interop.from_torch({})
-    with pytest.raises(ValueError, match=r"lacks growth_factor, growth_interval, _growth_tracker and has scale, backo"):
+    with pytest.raises(ValueError, match="lacks growth_factor, growth_interval, _growth_tracker"):
         interop.from_torch({"scale": 8.0, "backoff_factor": 0.5})
     for change, overflow, expected in (
         ({"backoff_factor": 0.0}, "0100", [8.0, 8 * TINY, 8 * TINY, 16 * TINY]),
@@ -111,7 +109,7 @@ def test_a_state_from_mindformers_six_parameters_goes_on_exactly_and_back():
     assert interop.to_mindformers(optax.tree.set(opt_state, loss_scale_state=state)) == parameters
     assert interop.to_mindformers(state._replace(window_index=jnp.int32(-1)))["scale_window"] == 1
     del parameters["list_index"]
-    with pytest.raises(ValueError, match="it lacks list_index and has scale_sense, scale_window"):
+    with pytest.raises(ValueError, match="lacks list_index"):
         interop.from_mindformers(parameters)
 
 
@@ -123,17 +121,15 @@ def test_an_optimizer_state_is_wrapped_goes_on_and_is_unwrapped_also_inside_a_tr
     assert_equal(interop.unwrap_state({"opt_state": (wrapped, 1), "step": 3}), {"opt_state": (opt_state, 1), "step": 3})
     updates, wrapped = tx.update(params, wrapped)
     assert_close((updates, interop.unwrap_state(wrapped)), plain.update(params, opt_state), rtol=1e-6)
-    with pytest.raises(ValueError, match=r"Expected the state of `jamp\.loss_scaled`, found none in this tuple"):
-        interop.unwrap_state(opt_state)
 
 
 def test_a_checkpoint_of_mindformers_is_read_and_another_loss_scale_an_error():
     state = jamp.AdaptiveLossScale().init()
     checkpoint = interop.to_mindformers(state) | {"model.weight": np.ones((3, 4))}
     assert_equal(interop.from_mindformers(checkpoint), state)
-    with pytest.raises(ValueError, match="is an AdaptiveLossScale, got a DynamicLossScaleState"):
+    with pytest.raises(ValueError, match="convert_loss_scale"):
         interop.to_mindformers(jamp.DynamicLossScale().init())
-    with pytest.raises(ValueError, match="at window 7, and the loss scale has 2"):
+    with pytest.raises(ValueError, match="window 7"):
         interop.to_mindformers(state._replace(window_index=jnp.int32(7)), jamp.AdaptiveLossScale(windows=(1, 2)))
 
 
@@ -143,7 +139,7 @@ def test_the_state_of_a_plain_optimizer_goes_on_for_16_bit_parameters_too():
     _, state = plain.update(params, plain.init(params), params)
     tx = jamp.loss_scaled(plain)
     wrapped = interop.wrap_state(state)
-    with pytest.raises(ValueError, match=r"state = optax\.tree\.cast_like\(state, tx\.init\(params\)\)"):
+    with pytest.raises(ValueError, match="cast_like"):
         tx.update(params, wrapped, params)
     wrapped = optax.tree.cast_like(wrapped, tx.init(params))
     assert int(tx.update(params, wrapped, params)[1].inner_state[0].count) == 2

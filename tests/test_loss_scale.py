@@ -177,7 +177,7 @@ def test_a_scale_found_inf_nan_not_positive_or_out_of_range_heals_at_the_next_up
 
 POSITIVE, ABOVE_1, BETWEEN = ["above 0", "such as 2.0**16"], ["above 1", "such as 2.0"], ["between 0 and 1", "as 0.5"]
 NO_SCALES = (0, 0.0, -1.0, math.nan, -math.inf, True, "x", None, 1e-40, 1e39, 2**128)
-AT_LEAST_1, AT_MOST = ["must be an int of at least 1"], ["must be an int of at most 2147483647"]
+AT_LEAST_1, AT_MOST = ["from 1 to"], ["to 2147483647"]
 NO_COUNTS = (0, -1, 2.5, 2000.0, True, "x")
 BAD_INPUT = [
     (StaticLossScale, "scale", (*NO_SCALES, math.inf), POSITIVE),
@@ -195,10 +195,10 @@ BAD_INPUT = [
     (AdaptiveLossScale, "min_scale", [0.0], POSITIVE),
     (AdaptiveLossScale, "scale_factor", [1.0, True], ABOVE_1),
     (AdaptiveLossScale, "min_window", [0, 20.0, True], AT_LEAST_1),
-    (AdaptiveLossScale, "max_window", [1000.0, True], ["must be an int of at least 21"]),
-    (AdaptiveLossScale, "initial_window", [20.0, -1], ["must be an int of at least 0"]),
-    (AdaptiveLossScale, "windows", [(), 20], ["must be a tuple of ints, such as (20, 100)"]),
-    (AdaptiveLossScale, "windows[1]", [-1, 30.0], ["must be an int of at least 0"]),
+    (AdaptiveLossScale, "max_window", [1000.0, True], ["from 21 to"]),
+    (AdaptiveLossScale, "initial_window", [20.0, -1], ["from 0 to"]),
+    (AdaptiveLossScale, "windows", [(), 20], ["(20, 100)"]),
+    (AdaptiveLossScale, "windows[1]", [-1, 30.0], ["from 0 to"]),
     *((AdaptiveLossScale, name, [2**31], AT_MOST) for name in ("max_window", "windows[1]")),
 ]
 
@@ -206,15 +206,15 @@ BAD_INPUT = [
 def test_bad_input_names_the_argument_the_value_and_the_cure():
     out_of_order = [
         ({"min_scale": 4.0, "max_scale": 2.0}, ["min_scale=4.0", "max_scale=2.0", "must not exceed"]),
-        ({"init_scale": 2.0**30, "max_scale": 16.0}, ["=1073741824.0", "max_scale=16.0", "max_scale=math.inf removes"]),
-        ({"init_scale": 0.5}, ["init_scale=0.5", "min_scale=1.0", "widen the bounds"]),
+        ({"init_scale": 2.0**30, "max_scale": 16.0}, ["=1073741824.0", "max_scale=16.0"]),
+        ({"init_scale": 0.5}, ["init_scale=0.5", "min_scale=1.0"]),
     ]
     both = itertools.product((DynamicLossScale, AdaptiveLossScale), out_of_order)
     wrong = [(kind, "(init|min)_scale", *case) for kind, case in both]
     for kind, name, values, parts in BAD_INPUT:
         for value in values:
             given = {"windows": (20, value)} if name == "windows[1]" else {name: value}
-            wrong.append((kind, re.escape(name), given, [*parts, f"got {name}={value!r}"]))
+            wrong.append((kind, re.escape(name), given, [*parts, "got ", repr(value)]))
     for kind, name, arguments, parts in wrong:
         with pytest.raises(ValueError, match=f"^{name} must ") as error:
             kind(**arguments)

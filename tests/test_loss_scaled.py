@@ -79,7 +79,7 @@ def test_extra_args_reach_inner_params_are_optional_and_grads_finite_may_be_give
         updates, after = tx.update(GOOD, state, grads_finite=given)
         assert_equal(after.grads_finite, jnp.array(bool(given)))
         assert_equal(updates, GOOD if given else jax.tree.map(lambda x: jnp.full_like(x, -0.0), GOOD))
-    with pytest.raises(ValueError, match=r"grads_finite must be one bool, got an array of shape \(1,\).*jnp\.all"):
+    with pytest.raises(ValueError, match=r"\(1,\).*jnp\.all"):
         tx.update(GOOD, state, grads_finite=jnp.ones(1, bool))
 
 
@@ -205,7 +205,7 @@ def test_what_it_is_what_it_refuses_and_which_leaves_are_like_params():
     assert state._fields == ("loss_scale_state", "stats", "grads_finite", "inner_state")
     assert avals(jax.eval_shape(SCALED.init, PARAMS)) == avals(state)
     for inner in (None, 0.1, optax.adam, "adam", optax.GradientTransformation(None, None), SCHEDULE):
-        with pytest.raises(TypeError, match=r"inner must be an optimizer, got .*optax\.adamw"):
+        with pytest.raises(TypeError, match=r"optax\.adamw"):
             jamp.loss_scaled(inner)
     for loss_scale, cure in (
         (1024.0, "jamp.StaticLossScale(1024.0)"),
@@ -215,7 +215,7 @@ def test_what_it_is_what_it_refuses_and_which_leaves_are_like_params():
         (jamp.DynamicLossScale, "jamp.DynamicLossScale()"),
         (jamp.NoOpLossScale, "jamp.NoOpLossScale()"),
     ):
-        with pytest.raises(TypeError, match=f"loss_scale must be a loss scale, got .*{re.escape(cure)}"):
+        with pytest.raises(TypeError, match=re.escape(cure)):
             jamp.loss_scaled(SGD, loss_scale)
     tx = jamp.loss_scaled(optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(SCHEDULE), optax.trace(0.9)))
     state = tx.init(PARAMS)

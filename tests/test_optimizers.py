@@ -63,14 +63,14 @@ def test_defaults_are_torchs_and_what_torch_refuses_is_refused():
         parameters = inspect.signature(optimizer).parameters
         assert {k: p.default for k, p in parameters.items() if k != "learning_rate"} == expected
     for make, message in (
-        *((lambda tx=tx: tx(-0.1), r"learning_rate must not be negative, got .*=-0\.1") for tx in BY_NAME.values()),
-        (lambda: set_learning_rate(sgd(0.1).init(jnp.ones(2)), -1.0), "learning_rate must not be negative"),
-        (lambda: sgd(0.1, nesterov=True), "nesterov needs a momentum and no dampening"),
-        (lambda: sgd(0.1, momentum=0.9, dampening=0.1, nesterov=True), "nesterov needs a momentum and no dampening"),
-        (lambda: sgd(0.1, momentum=-0.9), "momentum must not be negative"),
-        (lambda: adam(0.1, betas=(1.0, 0.999)), "betas must be at least 0 and below 1"),
-        (lambda: adamw(0.1, eps=-1e-8), "eps must not be negative"),
-        (lambda: rmsprop(0.1, weight_decay=-1.0), "weight_decay must not be negative"),
+        *((lambda tx=tx: tx(-0.1), "learning_rate") for tx in BY_NAME.values()),
+        (lambda: set_learning_rate(sgd(0.1).init(jnp.ones(2)), -1.0), "learning_rate"),
+        (lambda: sgd(0.1, nesterov=True), "momentum"),
+        (lambda: sgd(0.1, momentum=0.9, dampening=0.1, nesterov=True), "dampening"),
+        (lambda: sgd(0.1, momentum=-0.9), "momentum"),
+        (lambda: adam(0.1, betas=(1.0, 0.999)), "below 1"),
+        (lambda: adamw(0.1, eps=-1e-8), "eps"),
+        (lambda: rmsprop(0.1, weight_decay=-1.0), "weight_decay"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -100,7 +100,7 @@ def test_a_schedule_is_followed_waits_on_a_skip_is_readable_and_cannot_be_set():
         updates, state = update(jnp.full(2, grad), state)
         used.append((-float(updates[0]), float(get_learning_rate(state))))
     assert used == [(1.0, 1.0), (0.0, 1.0), (0.75, 0.75), (0.5, 0.5)]
-    with pytest.raises(ValueError, match="follows a schedule, which would replace the value at the next step"):
+    with pytest.raises(ValueError, match="schedule"):
         set_learning_rate(state, 0.5)
 
 
@@ -109,7 +109,7 @@ def test_any_injected_learning_rate_is_found_none_or_several_are_an_error():
     state = set_learning_rate((tx.init(jnp.ones(2)), "something else"), 0.25)
     assert float(get_learning_rate(state)) == 0.25
     for access in (get_learning_rate, lambda tree: set_learning_rate(tree, 0.1)):
-        with pytest.raises(ValueError, match=r"inject_hyperparams\(optax\.adamw, hyperparam_dtype=jnp\.float32\)"):
+        with pytest.raises(ValueError, match="inject_hyperparams"):
             access(optax.adamw(1e-3).init(jnp.ones(2)))
     both = {"a": sgd(0.1).init(jnp.ones(2)), "b": sgd(0.2).init(jnp.ones(2))}
     with pytest.raises(ValueError, match=r"found 2: at \['a'\].*\['b'\]"):
@@ -119,7 +119,7 @@ def test_any_injected_learning_rate_is_found_none_or_several_are_an_error():
 
 def test_eps_and_learning_rate_survive_half_precision_parameters():
     tx, params = jamp.loss_scaled(adam(1e-8)), jnp.ones(2, jnp.float16)
-    with pytest.warns(UserWarning, match="without a master copy"):
+    with pytest.warns(UserWarning, match="master_params"):
         state = tx.init(params)
     updates, state = jax.jit(tx.update)(jnp.zeros(2, jnp.float16), state, params)
     assert updates.tolist() == [0.0, 0.0]  # 0 / (sqrt(0) + eps), not 0 / 0
@@ -130,5 +130,5 @@ def test_eps_and_learning_rate_survive_half_precision_parameters():
 @pytest.mark.parametrize("value", [-0.1, np.float32(-0.1), np.array([0.1, np.nan])])
 def test_a_negative_learning_rate_is_an_error_also_in_an_array_of_numpy(value):
     state = sgd(0.5).init(PARAMS)
-    with pytest.raises(ValueError, match="learning_rate must not be negative"):
+    with pytest.raises(ValueError, match="negative"):
         set_learning_rate(state, value)

@@ -46,9 +46,9 @@ def test_no_op_scales_nothing_and_is_constantly_finite():
 def test_a_loss_that_is_not_floating_is_an_error():
     for loss in (3, jnp.int32(3), True, {"a": jnp.float32(1.0), "b": jnp.uint8(1)}, jax.random.key(0)):
         for state in (state_of(8.0), NO_OP):
-            with pytest.raises(TypeError, match=r"A loss must be floating, got .*: compute it in float32"):
+            with pytest.raises(TypeError, match="floating"):
                 jamp.scale_loss(loss, state)
-            with pytest.raises(TypeError, match="loss must be floating"):
+            with pytest.raises(TypeError, match="floating"):
                 jamp.value_and_grad(lambda w, loss=loss: (loss, w), state)(jnp.float32(1.0))
 
 
@@ -110,13 +110,10 @@ def test_arguments_and_errors_are_as_for_jax(x64):
     for call, match in (
         (lambda: jamp.grad(jnp.abs, state, holomorphic=True)(jnp.complex64(1.0)), "holomorphic"),
         (lambda: jamp.grad(fun, state)(params), "int32"),
-        (
-            lambda: jamp.value_and_grad(lambda w: w, state)(jnp.ones(2)),
-            r"one floating number, got float64\[2\]. Return jnp\.mean\(losses\)",
-        ),
-        (lambda: jamp.grad(lambda w: (w, 1), state)(1.0), r"got a tuple. For \(loss, aux\), pass has_aux=True"),
-        (lambda: jamp.grad(lambda w: w, state, has_aux=True)(1.0), r"must return \(loss, aux\), got one array"),
-        (lambda: jamp.grad(lambda w: (w, 1, 2), state, has_aux=True)(1.0), r"must return \(loss, aux\), got a tuple"),
+        (lambda: jamp.value_and_grad(lambda w: w, state)(jnp.ones(2)), r"float64\[2\].*jnp\.mean"),
+        (lambda: jamp.grad(lambda w: (w, 1), state)(1.0), "has_aux=True"),
+        (lambda: jamp.grad(lambda w: w, state, has_aux=True)(1.0), "one array"),
+        (lambda: jamp.grad(lambda w: (w, 1, 2), state, has_aux=True)(1.0), "a tuple"),
     ):
         with pytest.raises(TypeError, match=match):
             call()

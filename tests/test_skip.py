@@ -159,17 +159,17 @@ def test_inner_state_that_changes_is_an_error_that_names_the_leaf_a_weak_type_is
         return jax.eval_shape(wrapped.update, GOOD, wrapped.init(PARAMS), PARAMS)[1].inner_state
 
     for update, message in (
-        (lambda s: s | {"a": s["a"].astype(jnp.int32)}, "['a'] changed from float32[3] to int32[3]"),
-        (lambda s: s | {"a": s["a"][None]}, "['a'] changed from float32[3] to float32[1, 3]"),
-        (lambda s: s | {"b": {"c": s["a"].sum()}}, "['b']['c'] changed from int32[] to float32[]"),
-        (lambda s: s | {"b": {}}, "['b']['c'] changed from int32[] to None"),
-        (lambda s: s | {"b": s["b"] | {"d": s["a"]}}, "['b']['d'] changed from None to float32[3]"),
-        (lambda s: s | {"a": (s["a"],)}, "['a'] changed from float32[3] to None"),
-        (OrderedDict, ".structure changed from PyTreeDef({"),
+        (lambda s: s | {"a": s["a"].astype(jnp.int32)}, "['a'] must stay float32[3], got int32[3]"),
+        (lambda s: s | {"a": s["a"][None]}, "['a'] must stay float32[3], got float32[1, 3]"),
+        (lambda s: s | {"b": {"c": s["a"].sum()}}, "['b']['c'] must stay int32[], got float32[]"),
+        (lambda s: s | {"b": {}}, "['b']['c'] must stay int32[], got None"),
+        (lambda s: s | {"b": s["b"] | {"d": s["a"]}}, "['b']['d'] must stay None, got float32[3]"),
+        (lambda s: s | {"a": (s["a"],)}, "['a'] must stay float32[3], got None"),
+        (OrderedDict, ".structure must stay PyTreeDef({"),
     ):
-        with pytest.raises(ValueError, match=re.escape(message)) as error:
+        with pytest.raises(ValueError, match="zeros_like") as error:
             updated({"a": ONES, "b": {"c": COUNT}}, update)
-        assert "so a skipped step could not keep it. Make `update` return the structure" in str(error.value)
+        assert message in str(error.value)
     found = updated((jnp.float16(1), jnp.int8(1)), lambda s: (s[0] * 2.0, s[1] + 1))
     assert [(x.dtype, x.weak_type) for x in found] == [(jnp.float16, False), (jnp.int8, False)]
     # Another floating dtype than that of `init` is cast back.
@@ -198,7 +198,7 @@ def test_a_state_at_other_dtypes_than_those_of_init_is_an_error_whose_cure_is_ri
     expected = jax.eval_shape(tx.update, grads, state, params)
     if dtype == made:
         return
-    with pytest.raises(ValueError, match=rf"mu changed from {dtype.__name__}\[3\] to {made.name}\[3\]") as error:
+    with pytest.raises(ValueError, match=rf"mu must stay {dtype.__name__}") as error:
         tx.update(grads, moments(state, dtype), params)
     cure = re.search(r"state = (optax\..*)\.$", str(error.value)).group(1)
     cured = eval(cure, {"optax": optax, "tx": tx, "params": params, "state": moments(state, dtype)})

@@ -154,7 +154,7 @@ def test_none_or_several_states_are_an_error_that_says_what_was_found(name):
     lookup, none = LOOKUPS[name], [optax.sgd(0.1, momentum=0.9).init(PARAMS), {}, None, 1024.0]
     none += [{"loss_scale": jnp.float32(8.0)}, jax.tree.leaves(OPT_STATE), *([STATE] if name in WITH_STATS else [])]
     for tree in none:
-        with pytest.raises(ValueError, match=rf"found no loss-scale.* in this {type(tree).__name__}\.") as error:
+        with pytest.raises(ValueError, match=rf"found none in this {type(tree).__name__}\.") as error:
             lookup(tree)
         cures = "merge or restore it first", "`tx = jamp.loss_scaled(tx)`"
         is_number = isinstance(tree, float)  # such as a loss in the place of the state
@@ -267,7 +267,7 @@ def test_a_reset_state_goes_where_the_parameters_are():
     "call", [jamp.reset, jamp.convert_loss_scale, lambda state, x: jamp.interop.wrap_state(state.inner_state, x)]
 )
 def test_what_is_no_loss_scale_is_an_error_that_says_what_is(call, wrong):
-    with pytest.raises(TypeError, match="loss_scale must be a loss scale, got"):
+    with pytest.raises(TypeError, match="loss scale"):
         call(OPT_STATE, wrong)
 
 

@@ -213,8 +213,7 @@ def _check_inner(inner_state: Any, params: Any) -> None:
         )
     check_holds_no_scaler(
         inner_state,
-        "The optimizer inside stochastic_rounding is loss-scaled, and a skipped step would be counted. Wrap the "
-        "whole: jamp.loss_scaled(jamp.stochastic_rounding(tx)).",
+        "The optimizer inside is loss-scaled. Wrap the whole: jamp.loss_scaled(jamp.stochastic_rounding(tx)).",
     )
     if contains(inner_state, lambda x: isinstance(x, MasterParamsState | SplitMasterParamsState)):
         raise ValueError(

@@ -43,15 +43,11 @@ def update_or_skip(
     if grads_finite is None:
         return update(grads, state, params)
     closed, (updates, new_state) = ir.trace(update, grads, state, params)
-    _check_types(
-        state, new_state, "The inner optimizer's state",
-        # `keeping_dtypes` brings floating arrays to the dtypes that `init` makes, so they had others before.
-        "It does not have the dtypes that `init` makes, as after a cast, or in a plain optimizer of 16-bit parameters: "
-        "state = optax.tree.cast_like(state, tx.init(params))."
-        if has_other_dtypes(state, new_state)
-        else "Make `update` return the structure, shapes and dtypes that `init` made. For a parameter without a "
-        "gradient, give zeros (jnp.zeros_like) in place of None.",
-    )  # fmt: skip
+    cure = "Let `update` return what `init` made, and jnp.zeros_like in place of None."
+    # `keeping_dtypes` brings floating arrays to the dtypes that `init` makes, so they had others before.
+    if has_other_dtypes(state, new_state):
+        cure = "Write state = optax.tree.cast_like(state, tx.init(params))."
+    _check_types(state, new_state, "The inner optimizer's state", cure)
     check_not_scaled(closed, len(jax.tree.leaves(updates)))
     skipped = jax.tree.leaves((jax.tree.map(_no_update, updates), state))
     # Outside jit each operation runs by itself, and jax_debug_nans would raise on the gradients.

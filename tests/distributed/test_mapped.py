@@ -97,10 +97,9 @@ USES = [
 
 
 def test_a_wrong_or_missing_axis_name_is_a_clear_error():
-    message = r"axis_name='rows' names an axis that is not mapped here .*\. Name axes of the enclosing shard_map"
     for f in (functools.partial(use, name="rows") for use in USES):
         for way in (*(mapped(way, f) for way in WAYS), jax.jit(f), f):
-            with pytest.raises(NameError, match=message):
+            with pytest.raises(NameError, match="enclosing shard_map.*'rows'"):
                 way(gradients())
 
 

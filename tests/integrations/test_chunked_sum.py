@@ -40,7 +40,7 @@ def test_nnx():
 def test_a_module_that_changes_is_refused():
     """Each chunk would start from the old state."""
     model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Linear(16, 40, rngs=nnx.Rngs(1)))
-    with pytest.raises(ValueError, match="changes a Variable of its params"):
+    with pytest.raises(ValueError, match="changes a Variable"):
         jamp.chunked_sum(loss, 16)(model, X, Y)
     model.eval()
     assert_close(jamp.chunked_sum(loss, 16)(model, X, Y), loss(model, X, Y))

@@ -166,7 +166,7 @@ def test_gradients_of_a_scaled_loss_give_the_steps_of_true_ones():
     assert float(jamp.scale_loss(1.0, optimizers[2])) == 2.0**9
     plain = nnx.Optimizer(models[0], jamp.loss_scaled(INNER), wrt=nnx.Param)
     for call in (jamp.metrics, lambda tree: jamp.value_and_grad(loss_fn, tree), jamp.get_loss_scale):
-        with pytest.raises(ValueError, match=r"counts skipped steps.*jamp\.nnx\.Optimizer\(model, tx, wrt"):
+        with pytest.raises(ValueError, match=r"jamp\.nnx\.Optimizer\(model"):
             call(plain)
     skipping = nnx.Optimizer(models[0], jamp.loss_scaled(INNER, jamp.StaticLossScale(1.0)), wrt=nnx.Param)
     skipping.update(models[0], nnx.grad(jamp.scaled(net_loss))(models[0], BATCHES["inf"]))  # as a trainer does it
@@ -175,7 +175,7 @@ def test_gradients_of_a_scaled_loss_give_the_steps_of_true_ones():
     assert jamp.get_loss_scale({"g": optimizers[0], "d": unscaled}) == 2.0**9  # two models, one of them scaled
     assert jamp.unscale_and_check(params(), optimizers[0])[1]
     for optimizer in (plain.opt_state, optimizers[0], optimizers[0].opt_state):
-        with pytest.raises(ValueError, match=r"Use jamp\.nnx\.Optimizer and jamp\.nnx\.value_and_grad"):
+        with pytest.raises(ValueError, match=r"jamp\.nnx\.value_and_grad"):
             jamp.value_and_grad(loss_fn, optimizer)
 
 

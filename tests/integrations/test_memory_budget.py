@@ -236,8 +236,8 @@ def test_the_curve_of_a_function_without_products_and_of_a_wrong_limit():
     curve = jamp.debug.memory_curve(lambda budget: jax.grad(lambda x: jnp.sum(jnp.sin(x))), (1.0, 0))(jnp.ones(8))
     assert "0.000" in str(curve)
     jamp.plot.memory_curve({"sine": curve})
-    with pytest.raises(TypeError, match=r"takes a function from a budget to the step, got a compiled step"):
+    with pytest.raises(TypeError, match="compiled"):
         jamp.debug.memory_curve(jax.jit(jax.grad(jnp.sum)))
     for wrong in ("15.5gb", 3):
-        with pytest.raises(ValueError, match=r'limit must be bytes such as "15\.5GiB" or "900MB", got'):
+        with pytest.raises(ValueError, match="15.5GiB"):
             curve.largest(wrong)
