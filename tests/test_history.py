@@ -94,7 +94,7 @@ def test_errors_say_what_to_do():
     history.append(state, loss=1.0)
     with pytest.raises(ValueError, match=r"\['loss'\], got \[\]"):
         history.append(state)
-    with pytest.raises(KeyError, match="only: .*loss"):
+    with pytest.raises(KeyError, match=r"only: .*loss"):
         history["lr"]
 
 

@@ -133,7 +133,7 @@ def check_optimizer(inner: Any, call: str) -> None:
     use = call.format("optax.adamw(1e-3)")
     if hasattr(inner, "to_config"):  # A loss scale has the methods `init` and `update` too.
         use = "jamp.loss_scaled(tx, loss_scale=...)"
-    elif hasattr(inner, "_fields") and not is_optimizer:
+    elif hasattr(inner, "_fields") and not hasattr(inner, "update"):
         use = f"tx = {call.format('tx')}, then opt_state = tx.init(params)"
     raise TypeError(f"inner must be an optimizer, got {got}. Write {use}.")
 

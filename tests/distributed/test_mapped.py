@@ -99,7 +99,7 @@ USES = [
 def test_a_wrong_or_missing_axis_name_is_a_clear_error():
     for f in (functools.partial(use, name="rows") for use in USES):
         for way in (*(mapped(way, f) for way in WAYS), jax.jit(f), f):
-            with pytest.raises(NameError, match="enclosing shard_map.*'rows'"):
+            with pytest.raises(NameError, match=r"enclosing shard_map.*'rows'"):
                 way(gradients())
 
 

@@ -239,5 +239,5 @@ def test_the_curve_of_a_function_without_products_and_of_a_wrong_limit():
     with pytest.raises(TypeError, match="compiled"):
         jamp.debug.memory_curve(jax.jit(jax.grad(jnp.sum)))
     for wrong in ("15.5gb", 3):
-        with pytest.raises(ValueError, match="15.5GiB"):
+        with pytest.raises(ValueError, match=r"15\.5GiB"):
             curve.largest(wrong)
