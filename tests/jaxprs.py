@@ -6,7 +6,39 @@ import numpy as np
 
 from jamp._jaxprs.ir import name as name, params as params
 
+# The names of jamp's own primitives, which are no words of a user's program.
+INTERNAL = {
+    *("attach", "detached", "product", "product_tangent", "rounded", "scale_tangent", "scaled_sums", "row_major"),
+    *("barrier", "barrier_unless_tpu", "cotangents_behind_barrier", "in_one_kernel_on_tpu"),
+    *("differentiated", "once_differentiable", "with_tangent_of"),
+}
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+# Under `jax_remat3`, a checkpoint and a name are objects in the parameters of one primitive.
+_HIGH = {"RematTraced": "remat2", "CheckpointName": "name", "CheckpointNameFwd": "name"}
+
+
+def params(eqn):
+    """The parameters of an equation."""
+    high = eqn.params.get("_prim")
+    return eqn.params if high is None else high.params
+
+
+def name_of(eqn):
+    """The name of the primitive of an equation."""
+    high = eqn.params.get("_prim")
+    return eqn.primitive.name if high is None else _HIGH.get(type(high).__name__, type(high).__name__)
+
+
+def carried(eqn):
+    """Which operands of a scan or a while are its carry."""
+    if "body_nconsts" in eqn.params:
+        return range(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.invars))
+    if "num_carry" in eqn.params:
+        return range(eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"])
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return range(len(consts), len(consts) + len(carry))
 
 
 def equations(jaxpr):

@@ -7,10 +7,10 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, nn
+from jaxprs import carried, params as params_of
 from pairs import wide
 
 import jamp
-from jamp._jaxprs import constructs, ir
 
 N = 32
 KEY, ROWS = jax.random.key(7), np.arange(N, dtype=np.int32) * 5 % N // 2  # rows of which some are the same
@@ -212,7 +212,8 @@ def by_operation(fun, *args):
     return evaluate(closed.jaxpr, closed.consts, args)
 
 
-def evaluate(jaxpr, consts, args):
+def evaluate(jaxpr, consts, args, operation=None):
+    operation = operation or evaluated
     literal = lambda v: isinstance(v, jax.extend.core.Literal)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
@@ -221,11 +222,12 @@ def evaluate(jaxpr, consts, args):
     return [v.val if literal(v) else env[v] for v in jaxpr.outvars]
 
 
-def operation(eqn, args):
-    params, name = ir.params(eqn), eqn.primitive.name
+def evaluated(eqn, args):
+    """The results of an operation, one by one also inside of constructs."""
+    params, name = params_of(eqn), eqn.primitive.name
     inner = lambda body, *args: evaluate(getattr(body, "jaxpr", body), getattr(body, "consts", ()), args)
     if name == "scan":
-        n, m = constructs.carry(eqn).start, constructs.carry(eqn).stop
+        n, m = carried(eqn).start, carried(eqn).stop
         carry, steps = args[n:m], []
         for i in range(params["length"])[:: -1 if params["reverse"] else 1]:
             found = inner(params["jaxpr"], *args[:n], *carry, *(x[i] for x in args[m:]))

@@ -12,7 +12,7 @@ from jax.custom_derivatives import linear_call
 from jax.experimental import pallas as pl
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec as P
-from jaxprs import dtypes, equations, normal, operand_dtypes, products
+from jaxprs import carried, dtypes, equations, name_of, normal, operand_dtypes, params, products
 from norms import distance, total, under_autocast
 from pairs import of_pair
 from programs import by_operation, reference
@@ -21,7 +21,7 @@ import jamp
 from jamp._autocast.cast import cast
 from jamp._autocast.rules import RULES
 from jamp._autocast.target import Target
-from jamp._jaxprs import constructs, ir
+from jamp._jaxprs import constructs
 from jamp._products.lower import lower
 
 F16, BF16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -31,7 +31,7 @@ W, X, SQUARE = normal(16, 16, scale=0.25), normal(12, 16, seed=1), normal(16, 16
 
 def found(name, fun, *args):
     """The equations of a primitive."""
-    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if ir.name(e) == name]
+    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if name_of(e) == name]
 
 
 def step(w, x):
@@ -102,7 +102,7 @@ def test_products_inside_control_flow_are_narrow_and_so_are_those_of_the_gradien
         assert products(low, *args) == {dtype}, name
         loops = [e for kind in ("scan", "while") for e in found(kind, low, *args)]
         assert loops or name not in LOOPS
-        assert dtype not in [v.aval.dtype for e in loops for v in e.outvars[: len(constructs.carry(e))]]
+        assert dtype not in [v.aval.dtype for e in loops for v in e.outvars[: len(carried(e))]]
         if name in ("while", "counting", "a loop whose end is batched"):  # without a gradient
             assert distance(*jax.jit(lambda *args: (low(*args), fun(*args)))(*args)) < 5 * eps
         else:
@@ -139,7 +139,7 @@ def test_remat_keeps_its_policy_and_recomputes():
         counts.append(ops[0][0])
     assert counts[1] > counts[2]
     (remat,) = found("remat2", jamp.autocast(fun, jnp.float16), W, X)
-    assert ir.params(remat)["policy"] is not None
+    assert params(remat)["policy"] is not None
 
 
 def test_a_jit_inside_stays_one_function_and_keeps_its_shardings():
@@ -438,7 +438,7 @@ def test_calls_of_one_jaxpr_have_their_own_constants(operation, dtype):
     outer = jax.make_jaxpr(lambda x: [*(call(x)[0] for call in calls), x @ x])(SQUARE)
     given = iter(constants)
     of_one = lambda e: e.replace(params={**e.params, "jaxpr": jax.extend.core.ClosedJaxpr(body, [next(given)])})
-    eqns = [of_one(e) if ir.name(e) == "jit" else e for e in outer.jaxpr.eqns]
+    eqns = [of_one(e) if name_of(e) == "jit" else e for e in outer.jaxpr.eqns]
     made = jax.extend.core.ClosedJaxpr(outer.jaxpr.replace(eqns=eqns), outer.consts)
     fun = lambda x: jax.extend.core.jaxpr_as_fun(made)(x)
     rules = {} if isinstance(dtype, jnp.dtype) else {"dot_general": "compute"}  # Else they are the head.

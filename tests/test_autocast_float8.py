@@ -13,10 +13,9 @@ from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.extend.core import Var
-from jaxprs import equations, normal
+from jaxprs import equations, name_of, normal
 
 import jamp
-from jamp._jaxprs import ir
 from jamp._products.formats.scaled import quantize
 
 E4, E5, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
@@ -361,7 +360,7 @@ def test_products_in_custom_rules_are_8_bit_where_they_qualify(make):
     value, pull_back = jax.vjp(low, W)
     np.testing.assert_array_equal(value, plain(W))
     np.testing.assert_array_equal(value, low(W))
-    is_8_bit = lambda e: ir.name(e) == "dot_general" and e.invars[0].aval.dtype == E4
+    is_8_bit = lambda e: name_of(e) == "dot_general" and e.invars[0].aval.dtype == E4
     count = lambda f: sum(map(is_8_bit, equations(jax.make_jaxpr(f)(W))))
     assert count(low) == count(plain) == 2  # The head is in 16 bit.
     rows = [r for r in jamp.autocast_report(fun, F8)(W).rows if r.operation == "dot_general"]
@@ -377,7 +376,7 @@ def test_no_product_in_the_backward_pass_of_a_custom_rule_is_8_bit():
     custom = by_custom_vjp()
     fun = lambda w: (custom(custom(X, w), w)).sum()
     low = jamp.autocast(fun, F8, rules={"dot_general": "compute", "dot_general[gradient]": "compute"})
-    grads = [e for e in equations(jax.make_jaxpr(jax.grad(low))(W)) if ir.name(e) == "dot_general"]
+    grads = [e for e in equations(jax.make_jaxpr(jax.grad(low))(W)) if name_of(e) == "dot_general"]
     assert sum(e.invars[0].aval.dtype == E4 for e in grads) == 2
     assert sum(e.invars[0].aval.dtype == BF16 for e in grads) == 4
 
@@ -575,7 +574,7 @@ def test_the_backward_pass_keeps_the_sums_of_a_product_and_scales_them_as_the_fo
     loss = lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w) @ V) @ W)
     low = [jamp.autocast(loss, F8, recompute=again, rules={"dot_general": "compute"}) for again in (True, False)]
     saved = jax.make_jaxpr(lambda w: jax.tree.leaves(jax.vjp(low[0], w, X)[1]))(W)
-    names = [eqn for eqn in equations(saved) if ir.name(eqn) == "name" and eqn.outvars[0].aval.dtype == BF16]
+    names = [eqn for eqn in equations(saved) if name_of(eqn) == "name" and eqn.outvars[0].aval.dtype == BF16]
     made_by = {v: eqn for eqn in equations(saved) for v in eqn.outvars}
     sources = [made_by[eqn.invars[0]] for eqn in names]
     sources = [made_by[eqn.invars[0]] if eqn.primitive.name == "rounded" else eqn for eqn in sources]

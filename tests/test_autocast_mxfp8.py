@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
-from jaxprs import equations, normal
+from jaxprs import equations, name_of, normal
 
 import jamp
-from jamp._jaxprs import ir
 
 MX = jamp.MXFP8(min_size=32)
 BF16, E4 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
@@ -31,7 +30,7 @@ def error(x, y):
 
 
 def scaled_dots(fun, *args):
-    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if ir.name(e) == "scaled_dot"]
+    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if name_of(e) == "scaled_dot"]
 
 
 def encoded(x):

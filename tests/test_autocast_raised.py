@@ -7,12 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jaxprs import equations, normal
+from jaxprs import equations, name_of, normal
+from programs import evaluate, evaluated
 
 import jamp
-from jamp._jaxprs import interpret, ir
-from jamp._jaxprs.primitives import MOVES
 
+MOVES = {
+    "concatenate",
+    "convert_element_type",
+    "reshape",
+    "rev",
+    "select_n",
+    "slice",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+}
 BF16, F32 = jnp.bfloat16, jnp.float32
 HEAD = {"dot_general[head]": "float32"}
 ALL = {"*[head]": "float32"}
@@ -40,14 +50,14 @@ def oracle(fun, names, scope="head"):
             return exact[id(x)][1] if id(x) in exact else x.astype(F32)
 
         def step(eqn, values):
-            name, out = ir.name(eqn), eqn.outvars[0].aval
+            name, out = name_of(eqn), eqn.outvars[0].aval
             floats = [i for i, x in enumerate(values) if x.dtype == BF16]
             is_raised = (name in names or ("*" in names and name not in MOVES)) and scope in str(
                 eqn.source_info.name_stack
             )
             is_move = name in MOVES and all(id(values[i]) in exact for i in floats)
             if not floats or not (is_raised or is_move):
-                return interpret.bind(eqn, values, [v.aval for v in eqn.outvars])
+                return evaluated(eqn, values)
             given = [wide(x) if i in floats else x for i, x in enumerate(values)]
             params = {k: np.dtype(F32) if v == BF16 and k != "new_dtype" else v for k, v in eqn.params.items()}
             params |= {"precision": (lax.Precision.HIGHEST,) * 2} if name == "dot_general" else {}
@@ -58,7 +68,7 @@ def oracle(fun, names, scope="head"):
             exact[id(read)] = read, found
             return [read]
 
-        results = interpret.interpret(closed.jaxpr, [*closed.consts, *leaves], step)
+        results = evaluate(closed.jaxpr, closed.consts, leaves, step)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return run

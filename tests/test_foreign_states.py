@@ -11,7 +11,6 @@ from steps import with_masters
 from trees import assert_equal
 
 import jamp
-from jamp._optimizer_state import codes as block_codes
 
 ADAM = optax.adam(1e-3)
 HALF = {"w": normal(64, 256).astype(jnp.bfloat16), "b": jnp.ones(256, jnp.bfloat16)}
@@ -159,9 +158,3 @@ def test_a_state_with_the_codes_of_an_older_jamp_is_an_error():
         for read in (lambda s: tx.update(params, s, params), jamp.interop.dequantize_state):
             with pytest.raises(TypeError, match=r"\[0\]\.nu.* older jamp"):
                 read(old)
-
-
-def test_the_number_of_blocks_tells_every_power_of_two():
-    for n in range(1, 300):
-        for size in (2**k for k in range(10)):
-            assert block_codes._block_size(n, -(-n // size)) == min(size, n)

@@ -13,7 +13,6 @@ from jaxprs import normal
 from steps import together, with_masters
 
 import jamp
-from jamp._optimizer_state.split_masters import SplitMasterParamsState
 
 BF16 = jnp.bfloat16
 STEPS, ROWS, WIDTH = 3000, 16, 64  # rows of a group; a row is a block of `quantized_state`
@@ -89,7 +88,7 @@ def inner_of(state, params):
     """The state of the plain optimizer, and the parameters: masters, if there are some."""
     if isinstance(state, jamp.LossScaledState):
         return inner_of(state.inner_state, params)
-    if isinstance(state, SplitMasterParamsState):
+    if hasattr(state, "low_bits"):
         state = jamp.interop.join_masters(state, params)
     if isinstance(state, jamp.MasterParamsState):
         return inner_of(state.inner_state, state.master_params)

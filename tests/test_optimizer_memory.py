@@ -726,3 +726,9 @@ def test_a_block_size_may_be_a_number_of_numpy():
     params = jnp.ones((128, 64))
     states = [jamp.quantized_state(optax.sgd(0.1, momentum=0.9), block_size=n).init(params) for n in (64, np.int64(64))]
     assert_equal(*states)
+
+
+def test_the_number_of_blocks_tells_every_power_of_two():
+    for n in range(1, 300):
+        for size in (2**k for k in range(10)):
+            assert block_codes._block_size(n, -(-n // size)) == min(size, n)
