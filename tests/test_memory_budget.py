@@ -1,7 +1,8 @@
 """What a memory budget promises, on random programs with loops, branches, calls, checkpoints and rules in each other.
 
 What `jax.vjp` keeps is what the report says, it is within the budget or there is a warning, it falls with the budget,
-and no product runs more than once more.
+and no product runs more than once more. Its arguments and warnings are in test_recompute.py, the models of libraries in
+integrations/test_memory_budget.py.
 """
 
 import functools

@@ -1,4 +1,9 @@
-"""A memory budget: `jamp.recompute`, `autocast(..., memory_budget=...)` and `jamp.memory_report`."""
+"""A memory budget on a few layers written by hand: what its arguments mean, what it warns of, what its report says.
+
+What it promises of any program is in test_memory_budget.py, on random programs. What it does with the models of Flax
+and Equinox is in integrations/test_memory_budget.py, and that it behaves as `jax.checkpoint` in
+test_recompute_as_checkpoint.py.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,7 @@
-"""A memory budget for models as their libraries write them: with dropout, statistics and counts of their own."""
+"""A memory budget on the models of Flax and Equinox: with dropout, statistics and counts of their own.
+
+Its arguments and warnings are in test_recompute.py, its promises for random programs in test_memory_budget.py.
+"""
 
 import functools
 
