@@ -1,10 +1,9 @@
-"""Whole models under autocast against float32, and random compositions of operations against float64."""
+"""Whole models under autocast against float32."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from jax import lax
 from jaxprs import PRODUCTS, operand_dtypes
 from norms import under_autocast
@@ -117,63 +116,3 @@ def test_a_model_agrees_with_float32_and_what_is_sensitive_in_it_is_float32(make
         results, grads = under_autocast(errors, params, x, dtype=dtype)
         assert results < 2 * jnp.finfo(dtype).eps
         assert grads < 4 * jnp.finfo(dtype).eps
-
-
-# Random compositions of the table's operations. Each takes and gives a 16 x 16 array.
-
-
-def running_sum(c, row):
-    return c + row, c * 0.5
-
-
-ANY = {
-    "exp": lambda x, w: jnp.exp(jnp.minimum(x, 20.0)),
-    "log1p": lambda x, w: jnp.log1p(jnp.abs(x)),
-    "sqrt": lambda x, w: jnp.sqrt(jnp.abs(x) + 1e-3),
-    "square": lambda x, w: jnp.square(jnp.clip(x, -1e4, 1e4)),
-    "sum": lambda x, w: x + jnp.sum(x, 0, keepdims=True),
-    "cumsum": lambda x, w: jnp.cumsum(x, 1),
-    "softmax": lambda x, w: jax.nn.softmax(x),
-    "logsumexp": lambda x, w: x - jax.nn.logsumexp(x, -1, keepdims=True),
-    "norm": lambda x, w: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3),
-    "divide": lambda x, w: x / (jnp.abs(x) + 1),
-    "product": lambda x, w: x @ w,
-    "bias": lambda x, w: x + w[0],
-    "residual": lambda x, w: x + w,
-    "scale": lambda x, w: x * 0.5,
-    "large": lambda x, w: x + 70000.0,
-    "tanh": lambda x, w: jnp.tanh(x),
-    "relu": lambda x, w: jax.nn.relu(x),
-    "transpose": lambda x, w: x.T,
-    "where": lambda x, w: jnp.where(x > 0, x, 0.1),
-    "scan": lambda x, w: lax.scan(running_sum, x[0], x)[1],
-    "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x - 1, x),
-    "remat": lambda x, w: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x),
-}
-
-
-def compose(names):
-    def fun(x, w):
-        for name in names:
-            x = ANY[name](x, w)
-        return x
-
-    return fun
-
-
-def evaluate(fun, *args):
-    return np.asarray(fun(*args), np.float64)
-
-
-@pytest.mark.slow
-@settings(max_examples=3, deadline=None, derandomize=True)
-@given(names=st.lists(st.sampled_from(sorted(ANY)), min_size=2, max_size=6), seed=st.integers(0, 3))
-def test_a_random_composition_is_no_worse_than_a_whole_model_cast(names, seed):
-    x, w = np.random.default_rng(seed).normal(size=(2, 16, 16)).astype(np.float32)
-    fun = compose(names)
-    with jax.enable_x64(True):
-        exact = evaluate(fun, jnp.float64(x), jnp.float64(w))
-    naive = evaluate(fun, jnp.float16(x), jnp.float16(w))
-    with np.errstate(all="ignore"):
-        worse = np.linalg.norm(evaluate(jamp.autocast(fun, jnp.float16), x, w) - exact) - np.linalg.norm(naive - exact)
-    assert not np.isfinite(naive).all() or worse <= 4 * float(jnp.finfo(F16).eps) * max(np.linalg.norm(exact), 1.0)
