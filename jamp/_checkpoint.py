@@ -72,7 +72,7 @@ def check_checkpoint_config(saved: Mapping[str, Any], tree: Any, loss_scale: Los
     kind, wanted = saved["loss_scale"]["type"], _config(loss_scale)["type"]
     if kind != wanted:
         raise ValueError(
-            f"The checkpoint has a loss scale of type {kind!r}, this run has {wanted!r}. Restore it into a state of "
+            f"The checkpoint was saved under a loss scale of type {kind!r}, this run has {wanted!r}. Restore it with "
             "jamp.loss_scale_from_config(saved['loss_scale']), then jamp.convert_loss_scale(restored, loss_scale)."
         )
     arrays, own = saved["arrays"], checkpoint_config(tree, loss_scale)["arrays"]

@@ -76,6 +76,7 @@ JAMP = str(Path(jamp.__file__).parent)
         ("/usr/lib/python3/dist-packages/flax/nnx/rnn.py", "> flax/nnx/rnn.py:1"),
         ("/home/me/project/.venv/lib/python3.11/site-packages/flax/nnx/rnn.py", "> flax/nnx/rnn.py:1"),
     ],
+    ids=["beside jamp", "in jamp", "of the user", "of the system", "of a project"],
 )
 def test_whose_code_a_file_is(file, source):
     code = {"log": jnp.log}

@@ -302,7 +302,6 @@ MISUSE = {
     "what update returns": (ValueError, "tx.update", lambda: debug.lost_updates(PARAMS, (PARAMS, STATE))),
     "lost_updates without updates": (TypeError, "tx.update", lambda: debug.lost_updates(PARAMS)),
     "a function for updates": (TypeError, "tx.update", lambda: debug.lost_updates(PARAMS, loss_fn)),
-    "a curve of a gradient": (TypeError, "jamp.recompute", lambda: debug.memory_curve(jax.grad(loss_sum))(PARAMS, X)),
     "the arguments to compile": (TypeError, "jamp.recompute", lambda: debug.memory_curve(of_budget, PARAMS, X)),
     "a curve of results": (TypeError, "jamp.recompute", lambda: debug.memory_curve(lambda budget: X)(X)),
     "a curve of one budget": (TypeError, "(1.0, 0.5, 0)", lambda: debug.memory_curve(of_budget, 0.5)),
