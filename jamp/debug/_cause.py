@@ -70,10 +70,7 @@ _LOG_OF_0 = "add an epsilon that the dtype can hold, or compute the logarithm it
 _ADD_EPSILON = "add an epsilon (in float16, 1e-8 is 0); under a gradient, also jnp.where inside the operation"
 _EMPTY = "add an epsilon, or look for a mean over an empty array or mask"
 _FIND_INF = "find the inf among its inputs, and mask with a large finite number in its place"
-_INF_MINUS_INF = (
-    "find what made the inf: a division by 0 or an overflow before it, or in a softmax a row that is masked out "
-    "completely, which needs a large finite number as its mask"
-)
+_INF_MINUS_INF = "find what made the inf, or mask with a large finite number a row that is all -inf in a softmax"
 _CLIP_RESULT = "find the operation that made the inf, and clip its result"
 _VARIANCE = "if it is a variance, use jnp.var: E[x**2] - E[x]**2 cancels, and may be negative"
 
@@ -126,25 +123,15 @@ _DOMAINS = [
 ]
 _NOT_ENTERED = Cause(
     "made inside it, where the search does not look",
-    "search what it maps: find_nonfinite(jax.vmap(body, axis_name=...)) on arrays with one more axis, which stands for "
-    "the devices",
+    "search what it maps: find_nonfinite(jax.vmap(body, axis_name=...)), on arrays with an axis for the devices",
 )
 # What `explain` gets has no NaN where a constant has one.
-_CONSTANT = Cause(
-    "nan is a constant in the code",
-    "the code has this NaN on purpose: look at the condition that chooses it, or at what reads it",
-)
+_CONSTANT = Cause("nan is a constant in the code", "look at the condition that chooses it, or at what reads it")
 # They return elements of their operands.
 _CHOOSE = ("concatenate", "dynamic_update_slice", "pad", "select_n")
-_REGULARIZE = (
-    "add a small multiple of the identity, 1e-6 of its diagonal in float32 and 1e-12 in float64, and compute it in no "
-    "fewer bits"
-)
+_REGULARIZE = "add a small multiple of the identity, 1e-6 of its diagonal in float32 and 1e-12 in float64"
 _WHOLE = {
-    "gather": Cause(
-        "an index is out of bounds, for which gather gives nan",
-        "check the indices: jnp.take and x[i] return NaN out of bounds",
-    ),
+    "gather": Cause("an index is out of bounds, for which gather gives nan", "check the indices of jnp.take and x[i]"),
     "cholesky": Cause("cholesky of a matrix that is not positive definite", _REGULARIZE),
     "triangular_solve": Cause("the matrix is singular", _REGULARIZE),
     "custom_linear_solve": Cause("the matrix is singular", _REGULARIZE),
@@ -154,10 +141,7 @@ _EXPONENT = "subtract the maximum first (jax.nn.softmax, jax.nn.logsumexp), or c
 _ON_THE_WAY = "compute it in float32: put it into jamp.full_precision, or give autocast a rule for it"
 _NARROW = "use jamp.full_precision or smaller operands; in attention divide by sqrt(width)"
 _TOO_LARGE = "the value is too large for any dtype: divide, normalize or clip before"
-_BEYOND_FLOAT32 = (
-    "the value is beyond float32: look for a learning rate, a scale or an input that is too large; in float64 code, "
-    "use jamp.full_precision"
-)
+_BEYOND_FLOAT32 = "look for a learning rate, a scale or an input that is too large, or compute it in float64"
 _LOWER_SCALE = "lower the loss scale: a dynamic one does so itself, for others jamp.set_loss_scale"
 
 
