@@ -101,5 +101,5 @@ def lost_updates(params: optax.Params, updates: optax.Updates) -> LostUpdates:
     try:
         shares = jax.tree.map(share, params, updates)
     except ValueError as error:
-        raise ValueError(f"updates has another structure than params ({error}). Write {_CALL}.") from error
+        raise ValueError(f"updates must have the structure of params. Write {_CALL}.") from error
     return LostUpdates(shares)
