@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._jaxprs.ir import name as name, params as params
-
 # The names of jamp's own primitives, which are no words of a user's program.
 INTERNAL = {
     *("attach", "detached", "product", "product_tangent", "rounded", "scale_tangent", "scaled_sums", "row_major"),

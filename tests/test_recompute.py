@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxprs import PRODUCTS, equations, kept_by_jax, name, normal, params
+from jaxprs import PRODUCTS, equations, kept_by_jax, name_of as name, normal, params
 from processes import run_python
 from trees import assert_close
 
