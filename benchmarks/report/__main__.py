@@ -25,6 +25,7 @@ TABLES: dict[str, tuple[dict[str, str], Callable[..., str]]] = {
     "step": ({"step": "step"}, tables.step),
     "budgets": ({"budget_h200": "rows", "budget_tpu": "rows"}, tables.budgets),
     "budgets_in_short": ({"budget_h200": "rows"}, tables.budgets_in_short),
+    "residuals": ({"residuals_h200": "rows"}, tables.residuals),
 }
 # The same of files of `benchmarks.gpu`: the parts, and what makes the table of the parts' rows.
 # "llama_1024" and "steps" are finished studies, whose code has the commit that stands beside their rows.

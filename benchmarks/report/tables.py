@@ -274,6 +274,32 @@ def budgets_in_short(h200: Rows) -> str:
     return table(["", *ways.values()], body)
 
 
+def residuals(h200: Rows) -> str:
+    """Temporary memory with residuals in 8 bits, beside the ways by hand, with the FLOPs and the traffic of memory."""
+    base = "autocast, budget 1.0"
+    ways = {
+        "by hand, `dots_saveable`": "`dots_saveable`",
+        "by hand, each block again": "a checkpoint around each block",
+        base: "autocast",
+        "autocast, budget 0.1": "budget 0.1",
+        "int8, budget 1.0": "int8",
+        "int8, budget 0.25": "int8, budget 0.25",
+        "int8, budget 0.1": "int8, budget 0.1",
+    }
+    body = []
+    for model in names(h200, "model"):
+        rows = {row["variant"]: row for row in select(h200, model=model)}
+        least = min(row["gigaflops"] for row in rows.values())
+        cells = []
+        for row in (rows[way] for way in ways):
+            more = row["gigaflops"] / least - 1
+            again = f" (+{100 * more:.0f} %)" if more > 0.005 else ""
+            cells.append(number(row["temporary_megabytes"] / 1e3) + again)
+        moved = rows["int8, budget 1.0"]["gigabytes_moved"] / rows[base]["gigabytes_moved"]
+        body.append([model, *cells, f"{moved:.2f}"])
+    return table(["", *ways.values(), "bytes moved, int8 / autocast"], body)
+
+
 def title_of(model: str) -> str:
     name, *rest = model.split(", ")
     return ", ".join([name, *(part for part in rest if part in ("unrolled", "cuDNN's attention"))])
