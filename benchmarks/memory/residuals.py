@@ -4,8 +4,8 @@
 
 Each program is `jax.value_and_grad(loss)`. "By hand" is the model written in bfloat16, with a `jax.checkpoint` around
 each block, whose policy is `dots_saveable` or keeps nothing. Temporary memory is what the compiler says. Of the bytes
-to and from main memory, a loop's count as often as it runs. FLOPs are the products in the jaxpr of the gradient, which has
-those that XLA leaves out, but not those of cuDNN's kernel. Nothing is timed.
+to and from main memory, a loop's count as often as it runs. FLOPs are the products in the jaxpr of the gradient,
+without those of cuDNN's kernel. Nothing is timed.
 """
 
 import os
