@@ -9,8 +9,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
-# Products of encoded operands. They count as products, and autocast leaves them alone.
-ENCODED_PRODUCTS = _names("scaled_dot")
+# Products of encoded operands, or that encode them. They count as products, and autocast leaves them alone.
+ENCODED_PRODUCTS = _names("scaled_dot unencoded_product")
 MOVES = _names(
     "concatenate convert_element_type copy copy_p dynamic_slice dynamic_update_slice pad reshape rev rounded row_major "
     "select_n slice split squeeze stack stop_gradient transpose unstack"

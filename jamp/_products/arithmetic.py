@@ -20,6 +20,8 @@ from jamp._products.multiply import multiply
 from jamp._products.product import Dtype, Product
 
 Run = Callable[[JaxprEqn, list[Any]], Any]  # evaluates a traced product
+# The name scopes of the backward products: the cotangents of the left and of the right operand.
+OF_LEFT, OF_RIGHT = "jamp.of_left", "jamp.of_right"
 
 
 class Arithmetic(Protocol):
@@ -140,7 +142,8 @@ def cotangent(product: Product, i: int, aval: Any, types: Sequence[Any], values:
     )
     closed = _transposed(product.primitive, params, i, aval, tuple(types), jax.sharding.get_abstract_mesh())
     evaluate = lambda eqn, args: [run(eqn, args)] if ir.name(eqn) in PRODUCTS else moved(eqn, args)
-    return interpret.interpret(closed.jaxpr, values, evaluate)[0]
+    with jax.named_scope((OF_LEFT, OF_RIGHT)[i]):
+        return interpret.interpret(closed.jaxpr, values, evaluate)[0]
 
 
 @functools.lru_cache(maxsize=4096)

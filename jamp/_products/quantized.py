@@ -122,7 +122,8 @@ class Quantized(NamedTuple):
 
     def _unpacked(self, pack: Sequence[Array]) -> Encoded:
         codes, scales = pack
-        as_dtype = lambda x, dtype: x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+        is_as_it_was = lambda x, dtype: x.dtype == dtype or x.dtype.itemsize > 1
+        as_dtype = lambda x, dtype: x if is_as_it_was(x, dtype) else lax.bitcast_convert_type(x, dtype)
         return Encoded(as_dtype(codes, self.format.forward), as_dtype(scales, self.format.scale_dtype))
 
 

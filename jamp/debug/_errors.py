@@ -12,21 +12,27 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jamp._arguments import Call, differentiable, parameter_paths
+from jamp._autocast.decisions import entries
 from jamp._autocast.rules import wide_dtype
 from jamp._cast import check_floating, is_floating
-from jamp._jaxprs import build
+from jamp._jaxprs import build, ir
+from jamp._jaxprs.primitives import PRODUCTS
+from jamp._products.formats import Format
 from jamp._transforms.autocast import autocast
+from jamp._transforms.passes import passes_of
 from jamp.debug._program import ON, RoundedProgram
 from jamp.debug._run_steps import Damage, Data, reference_dtype
+from jamp.debug._unencoded import Unencoded
 
 _LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # for float16: the first with which the gradients are finite
 
 
 class Errors:
-    """A call of a function under autocast, with its gradients.
+    """A call of a function under autocast, with its gradients. `compiled` holds what several of them compile once.
 
     Attributes:
-      dtype: The name of the compute dtype.
+      format: The format of 8 bits, if it is one.
+      dtype: The name of the compute dtype, or of the carrier of the format.
       wide: The dtype of the operands that products cast to it.
       program: The function and its gradient.
       has_gradients: Whether the first result is a scalar, so that there are gradients.
@@ -35,15 +41,18 @@ class Errors:
     def __init__(
         self,
         fun: Callable[..., Any],
-        compute_dtype: DTypeLike,
+        compute_dtype: DTypeLike | Format,
         rules: Mapping[str, str],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        compiled: dict[Any, Any],
     ):
         call = Call(args, kwargs)
-        dtype = check_floating("compute_dtype", compute_dtype)
+        self.format = compute_dtype if isinstance(compute_dtype, Format) else None
+        dtype = np.dtype(self.format.carrier) if self.format else check_floating("compute_dtype", compute_dtype)
         self.dtype, self.wide, self.has_gradients = str(dtype), wide_dtype(dtype), False
-        flat = call.traceable(autocast(fun, compute_dtype, rules=rules, recompute=False))
+        cast = autocast(fun, Unencoded(self.format) if self.format else compute_dtype, rules=rules, recompute=False)
+        flat = call.traceable(cast)
         inputs = [i for i in differentiable(args, kwargs, call.leaves) if is_floating(call.leaves[i])]
 
         def value_and_gradients(scale: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
@@ -61,8 +70,27 @@ class Errors:
         self._leaves, self._n = call.leaves, len(values)
         self._scale = jnp.float32(_LOSS_SCALES[0] if dtype == jnp.float16 else 1)
         wide = min(self.wide, reference_dtype(), key=lambda x: x.itemsize)  # Without x64, there is no float64.
-        self.program = RoundedProgram(closed, ["", *parameter_paths(fun, args, kwargs)], wide)
+        self.program = RoundedProgram(closed, ["", *parameter_paths(fun, args, kwargs)], wide, compiled)
+        if self.format:
+            self._name_products(cast, args, kwargs)
         self._exact: tuple[list[Array], dict[Any, Any]] | None = None
+
+    def _name_products(self, cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Give the products the names that their rules have. A convolution in 8 bits is a matrix product."""
+        trace = passes_of(cast)
+        assert trace is not None
+        found = trace(args, kwargs)
+        for x in entries(found.decided, found.decisions, found.target):
+            for site in self.program.sites if x.product and ir.name(x.eqn) != "dot_general" else ():
+                if site.format and (site.line, site.scope) == (x.source, x.scope):
+                    site.operation = ir.name(x.eqn)
+
+    @property
+    def share(self) -> float:
+        """The share of the FLOPs that are products in the compute dtype, or in the format."""
+        is_low = lambda x: bool(x.format) if self.format else x.operation in PRODUCTS
+        low = sum(x.flops for x in self.program.sites if is_low(x))
+        return low / self.program.flops if self.program.flops else math.nan
 
     def exact(self) -> tuple[list[Array], dict[Any, Any]]:
         """Return the results without any rounding, and all values by their variables."""
@@ -90,6 +118,7 @@ class Errors:
         pairs = list(zip(self.values(on), self.exact()[0], strict=True))
         return _distance(pairs[: self._n]), _distance(pairs[self._n :])
 
+    @functools.cached_property
     def damages(self) -> list[dict[int, Damage]]:
         """The predicted damage of each site to the value, and to the gradients. Inside scans it has an axis for each.
 

@@ -23,8 +23,8 @@ from jamp._jaxprs.source import user_line
 from jamp.debug._run_steps import Damage, Data, Switches, measure_damage, run_steps, widen
 from jamp.debug._steps import Builder, Step, SteppedJaxpr
 
-ON, OFF = (Switches(np.bool_(x), np.bool_(x)) for x in (True, False))
-OPERANDS = Switches(ON.operands, OFF.result)
+ON, OFF = (Switches(*[np.bool_(x)] * 3) for x in (True, False))
+OPERANDS = ON._replace(result=OFF.result)
 _measure_damage = jax.jit(measure_damage, static_argnums=3)
 
 
@@ -58,7 +58,7 @@ class _CompiledSteps:
         if self.is_loop:
             return id(self)
         active, eqns = set(self.active), [step.eqn for step in self.steps]
-        flags = tuple(v in active for v in self.reads), tuple(step.site is None for step in self.steps)
+        flags = tuple(v in active for v in self.reads), tuple((x.site is None, x.encoding) for x in self.steps)
         return equality.fingerprint(self.reads, self.writes, eqns, sources=False), flags
 
     @functools.cached_property
@@ -94,7 +94,7 @@ class _CompiledSteps:
 
 
 class RoundedProgram:
-    """A jaxpr whose roundings can be switched and tapped.
+    """A jaxpr whose roundings can be switched and tapped. Programs with the same segments `known` compile each once.
 
     Attributes:
       sites: The lines and layers that round.
@@ -102,15 +102,17 @@ class RoundedProgram:
       opaque: The lines of operations without a derivative. `damages` does not see what goes through them.
     """
 
-    def __init__(self, closed: ClosedJaxpr, parameters: Sequence[str], wide: np.dtype[Any]):
+    def __init__(
+        self, closed: ClosedJaxpr, parameters: Sequence[str], wide: np.dtype[Any], known: dict[Any, "_CompiledSteps"]
+    ):
         builder = Builder(wide)
         self._body = builder.body(closed, parameters)
         self.sites, self.flops = builder.sites, builder.flops
         self.opaque: set[str] = set()
         self._segments = _grouped(self._body)
-        # Equal segments share the first one's compiled functions. A key is long, so it is hashed once, here.
-        first: dict[Any, _CompiledSteps] = {}
-        self._compiled = [first.setdefault(segment.key, segment) for segment in self._segments]
+        # Equal segments share the first one's compiled functions, also of another program. A key is long, so it is
+        # hashed once, here.
+        self._compiled = [known.setdefault(segment.key, segment) for segment in self._segments]
         self._last = {v: i for i, segment in enumerate(self._segments) for v in segment.reads}
         self._last |= dict.fromkeys(_variables(self._body.outputs), len(self._segments))
 
@@ -141,7 +143,8 @@ class RoundedProgram:
             xs = [env[v] for v in segment.reads]
             if segment.sites and not segment.is_loop:
                 step, ys, (site,) = segment.steps[0], [env[v] for v in segment.writes], segment.sites
-                others = compiled.run_forward([OPERANDS], xs) if any(step.rounds) else ys
+                is_rounded = any(step.rounds) or step.encoding is not None
+                others = compiled.run_forward([OPERANDS], xs) if is_rounded else ys
                 narrow = [step.narrow(v.aval) for v in segment.writes]
                 for i in nonzero:
                     results = zip(ys, others, now[i], narrow, strict=True)

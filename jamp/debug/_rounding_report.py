@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,14 @@ from jax.typing import DTypeLike
 
 from jamp import _table
 from jamp._arguments import Call, describe, is_array
-from jamp._autocast.rules import wide_dtype
 from jamp._jaxprs.primitives import PRODUCTS
 from jamp._jaxprs.source import pattern
 from jamp._products.formats import Format
 from jamp._transforms.autocast import autocast
+from jamp.debug._error_curve import ErrorCurve, ErrorPoint
 from jamp.debug._errors import Errors
 from jamp.debug._program import ON
-from jamp.debug._rules import find_rules
+from jamp.debug._rules import Found, RuleSearch
 from jamp.debug._run_steps import Damage
 from jamp.debug._steps import Site
 from jamp.debug._usage import called_as, check_concrete, naming_states
@@ -41,6 +42,8 @@ class RoundingRow:
       scope: The name scopes around it, such as the names of Linen modules: "h_3/attn/query", or "h_*" for many layers.
       parameter: The paths, in the arguments, of the parameters that it reads.
       backward: Whether it is part of the backward pass.
+      gradient_of: In the backward pass of a product with weights, or in 8 bits, the operand of which it is the
+        gradient: "left" or "right".
       dtype: The dtypes that it rounds to.
       flops: Its share of the FLOPs, from 0 to 1.
       own_error: The error of its own results.
@@ -57,6 +60,7 @@ class RoundingRow:
     scope: str
     parameter: str
     backward: bool
+    gradient_of: str
     dtype: str
     flops: float
     own_error: float
@@ -79,7 +83,7 @@ class RoundingRow:
         named = ("own", self.own_error), ("value", self.value_error), ("gradients", self.gradient_error)
         errors = [f"{name} {_error(x)}" for name, x in named if _error(x)]
         lines = [
-            f"{self.operation}{' in the backward pass' * self.backward}: rounded to {self.dtype}",
+            f"{self.operation}{_PASSES[self.gradient_of] * self.backward}: rounded to {self.dtype}",
             f"  line    {self.source or 'unknown'}",
             *([f"  layer   {where}"] if where else []),
             *([f"  step    {_step(self)}"] if self.steps else []),
@@ -93,8 +97,9 @@ class RoundingReport:
     """The damage that rounding does to a function. `str()` is a table, and `rows` is for programs.
 
     Attributes:
-      rows: One row for each line and layer that rounds, the most damage first.
-      compute_dtype: The name of the compute dtype.
+      rows: One row for each line, layer and pass that rounds, the most damage first.
+      compute_dtype: The name of the compute dtype, or of the format: "float8".
+      share: The share of the FLOPs that are products in the compute dtype or format, from 0 to 1.
       value_error: The measured error of the value of the function, with all roundings.
       gradient_error: The measured error of its gradients. NaN if there are none.
       opaque: Lines whose gradients JAX cannot differentiate. Damage that goes through them does not count.
@@ -102,13 +107,17 @@ class RoundingReport:
 
     rows: tuple[RoundingRow, ...]
     compute_dtype: str
+    share: float
     value_error: float
     gradient_error: float
     opaque: tuple[str, ...]
-    _errors_of: Callable[[Mapping[str, str]], Errors] = dataclasses.field(repr=False, compare=False)
+    _search: RuleSearch = dataclasses.field(repr=False, compare=False)
 
     def rules(self, *, error: float) -> dict[str, str]:
-        """Rules for `autocast`, with few FLOPs in float32, that bring an error below a bound.
+        """Rules for `autocast`, with few FLOPs in more bits, that bring an error below a bound.
+
+        For a compute dtype, they say which products run in float32, or keep float32 results. For a format of 8 bits,
+        they say which products stay in 16 bit, each in all three passes: "accumulate" has 16-bit operands.
 
         Candidates are taken by the damage that they prevent for each FLOP, so another set may have a few FLOPs less.
         Each step of the search runs the function, and the result was run with `autocast`.
@@ -120,8 +129,9 @@ class RoundingReport:
           Rules to merge into the rules of `autocast`. They are empty if the error is below the bound without them.
 
         Raises:
-          ValueError: If no rules reach the bound, because the code itself computes in 16 bit: it names the lines. Or if
-            the bound is not positive, or there is no error.
+          ValueError: If no rules reach the bound, because the code itself computes in 16 bit, or for a format because
+            16 bit is not enough: it says what the least error is, and which lines make it. Or if the bound is not
+            positive, or there is no error.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jamp.debug
@@ -134,7 +144,46 @@ class RoundingReport:
           >>> jamp.debug.rounding_report(fun, jnp.float16)(w, x).rules(error=1e-3)
           {'dot_general[head]': 'float32'}
         """
-        return find_rules(self._errors_of, error)
+        found = self._search.find(error)
+        if self._error_of(found) > error:
+            raise ValueError(self._search.unreachable(found, error))
+        if found.warning:
+            warnings.warn(found.warning, stacklevel=2)
+        return found.rules
+
+    def curve(self, errors: Sequence[float] = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)) -> ErrorCurve:
+        """The share of the FLOPs in few bits for several bounds of an error, each with its rules.
+
+        Args:
+          errors: The bounds, as in `rules`.
+
+        Returns:
+          An `ErrorCurve`, with a point for each bound. If no rules reach a bound, its point has the least error.
+
+        Raises:
+          ValueError: If a bound is not positive, or there is no error.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jamp, jamp.debug
+          >>> def fun(w, x):
+          ...     for i in range(2):
+          ...         with jax.named_scope(f"layer_{i}"):
+          ...             x = jnp.tanh(x @ w[i])
+          ...     return jnp.mean((x @ w[2]) ** 2)
+          >>> w, x = jax.random.normal(jax.random.key(0), (3, 128, 128)) / 12, jnp.ones((128, 128))
+          >>> report = jamp.debug.rounding_report(fun, jamp.Float8())(w, x)
+          >>> [point.share > 0 for point in report.curve((0.5, 0.001)).points]
+          [True, False]
+        """
+        points = []
+        for bound in errors:
+            found = self._search.find(bound)
+            points.append(ErrorPoint(bound, self._error_of(found), found.errors.share, found.rules))
+        return ErrorCurve(self.compute_dtype, tuple(points))
+
+    def _error_of(self, found: Found) -> float:
+        """The error that `rules` bounds."""
+        return found.errors.total[not math.isnan(self.gradient_error)]
 
     def __str__(self) -> str:
         total = f"error of the value {self.value_error:.1e}"
@@ -151,7 +200,8 @@ class RoundingReport:
             for line in self.opaque
         ]
         table = _table.with_header(columns, lines, ("where", "line"))
-        title = f"rounding to {self.compute_dtype}: {total}"
+        share = f", {self.share:.1%} of the FLOPs in it" * (self.share > 0)
+        title = f"rounding to {self.compute_dtype}{share}: {total}"
         return "\n".join([title, _LEGEND, "", *table, *rest, *map(_table.wrapped, unseen), *self._next()])
 
     def _next(self) -> list[str]:
@@ -163,12 +213,16 @@ class RoundingReport:
         what = "value" if math.isnan(self.gradient_error) else "gradients"
         how = f"report.rules(error={error / 10:.0e}) finds rules for autocast that bound the error of the {what}"
         if first.operation not in PRODUCTS:
-            narrow = "float32" if self.compute_dtype == "float32" else "16 bit"
-            wide = wide_dtype(self.compute_dtype)
+            narrow, wide = ("float32", "float64") if self.compute_dtype == "float32" else ("16 bit", "float32")
             how = f"if {first.source or 'the code'} itself casts to {narrow}, no rule helps: stay in {wide}. Else {how}"
         return [_table.wrapped(f"next: {how}", 6)]
 
 
+_PASSES = {
+    "": " in the backward pass",
+    "left": " for the gradient of the left operand",
+    "right": " for the gradient of the right operand",
+}
 _LEGEND = "Relative errors of a row alone: of value and gradients, predicted; of the gradients, measured"
 
 
@@ -178,7 +232,7 @@ def _cells(row: RoundingRow) -> list[str]:
     where += f", most in {row.worst}" * bool(row.worst)
     return [
         row.operation,
-        "backward" * row.backward,
+        f"grad {row.gradient_of}" if row.gradient_of else "backward" * row.backward,
         where + f" {_step(row)}" * bool(row.steps),
         f"{row.flops:.1%}",
         *("overflow" if row.overflows and x > 0 else _error(x) for x in (row.value_error, row.gradient_error)),
@@ -206,7 +260,7 @@ _CALL = "jamp.debug.rounding_report(loss_fn, jnp.bfloat16)(params, batch)"
 
 @called_as(_CALL, functions=1)
 def rounding_report(
-    fun: Callable[..., Any], compute_dtype: DTypeLike, *, rules: Mapping[str, str] | None = None
+    fun: Callable[..., Any], compute_dtype: DTypeLike | Format, *, rules: Mapping[str, str] | None = None
 ) -> Callable[..., RoundingReport]:
     """Find the operations whose rounding under `autocast` does the most damage to a function and its gradients.
 
@@ -230,8 +284,7 @@ def rounding_report(
       A function of the arguments of `fun` that returns a `RoundingReport`.
 
     Raises:
-      ValueError: If the compute dtype is an 8-bit format, or the function or its gradients are not finite in
-        the reference. For others see `autocast`.
+      ValueError: If the function or its gradients are not finite in the reference. For others see `autocast`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jamp.debug
@@ -242,11 +295,7 @@ def rounding_report(
       >>> report.rows[0].operation, report.rows[0].value_error > 30 * report.rows[-1].value_error
       ('dot_general', True)
     """
-    if isinstance(compute_dtype, Format):
-        raise ValueError(
-            f"rounding_report is for 16 bit or float32, got {compute_dtype}: 8-bit products have no second derivative."
-        )
-    if not isinstance(compute_dtype, str) and (
+    if not isinstance(compute_dtype, str | Format) and (
         isinstance(compute_dtype, Mapping | Sequence) or is_array(compute_dtype)
     ):
         got = describe(compute_dtype)
@@ -255,13 +304,14 @@ def rounding_report(
 
     def report(*args: Any, **kwargs: Any) -> RoundingReport:
         check_concrete("rounding_report", Call(args, kwargs).leaves)
-        errors_of = lambda more: Errors(fun, compute_dtype, dict(rules or {}) | more, args, kwargs)
+        compiled: dict[Any, Any] = {}
+        errors_of = lambda more: Errors(fun, compute_dtype, dict(rules or {}) | more, args, kwargs, compiled)
         with naming_states(_CALL, args):
             errors = errors_of({})
-        program, total, damages = errors.program, errors.total, errors.damages()
+        program, total, damages = errors.program, errors.total, errors.damages
         layers: dict[Any, list[int]] = {}  # the sites of each row
         for i, x in enumerate(program.sites):
-            layer = x.operation, x.line, _NUMBER.sub("*", x.scope), x.is_backward, x.steps
+            layer = x.operation, x.line, _NUMBER.sub("*", x.scope), x.is_backward, x.gradient_of, x.steps, x.format
             layers.setdefault(layer, []).append(i)
         pairs = [(_row(program.sites, mine, damages, program.flops), mine) for mine in layers.values()]
         pairs = [(row, mine) for row, mine in pairs if row.damage or row.flops]  # A result depends on these.
@@ -270,7 +320,8 @@ def rounding_report(
             dataclasses.replace(row, measured=errors.of(dict.fromkeys(mine, ON))) for row, mine in pairs[:_CHECKED]
         ]
         rows = (*checked, *(row for row, _ in pairs[_CHECKED:]))
-        return RoundingReport(rows, errors.dtype, *total, tuple(sorted(program.opaque)), errors_of)
+        name, search = errors.format.name if errors.format else errors.dtype, RuleSearch(errors, errors_of)
+        return RoundingReport(rows, name, errors.share, *total, tuple(sorted(program.opaque)), search)
 
     return report
 
@@ -298,6 +349,7 @@ def _row(
         pattern(sites[i].scope for i in mine),
         pattern(path for i in mine for path in sites[i].parameters),
         first.is_backward,
+        first.gradient_of,
         ", ".join(sorted({dtype for i in mine for dtype in sites[i].dtypes})),
         sum(sites[i].flops for i in mine) / flops if flops else 0.0,
         math.sqrt(error / size) if size else none,

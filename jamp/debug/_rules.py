@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,8 @@ from jamp.debug._run_steps import Damage, Data, Switches
 from jamp.debug._steps import Site
 
 _TRIED = 20
+_SURE = 1.5  # times the bound: a predicted error beyond it is not measured
+_NAMED = 5  # operations in an error
 
 
 class _Rule(NamedTuple):
@@ -28,64 +29,137 @@ class _Rule(NamedTuple):
     flops: float
 
 
-def find_rules(errors_of: Callable[[Mapping[str, str]], Errors], bound: float) -> dict[str, str]:
-    """Return the fewest rules, chosen by the damage that each prevents for its FLOPs, and checked with autocast."""
-    errors = errors_of({})
-    kind = int(errors.has_gradients)
-    if not bound > 0 or math.isnan(errors.total[kind]):
-        got = "the function has no floating result that is not 0" if bound > 0 else f"got error={bound}"
-        raise ValueError(f"rules() needs a positive bound and an error to bound: {got}.")
-    if errors.total[kind] <= bound:
-        return {}
-    sites = errors.program.sites
-    accumulate, wide = _candidates(sites, errors.damages()[kind], str(errors.wide))
-    error = lambda rules: errors.of(_switches(len(sites), rules))[kind]
+class Found(NamedTuple):
+    """Rules, the errors of the function with them, and what a user should know about them."""
 
-    def is_enough(rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> bool:
-        return error([*rules, *others]) <= bound
+    rules: dict[str, str]
+    errors: Errors
+    warning: str = ""
 
-    for target in (bound, 0.7 * bound, 0.5 * bound):  # Autocast rounds a little differently from the search.
-        if not is_enough(wide, [], target):
-            break
-        needed = _fewest(wide, functools.partial(is_enough, others=accumulate, bound=target))
-        needed = _without_needless(needed, functools.partial(is_enough, others=accumulate, bound=target))
-        others = [x for x in accumulate if x.key not in {y.key for y in needed}]
-        kept = _fewest(others, functools.partial(is_enough, others=needed, bound=target))
-        # The first rule that matches decides, so the longer name stands first.
-        chosen = {x.key: x.category for x in sorted([*needed, *kept], key=lambda x: -len(x.key))}
-        is_all = {i for x in needed for i in x.on}.issuperset(i for x in wide for i in x.on)
-        if not is_all and errors_of(chosen).total[kind] <= bound:
-            if message := _nameless(sites, needed):
-                warnings.warn(message.strip(), stacklevel=3)
-            return chosen
-    everything = dict.fromkeys(sorted({x.operation for x in sites} & PRODUCTS), str(errors.wide))
-    at_full_width = errors_of(everything)  # What rounds here too is the code's own.
-    if (least := at_full_width.total[kind]) > bound:
-        raise ValueError(_unreachable(at_full_width, least, bound))
-    message = f"No smaller set than all products in {errors.wide} was found for an error of {bound:g}."
-    warnings.warn(message + _nameless(sites, wide), stacklevel=3)
-    return everything
+
+class RuleSearch:
+    """Searches rules for several bounds.
+
+    In 16 bit, rules widen products to float32, or only their results. In a format of 8 bits, they keep products in
+    16 bit.
+    """
+
+    def __init__(self, errors: Errors, errors_of: Callable[[Mapping[str, str]], Errors]):
+        self._errors, self._errors_of = errors, errors_of
+        self._measured: dict[frozenset[tuple[str, str]], float] = {}
+
+    @property
+    def _kind(self) -> int:
+        """Whether the error is the error of the value, or of the gradients."""
+        return int(self._errors.has_gradients)
+
+    @functools.cached_property
+    def _candidates(self) -> tuple[list[_Rule], list[_Rule]]:
+        """The rules that cost no FLOPs, and the others, each with the most damage for its FLOPs first."""
+        sites, damages = self._errors.program.sites, self._errors.damages[self._kind]
+        free, wide = _candidates(sites, damages, "" if self._errors.format else str(self._errors.wide))
+        by_damage = lambda x: -x.prevents / (x.flops + 1)
+        return sorted(free, key=by_damage), sorted(wide, key=by_damage)
+
+    def find(self, bound: float) -> Found:
+        """Return the fewest rules, chosen by the damage that each prevents for its FLOPs, and checked with autocast.
+
+        If none reach the bound, those for all products, with which the error is least.
+        """
+        errors, kind = self._errors, self._kind
+        if not bound > 0 or math.isnan(errors.total[kind]):
+            got = "the function has no floating result that is not 0" if bound > 0 else f"got error={bound}"
+            raise ValueError(f"rules() needs a positive bound and an error to bound: {got}.")
+        if errors.total[kind] <= bound:
+            return Found({}, errors)
+        sites, (free, wide) = errors.program.sites, self._candidates
+        for target in (bound, 0.7 * bound, 0.5 * bound):  # Autocast rounds a little differently from the search.
+            if self._error(wide) > target:
+                break
+            needed = self._without_needless(self._fewest(wide, free, target), free, target)
+            others = [x for x in free if x.key not in {y.key for y in needed}]
+            kept = self._fewest(others, needed, target)
+            # The first rule that matches decides, so the longer name stands first.
+            chosen = {x.key: x.category for x in sorted([*needed, *kept], key=lambda x: -len(x.key))}
+            is_all = {i for x in needed for i in x.on}.issuperset(i for x in wide for i in x.on)
+            if not is_all and (found := self._errors_of(chosen)).total[kind] <= bound:
+                return Found(chosen, found, _nameless(sites, needed).strip())
+        operations = sorted({x.operation for x in sites} & PRODUCTS)
+        everything = dict.fromkeys(operations, ACCUMULATE if errors.format else str(errors.wide))
+        at_full_width = self._errors_of(everything)  # What rounds here too is the code's own, or 16 bit.
+        narrow = "16 bit" if errors.format else errors.wide
+        message = f"No smaller set than all products in {narrow} was found for an error of {bound:g}."
+        return Found(everything, at_full_width, message + _nameless(sites, wide))
+
+    def unreachable(self, found: Found, bound: float) -> str:
+        """Return the message that products at full width are not enough."""
+        errors, kind = found.errors, self._kind
+        operations = [f"{x.operation} at {x.line or x.scope or 'an unknown line'}" for x in _by_damage(errors, kind)]
+        operations = list(dict.fromkeys(operations))
+        more = f" and {len(operations) - _NAMED} more" if len(operations) > _NAMED else ""
+        named = f"{', '.join(operations[:_NAMED])}{more}"
+        narrow = "16 bit" if errors.wide == np.float32 else errors.dtype
+        least = f"No rules for products bring the error below {bound:g}. With all of them in"
+        if errors.format:
+            return f"{least} {narrow} it is {errors.total[kind]:.1e}, by the rounding to 16 bit of {named}."
+        because = f", because other operations round to {narrow} in the code itself: {named}" if operations else ""
+        return f"{least} {errors.wide} it is {errors.total[kind]:.1e}{because}."
+
+    def _error(self, rules: Sequence[_Rule]) -> float:
+        """The error with some rules, without a trace of the function."""
+        key = frozenset((x.key, x.category) for x in rules)
+        if key not in self._measured:
+            on = _switches(len(self._errors.program.sites), rules)
+            self._measured[key] = self._errors.of(on)[self._kind]
+        return self._measured[key]
+
+    def _fewest(self, rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> Sequence[_Rule]:
+        """Return the first rules that are enough with the others, given that all of them are."""
+        low, high = -1, len(rules)
+        while high - low > 1:
+            middle = (low + high) // 2
+            is_enough = self._error([*rules[:middle], *others]) <= bound
+            low, high = (low, middle) if is_enough else (middle, high)
+        return rules[:high]
+
+    def _without_needless(self, rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> list[_Rule]:
+        """Leave out rules that the others make needless, tried from the most FLOPs on."""
+        kept = list(rules)
+        for rule in sorted(rules, key=lambda x: -x.flops)[:_TRIED]:
+            rest = [x for x in kept if x is not rule]
+            predicted = math.hypot(self._error([*kept, *others]), math.sqrt(rule.prevents))
+            if predicted <= _SURE * bound and self._error([*rest, *others]) <= bound:
+                kept = rest
+        return kept
 
 
 def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage], dtype: str) -> tuple[list[_Rule], list[_Rule]]:
-    """Return the rules that keep results of products as they are accumulated, and rules for products in a dtype."""
+    """Return the rules that keep results of products as they are accumulated, and rules for products in a dtype.
+
+    Without a dtype, only rules that keep products of 8 bits in 16 bit.
+    """
     accumulate, wide = [], []
-    keys = dict.fromkeys((x.operation, x.scope) for x in sites if x.operation in PRODUCTS)
+    keys = dict.fromkeys((x.operation, x.scope) for x in sites if x.operation in PRODUCTS and (dtype or x.format))
     for name, scope in keys:
         inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.scope}/"
         covered = [i for i, x in enumerate(sites) if x.operation == name and inside(x)]
         forward = [i for i in covered if not sites[i].is_backward]
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
-        flops = sum(sites[i].flops for i in covered)
         # A rule for a scope covers all sites in it. A site with a scope of its own has its own rule, too.
         own = [i for i in covered if sites[i].scope == scope]
-        prevents = squares("result", [i for i in own if i in forward])
-        accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, OPERANDS), prevents, 0.0))
-        prevents = squares("operands", own) + squares("result", own)
-        wide.append(_Rule(key, dtype, dict.fromkeys(covered, OFF), prevents, flops))
-    by_damage = lambda x: -x.prevents / (x.flops + 1)
-    return sorted(accumulate, key=by_damage), sorted(wide, key=by_damage)
+        of_results = squares("result", [i for i in own if i in forward])
+        if dtype:
+            flops = sum(sites[i].flops for i in covered)
+            accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, OPERANDS), of_results, 0.0))
+            prevents = squares("operands", own) + squares("result", own)
+            wide.append(_Rule(key, dtype, dict.fromkeys(covered, OFF), prevents, flops))
+        else:
+            flops = sum(sites[i].flops for i in covered if sites[i].format)
+            on = {i: (OPERANDS if i in forward else ON)._replace(codes=OFF.codes) for i in covered}
+            prevents = squares("operands", [i for i in own if sites[i].format]) + of_results
+            wide.append(_Rule(key, ACCUMULATE, on, prevents, flops))
+    return accumulate, wide
 
 
 def _switches(sites: int, rules: Sequence[_Rule]) -> Data:
@@ -93,25 +167,6 @@ def _switches(sites: int, rules: Sequence[_Rule]) -> Data:
     for rule in rules:
         on |= {i: Switches(*map(np.logical_and, on[i], x)) for i, x in rule.on.items()}
     return on
-
-
-def _fewest(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]) -> Sequence[_Rule]:
-    """Return the first rules that are enough, given that all of them are."""
-    low, high = -1, len(rules)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(rules[:middle]) else (middle, high)
-    return rules[:high]
-
-
-def _without_needless(rules: Sequence[_Rule], is_enough: Callable[[Sequence[_Rule]], bool]) -> list[_Rule]:
-    """Leave out rules that the others make needless, tried from the most FLOPs on."""
-    kept = list(rules)
-    for rule in sorted(rules, key=lambda x: -x.flops)[:_TRIED]:
-        others = [x for x in kept if x is not rule]
-        if is_enough(others):
-            kept = others
-    return kept
 
 
 def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
@@ -125,13 +180,8 @@ def _nameless(sites: Sequence[Site], rules: Sequence[_Rule]) -> str:
     )
 
 
-def _unreachable(errors: Errors, error: float, bound: float) -> str:
-    """Return the message if products at full width are not enough. The sites of `errors` round nevertheless."""
-    sites, narrow = errors.program.sites, "16 bit" if errors.wide == np.float32 else errors.dtype
-    lines = sorted({f"{x.operation} at {x.line or x.scope or 'an unknown line'}" for x in sites})
-    more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
-    because = f", because other operations round to {narrow} in the code itself: {', '.join(lines[:5])}{more}"
-    return (
-        f"No rules for products bring the error below {bound:g}. With all of them in {errors.wide} it is {error:.1e}"
-        f"{because if lines else ''}."
-    )
+def _by_damage(errors: Errors, kind: int) -> list[Site]:
+    """The sites, the most damage first."""
+    sites, damages = errors.program.sites, errors.damages[kind]
+    square = lambda i: float(np.sum(damages[i].operands) + np.sum(damages[i].result)) if i in damages else 0.0
+    return [sites[i] for i in sorted(range(len(sites)), key=lambda i: (-square(i), sites[i].line))]

@@ -1,8 +1,9 @@
 """Run steps in the dtype of a reference, with roundings that can be switched on and off, or tapped for their damage.
 
 The reference is float64 if x64 is on, else float32. Every narrower float is widened to it. An operation that rounds has
-two switches: for its operands, and for its result. A tap rounds nothing. It takes the error that rounding would make,
-and in the backward pass multiplies it by the cotangent: to first order, this is the change of the function's result.
+switches: for its operands, for their codes of 8 bits, and for its result. A tap rounds nothing. It takes the error that
+rounding would make, and in the backward pass multiplies it by the cotangent: to first order, this is the change of the
+function's result.
 """
 
 import functools
@@ -14,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jamp._cast import is_floating
 from jamp._jaxprs import constructs, interpret, ir
 from jamp.debug._steps import CAST, Step, SteppedJaxpr
+from jamp.debug._unencoded import Encoding
 from jamp.debug._wider import bind_as_traced, bind_wider, is_narrower
 
 # At the dtypes they were traced with: they work on bits, or on random keys.
@@ -23,10 +26,14 @@ _AS_TRACED = ("bitcast_convert_type", "reduce_precision", "nextafter", "random_b
 
 
 class Switches(NamedTuple):
-    """Whether the operations at a site round their operands and their results, bool[] each."""
+    """Whether the operations at a site round their operands and their results, bool[] each.
+
+    With `codes`, products in a format of 8 bits encode the operands, and without it they round them to 16 bit.
+    """
 
     operands: Any
     result: Any
+    codes: Any
 
 
 class Damage(NamedTuple):
@@ -142,21 +149,35 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
     reads, narrow = zip(xs, before, step.rounds, strict=True), list(map(step.narrow, after))
     rounded_xs = [round_to(x, step.narrow(aval)) if rounds else x for x, aval, rounds in reads]
     # The sums of float32 products are float32, and round as much as the operands do.
-    sums_in_float32 = any(step.rounds) and all(x.dtype == np.float32 for x in before)
+    sums_in_float32 = step.encoding is None and any(step.rounds) and all(x.dtype == np.float32 for x in before)
     as_traced = lambda: list(map(widen, interpret.bind(eqn, [x.astype(np.float32) for x in xs], after)))
     if isinstance(data, Damage):
         results = others = compute(xs)
-        if sums_in_float32:
+        if step.encoding is not None:
+            others = [_encoded(step.encoding, rounded_xs, before)]
+        elif sums_in_float32:
             others = list(map(lax.stop_gradient, as_traced()))
         elif any(step.rounds):
             others = compute(list(map(lax.stop_gradient, rounded_xs)))
         return [_tap(y, data, z, dtype) for y, z, dtype in zip(results, others, narrow, strict=True)]
-    if sums_in_float32:
+    if step.encoding is not None:
+        carrier = np.dtype(step.encoding.format.carrier)
+        in_16_bit = [round_to(x, carrier) if is_floating(x) else x for x in xs]
+        product = lambda xs: lambda: compute(xs)[0]
+        branches = product(xs), product(in_16_bit), lambda: _encoded(step.encoding, rounded_xs, before)
+        results = [lax.switch(data.operands * (1 + jnp.int32(data.codes)), branches)]
+    elif sums_in_float32:
         results = [jnp.where(data.operands, z, y) for y, z in zip(compute(xs), as_traced(), strict=True)]
     else:
         results = compute([jnp.where(data.operands, z, x) for x, z in zip(xs, rounded_xs, strict=True)])
     on = data.operands if ir.name(eqn) == CAST else data.result
     return [jnp.where(on, round_to(y, dtype), y) for y, dtype in zip(results, narrow, strict=True)]
+
+
+def _encoded(encoding: Encoding, xs: Sequence[Any], before: Sequence[Any]) -> Array:
+    """The product of encoded operands, as traced, in the dtype of the reference."""
+    given = [x.astype(aval.dtype) for x, aval in zip(xs, before, strict=True)]
+    return widen(encoding.product(given))
 
 
 def _run_construct(step: Step, data: Data, xs: list[Any]) -> list[Any]:

@@ -18,8 +18,11 @@ from jamp._jaxprs.constructs import Derivative
 from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import IDENTITIES, MOVING, PRODUCTS, REARRANGES, operation
+from jamp._jaxprs.source import in_scope
 from jamp._jaxprs.walk import holds_product
+from jamp._products.arithmetic import OF_LEFT, OF_RIGHT
 from jamp._products.flops import flops
+from jamp.debug._unencoded import Encoding, encoding_of, without_codes
 from jamp.debug._wider import is_narrower
 
 CAST = "convert_element_type"
@@ -27,13 +30,25 @@ CAST = "convert_element_type"
 
 @dataclasses.dataclass
 class Site:
-    """The operations of one primitive, line and layer that round, forward or backward, in the same loops."""
+    """The operations of one primitive, line and layer that round, in one pass and in the same loops.
 
-    operation: str  # the primitive
+    Attributes:
+      operation: The primitive.
+      line, scope: Their line, and the name scopes around them.
+      is_backward: Whether they are part of the backward pass.
+      gradient_of: For the gradient of an operand of a product: "left" or "right". Unknown for products without weights.
+      steps: The lengths of the scans around them.
+      format: The name of the format of 8 bits in which they are products, or "".
+      flops, dtypes, parameters: Their FLOPs, the dtypes that they round to, and the paths of parameters that they read.
+    """
+
+    operation: str
     line: str
     scope: str
     is_backward: bool
-    steps: tuple[int, ...]  # the lengths of the scans around it
+    gradient_of: str
+    steps: tuple[int, ...]
+    format: str
     flops: float = 0.0
     dtypes: set[str] = dataclasses.field(default_factory=set)
     parameters: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -41,12 +56,22 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An operation, or a loop with its bodies."""
+    """An operation, or a loop with its bodies.
+
+    Attributes:
+      eqn: The operation. A product in a format of 8 bits is the product of its primitive.
+      wide: The dtype of what is not rounded.
+      site: The index of its site, if it rounds.
+      rounds: For each operand, whether it is a narrow operand of a product.
+      encoding: How a product in a format of 8 bits encodes its operands.
+      bodies: The bodies of a loop.
+    """
 
     eqn: JaxprEqn
     wide: np.dtype[Any]
     site: int | None = None
-    rounds: tuple[bool, ...] = ()  # for each operand, whether it is a narrow operand of a product
+    rounds: tuple[bool, ...] = ()
+    encoding: Encoding | None = None
     bodies: tuple["SteppedJaxpr", ...] = ()
 
     @functools.cached_property
@@ -112,7 +137,10 @@ class Builder:
             return interpret.interpret_names(bodies[-1], reads[1:], functools.partial(self._run, steps, known, inside))
         paths = ["" if ir.is_literal(v) else known.get(v, "") for v in reads]
         outs = [core.Var(v.aval) for v in eqn.outvars]  # A body may be inlined twice.
-        eqn = eqn.replace(invars=reads, outvars=outs)
+        eqn, encoding = eqn.replace(invars=reads, outvars=outs), encoding_of(eqn)
+        if encoding is not None:
+            eqn = without_codes(eqn, encoding)
+            name = ir.name(eqn)
         if bodies:
             operands = zip(bodies, constructs.operands_of_bodies(eqn), strict=True)
             inner = [self.body(body, [paths[i] for i in mine], inside) for body, mine in operands]
@@ -121,9 +149,9 @@ class Builder:
         self.flops += around.times * flops(eqn)
         if name in REARRANGES and paths[0]:
             known[outs[0]] = paths[0]
-        site = self._site(eqn, around, paths) if self._rounds(eqn) else None
+        site = self._site(eqn, encoding, around, paths) if encoding is not None or self._rounds(eqn) else None
         rounds = tuple(name in PRODUCTS and is_narrower(v.aval, self._wide) for v in reads)
-        steps.append(Step(eqn, self._wide, site, rounds))
+        steps.append(Step(eqn, self._wide, site, rounds, encoding))
         return outs
 
     def _rounds(self, eqn: JaxprEqn) -> bool:
@@ -135,10 +163,12 @@ class Builder:
             return is_narrow(after[0]) and size > after[0].dtype.itemsize
         return (any(map(is_narrow, after)) and name not in MOVING) or (name in PRODUCTS and any(map(is_narrow, before)))
 
-    def _site(self, eqn: JaxprEqn, around: Context, paths: Sequence[str]) -> int:
+    def _site(self, eqn: JaxprEqn, encoding: Encoding | None, around: Context, paths: Sequence[str]) -> int:
         """Return the index of the site of an operation, and add the operation to it."""
         here, steps = around.inside(eqn), tuple(constructs.iterations(x) for x in around.around if ir.name(x) == "scan")
-        key = operation(eqn), here.line, here.scope, here.is_backward, steps
+        gradient_of = "left" if in_scope(eqn, OF_LEFT) else "right" if in_scope(eqn, OF_RIGHT) else ""
+        format = encoding.format.name if encoding else ""
+        key = operation(eqn), here.line, here.scope, here.is_backward, gradient_of, steps, format
         i = self._index.setdefault(key, len(self.sites))
         if i == len(self.sites):
             self.sites.append(Site(*key))
@@ -147,6 +177,7 @@ class Builder:
         site.dtypes.update(
             str(aval.dtype) for aval in ir.avals([*eqn.invars, *eqn.outvars]) if is_narrower(aval, self._wide)
         )
+        site.dtypes.update(np.dtype(dtype).name for dtype in (encoding.codes if encoding else ()))
         site.parameters.update(dict.fromkeys(filter(None, paths)))
         return i
 
