@@ -1,4 +1,4 @@
-"""Plots of loss scales, gradients, differences and memory. They need Matplotlib: `pip install 'jamp-jax[plot]'`.
+"""Plots of loss scales, gradients, differences, errors, memory. They need Matplotlib: `pip install 'jamp-jax[plot]'`.
 
 Every function returns a Matplotlib figure that follows `plt.style.use`. If you make many, close each with
 `plt.close(figure)`.
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jamp.debug import Comparison, MemoryCurve, UnderflowReport
+    from jamp.debug import Comparison, ErrorCurve, MemoryCurve, UnderflowReport
     from jamp.history import History
 
-__all__ = ["differences", "gradient_range", "layer_ranges", "loss_scale_history", "memory_curve"]
+__all__ = ["differences", "error_curve", "gradient_range", "layer_ranges", "loss_scale_history", "memory_curve"]
 __dir__ = lambda: __all__
 
 # Readable on white and on black.
@@ -223,6 +223,41 @@ def memory_curve(curves: "Mapping[str, MemoryCurve]") -> "Figure":
             if i == 0 or math.dist((x[i], y[i]), (x[i - 1], y[i - 1])) > 0:  # several budgets may make one program
                 axes.annotate(f"{point.budget}", (x[i], y[i]), (4, 4), textcoords="offset points", size="small")
     axes.set(xlabel="FLOPs of products that are computed again, %", ylabel="temporary memory, GB")
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def error_curve(curves: "Mapping[str, ErrorCurve]") -> "Figure":
+    """Plot the share of the FLOPs in few bits over the error, a point for each bound that rules reach.
+
+    Args:
+      curves: What `report.curve()` of a `jamp.debug.RoundingReport` returns, by names, such as "float8".
+
+    Raises:
+      ValueError: If no curve has a bound that rules reach.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jamp, jamp.debug, jamp.plot
+      >>> loss = lambda w, x: jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+      >>> w = jax.random.normal(jax.random.key(0), (128, 128)) / 12
+      >>> report = jamp.debug.rounding_report(loss, jamp.Float8())(w, jnp.ones((128, 128)))
+      >>> figure = jamp.plot.error_curve({"float8": report.curve((0.5, 0.2))})
+    """
+    drawn = {name: [x for x in curve.points if x.is_reached] for name, curve in curves.items()}
+    if not any(drawn.values()):
+        raise ValueError("There is nothing to draw: no rules reach a bound.")
+    figure, axes = _new((8, 4))
+    for (name, found), color in zip(drawn.items(), itertools.cycle((_BLUE, _ORANGE, _GREY, _RED)), strict=False):
+        points = sorted(found, key=lambda point: point.error)
+        axes.plot(
+            [x.error for x in points], [100 * x.share for x in points], "o-", color=color, label=name, linewidth=1
+        )
+        # Several bounds may have the same rules.
+        for error, share in dict.fromkeys((x.error, x.share) for x in points):
+            bounds = ", ".join(f"{x.bound:g}" for x in points if (x.error, x.share) == (error, share))
+            axes.annotate(bounds, (error, 100 * share), (4, 4), textcoords="offset points", size="small")
+    axes.set(xlabel="relative error of the gradients, or of the value", ylabel="FLOPs in few bits, %", xscale="log")
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure

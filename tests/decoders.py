@@ -1,4 +1,4 @@
-"""A decoder of eight layers, whose products have lines and scopes of their own, with a planted one that needs digits."""
+"""A decoder of eight layers, whose products have lines and scopes of their own. A planted one needs its digits."""
 
 import inspect
 

@@ -81,7 +81,6 @@ class Quantized(NamedTuple):
     def cotangents(
         self, product: Product, perturbed: Sequence[int], types: Sequence[Any], residuals: Sequence[Array], g: Array
     ) -> list[Array]:
-        @jax.custom_jvp
         def pull_back(g: Array, *residuals: Array) -> list[Array]:
             # What computed it may have more digits (see `_rounded.py`), and XLA:GPU would store those: in a float32
             # model, float32.
@@ -99,8 +98,11 @@ class Quantized(NamedTuple):
                 for i, aval in zip(perturbed, types, strict=True)
             ]
 
-        pull_back.defjvp(no_derivative)
-        found: list[Array] = pull_back(g, *residuals)
+        if self.format.is_differentiable:
+            return pull_back(g, *residuals)
+        without_derivative = jax.custom_jvp(pull_back)
+        without_derivative.defjvp(no_derivative)
+        found: list[Array] = without_derivative(g, *residuals)
         return found
 
     def _cotangent(self, product: Product, i: int, aval: Any, of_g: Any, other: Any, sizes: Sequence[Array]) -> Array:

@@ -48,10 +48,14 @@ class Errors:
         compiled: dict[Any, Any],
     ):
         call = Call(args, kwargs)
-        self.format = compute_dtype if isinstance(compute_dtype, Format) else None
-        dtype = np.dtype(self.format.carrier) if self.format else check_floating("compute_dtype", compute_dtype)
+        self.format, dtype = None, np.dtype(np.float32)
+        if isinstance(compute_dtype, Format):
+            self.format, dtype = compute_dtype, np.dtype(compute_dtype.carrier)
+            compute_dtype = Unencoded(compute_dtype)
+        else:
+            dtype = check_floating("compute_dtype", compute_dtype)
         self.dtype, self.wide, self.has_gradients = str(dtype), wide_dtype(dtype), False
-        cast = autocast(fun, Unencoded(self.format) if self.format else compute_dtype, rules=rules, recompute=False)
+        cast = autocast(fun, compute_dtype, rules=rules, recompute=False)
         flat = call.traceable(cast)
         inputs = [i for i in differentiable(args, kwargs, call.leaves) if is_floating(call.leaves[i])]
 

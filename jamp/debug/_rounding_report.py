@@ -53,6 +53,7 @@ class RoundingRow:
       overflows: Whether the rounding makes inf.
       step, steps: In a scan, the step with the most damage, and the number of steps. In nested scans, one of each.
       worst: The name scopes of the layer with the most damage.
+      format: The format of 8 bits in which they are products, such as "float8", or "".
     """
 
     operation: str
@@ -71,6 +72,7 @@ class RoundingRow:
     steps: tuple[int, ...] = ()
     measured: tuple[float, float] | None = None
     worst: str = ""
+    format: str = ""
 
     @property
     def damage(self) -> float:
@@ -191,7 +193,7 @@ class RoundingReport:
             total += f", of the gradients {self.gradient_error:.1e}"
         if not self.rows:
             return f"rounding to {self.compute_dtype}: no operation rounds"
-        columns = ("operation", "pass", "where", "FLOPs", "value", "gradients", "measured", "line")
+        columns = ("operation", "format", "pass", "where", "FLOPs", "value", "gradients", "measured", "line")
         lines = [_cells(row) for row in self.rows[:_SHOWN]]
         more = len(self.rows) - len(lines)
         rest = [f"... and {more} rows with less damage, in `.rows`"] if more else []
@@ -200,9 +202,13 @@ class RoundingReport:
             for line in self.opaque
         ]
         table = _table.with_header(columns, lines, ("where", "line"))
-        share = f", {self.share:.1%} of the FLOPs in it" * (self.share > 0)
+        is_16_bit = self.compute_dtype in ("bfloat16", "float16", "float32")
+        share = "" if is_16_bit else f", {self.share:.1%} of the FLOPs in it"
         title = f"rounding to {self.compute_dtype}{share}: {total}"
-        return "\n".join([title, _LEGEND, "", *table, *rest, *map(_table.wrapped, unseen), *self._next()])
+        legend = _LEGEND + _OF_OPERANDS * any(row.gradient_of for row in self.rows[:_SHOWN])
+        return "\n".join(
+            [title, _table.wrapped(legend, 0), "", *table, *rest, *map(_table.wrapped, unseen), *self._next()]
+        )
 
     def _next(self) -> list[str]:
         first, error = self.rows[0], self.value_error if math.isnan(self.gradient_error) else self.gradient_error
@@ -224,6 +230,7 @@ _PASSES = {
     "right": " for the gradient of the right operand",
 }
 _LEGEND = "Relative errors of a row alone: of value and gradients, predicted; of the gradients, measured"
+_OF_OPERANDS = '. The pass "d left" is the gradient of the left operand of a product'
 
 
 def _cells(row: RoundingRow) -> list[str]:
@@ -232,7 +239,8 @@ def _cells(row: RoundingRow) -> list[str]:
     where += f", most in {row.worst}" * bool(row.worst)
     return [
         row.operation,
-        f"grad {row.gradient_of}" if row.gradient_of else "backward" * row.backward,
+        row.format,
+        f"d {row.gradient_of}" if row.gradient_of else "backward" * row.backward,
         where + f" {_step(row)}" * bool(row.steps),
         f"{row.flops:.1%}",
         *("overflow" if row.overflows and x > 0 else _error(x) for x in (row.value_error, row.gradient_error)),
@@ -275,9 +283,15 @@ def rounding_report(
     autocast is reported too. It costs about ten gradients and keeps all values in memory, so use a small batch. Inside
     `while`, `shard_map`, solvers and kernels it does not tell operations apart.
 
+    In a format of 8 bits, a row is a product in one of its three passes: the result, or the gradient of the left or of
+    the right operand. To round is to encode the operands as the format does, and the sensitivity is that of the product
+    of operands that are not encoded. Products that [stay in 16 bit](../8-bit.md#which-products) have rows too. With the
+    rule {"dot_general": "compute"} the report is about all products in 8 bits.
+
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
-      compute_dtype: float16, bfloat16, or for code in float64 float32, or its name.
+      compute_dtype: float16, bfloat16, or for code in float64 float32, or its name. Or a format of 8 bits: a `Float8`,
+        `Int8` or `MXFP8`, or one of your own.
       rules: As for `autocast`.
 
     Returns:
@@ -294,6 +308,19 @@ def rounding_report(
       >>> report = jamp.debug.rounding_report(attend, jnp.bfloat16)(q, k, v)
       >>> report.rows[0].operation, report.rows[0].value_error > 30 * report.rows[-1].value_error
       ('dot_general', True)
+
+      Which products can run in float8? In "up", a feature is 100 times larger than the others:
+
+      >>> def fun(w, x):
+      ...     with jax.named_scope("up"):
+      ...         h = jnp.tanh(x.at[:, 3].set(8.0) @ w["up"] - 8 * jax.lax.stop_gradient(w["up"])[3])
+      ...     with jax.named_scope("down"):
+      ...         return jnp.mean((jnp.tanh(h @ w["down"]) @ w["head"]) ** 2)
+      >>> keys = jax.random.split(jax.random.key(0), 4)
+      >>> *w, x = [jax.random.normal(key, (128, 128)) / 12 for key in keys]
+      >>> report = jamp.debug.rounding_report(fun, jamp.Float8())(dict(zip(("up", "down", "head"), w)), x)
+      >>> report.rows[0].scope, report.rules(error=0.4)
+      ('up', {'dot_general[up]': 'accumulate'})
     """
     if not isinstance(compute_dtype, str | Format) and (
         isinstance(compute_dtype, Mapping | Sequence) or is_array(compute_dtype)
@@ -359,6 +386,7 @@ def _row(
         step,
         first.steps,
         worst=sites[worst].scope if is_one else "",
+        format=first.format,
     )
 
 

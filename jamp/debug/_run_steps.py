@@ -165,7 +165,7 @@ def _operate(step: Step, data: Any, xs: list[Any]) -> list[Any]:
         in_16_bit = [round_to(x, carrier) if is_floating(x) else x for x in xs]
         product = lambda xs: lambda: compute(xs)[0]
         branches = product(xs), product(in_16_bit), lambda: _encoded(step.encoding, rounded_xs, before)
-        results = [lax.switch(data.operands * (1 + jnp.int32(data.codes)), branches)]
+        results = [lax.switch(jnp.where(data.operands, jnp.where(data.codes, 2, 1), 0), branches)]
     elif sums_in_float32:
         results = [jnp.where(data.operands, z, y) for y, z in zip(compute(xs), as_traced(), strict=True)]
     else:

@@ -77,6 +77,7 @@ class Unencoded(Format):
     scale_dtype = property(lambda self: np.dtype(np.float32))
     min_size = property(lambda self: self.format.min_size)
     is_by_tensor = property(lambda self: self.format.is_by_tensor)
+    is_differentiable = True
 
     def why_not(self, eqn: JaxprEqn, sizes: Sequence[Any]) -> str:
         return self.format.why_not(eqn, sizes)
@@ -103,38 +104,44 @@ class Unencoded(Format):
         codes = tuple(self.backward if isinstance(x, _Gradient) else self.forward for x in operands)
         params = {**params, "preferred_element_type": np.dtype(dtype)}
         encoding = Encoding(self.format, codes, primitive, tuple(params.items()))
-        result: Array = _unencoded_product.bind(*(x.codes for x in operands), *sizes, encoding=encoding)
-        return result
+        return _bind(encoding, [*(x.codes for x in operands), *sizes])
 
 
 class _Gradient(Encoded):
     """An operand with the codes of a gradient. Any other is read from the residuals, and has the forward ones."""
 
 
+def _bind(encoding: Encoding, operands: Sequence[Any]) -> Array:
+    """The product as one equation. It has the parameters of the product too, by which its FLOPs are counted."""
+    result: Array = _unencoded_product.bind(*operands, encoding=encoding, **dict(encoding.params))
+    return result
+
+
 def _result_dtype(encoding: Encoding) -> np.dtype[Any]:
     return np.dtype(dict(encoding.params)["preferred_element_type"])
 
 
-def _run(*operands: Any, encoding: Encoding) -> Array:
+def _run(*operands: Any, encoding: Encoding, **_: Any) -> Array:
     return encoding.product(operands).astype(_result_dtype(encoding))
 
 
-def _type(*operands: Any, encoding: Encoding) -> Any:
+def _type(*operands: Any, encoding: Encoding, **_: Any) -> Any:
     of_one_dtype = [x.update(dtype=_result_dtype(encoding)) for x in operands[:2]]
     result, _ = encoding.primitive.abstract_eval(*of_one_dtype, *operands[2:], **dict(encoding.params))
     return result.update(weak_type=False)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, encoding: Encoding) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, encoding: Encoding, **_: Any) -> tuple[Any, Any]:
     """What a report does not enter, such as a shard_map, is differentiated with the derivative of the product."""
     given = [ad.instantiate_zeros(t) for t in tangents[:2]]
     fun = lambda x, y: encoding.in_float32([x, y, *primals[2:]]).astype(_result_dtype(encoding))
-    return _unencoded_product.bind(*primals, encoding=encoding), jax.jvp(fun, primals[:2], given)[1]
+    return _bind(encoding, primals), jax.jvp(fun, list(primals[:2]), given)[1]
 
 
-def _batch(_: Any, args: Sequence[Any], dims: Sequence[Any], *, encoding: Encoding) -> tuple[Any, int]:
-    one = lambda xs: _unencoded_product.bind(*xs, encoding=encoding)  # Each example has scales of its own.
-    return lax.map(one, batch_first(args, dims)), 0
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, encoding: Encoding, **_: Any) -> tuple[Any, int]:
+    del axis
+    # Each example has scales of its own.
+    return lax.map(lambda xs: _bind(encoding, xs), batch_first(args, dims)), 0
 
 
 _unencoded_product: Any = define("unencoded_product", _run, _type, jvp=_jvp, batch=_batch)

@@ -59,6 +59,11 @@ class Format(abc.ABC):
         """Whether each operand has one scale, which multiplies the sums of its codes, and the backward products read
         the same codes."""
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether `encode` and `multiply` have a derivative, so that a second one exists. It does not if they round."""
+        return False
+
     def why_not(self, eqn: JaxprEqn, sizes: Sequence[Any]) -> str:
         """Return why a matrix product of the sizes M, N and K cannot be in this format, or ""."""
         return ""
