@@ -143,7 +143,7 @@ def test_each_pass_of_a_product_has_a_row_whose_prediction_is_near_to_the_measur
     assert shares[""] == pytest.approx(shares["right"]) == pytest.approx(1.5 * shares["left"])
     for row in eight:
         assert row.gradient_error == pytest.approx(row.measured[1], rel=0.4)
-        assert row.gradient_error > 3 * max(x.gradient_error for x in report.rows if not x.format)
+        assert row.gradient_error > 2 * max(x.gradient_error for x in report.rows if not x.format)
 
 
 def test_a_table_names_the_format_and_the_pass():
@@ -175,7 +175,7 @@ def test_the_worst_step_of_a_scan_is_named():
         return jnp.mean((lax.scan(step, x, (weights, offsets))[0] @ weights[0]) ** 2)
 
     row = jamp.debug.rounding_report(fun, FLOAT8)(WEIGHTS, X, jnp.array([0.0, 0.0, 300.0, 0.0])).rows[0]
-    assert (row.format, row.step, row.steps, row.backward) == ("float8", (2,), (4,), False)
+    assert (row.format, row.step, row.steps) == ("float8", (2,), (4,))
 
 
 def sensitive(weights, x, y):

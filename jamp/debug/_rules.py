@@ -15,6 +15,9 @@ from jamp.debug._run_steps import Damage, Data, Switches
 from jamp.debug._steps import Site
 
 _TRIED = 20
+# Shares of the bound at which the search aims. Rules that just reach a bound for one batch are beyond it for others, and
+# autocast rounds a little differently from the search.
+_TARGETS = 0.85, 0.7, 0.5, 1.0
 _SURE = 1.5  # times the bound: a predicted error beyond it is not measured
 _NAMED = 5  # operations in an error
 
@@ -73,10 +76,11 @@ class RuleSearch:
         if errors.total[kind] <= bound:
             return Found({}, errors)
         sites, (free, wide) = errors.program.sites, self._candidates
-        for target in (bound, 0.7 * bound, 0.5 * bound):  # Autocast rounds a little differently from the search.
+        for target in (share * bound for share in _TARGETS):
             if self._error(wide) > target:
-                break
+                continue
             needed = self._without_needless(self._fewest(wide, free, target), free, target)
+            needed = self._exchanged(needed, wide, free, target)
             others = [x for x in free if x.key not in {y.key for y in needed}]
             kept = self._fewest(others, needed, target)
             # The first rule that matches decides, so the longer name stands first.
@@ -127,10 +131,32 @@ class RuleSearch:
         kept = list(rules)
         for rule in sorted(rules, key=lambda x: -x.flops)[:_TRIED]:
             rest = [x for x in kept if x is not rule]
-            predicted = math.hypot(self._error([*kept, *others]), math.sqrt(rule.prevents))
-            if predicted <= _SURE * bound and self._error([*rest, *others]) <= bound:
+            if self._may_do(kept, others, rule.prevents, bound) and self._error([*rest, *others]) <= bound:
                 kept = rest
         return kept
+
+    def _exchanged(
+        self, rules: Sequence[_Rule], every: Sequence[_Rule], others: Sequence[_Rule], bound: float
+    ) -> list[_Rule]:
+        """Put a rule with fewer FLOPs in the place of another where it is enough, tried from the most FLOPs saved on."""
+        kept, tried = list(rules), 0
+        while tried < _TRIED:
+            pairs = [(x, y) for x in kept for y in every if y not in kept and y.flops < x.flops]
+            for x, y in sorted(pairs, key=lambda pair: pair[1].flops - pair[0].flops):
+                if tried == _TRIED or not self._may_do(kept, others, x.prevents - y.prevents, bound):
+                    continue
+                tried += 1
+                new = [*(z for z in kept if z is not x), y]
+                if self._error([*new, *others]) <= bound:
+                    kept = new
+                    break
+            else:
+                break
+        return kept
+
+    def _may_do(self, rules: Sequence[_Rule], others: Sequence[_Rule], more: float, bound: float) -> bool:
+        """Whether an error may be within the bound with more damage than with some rules, by the prediction."""
+        return self._error([*rules, *others]) ** 2 + more <= (_SURE * bound) ** 2
 
 
 def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage], dtype: str) -> tuple[list[_Rule], list[_Rule]]:

@@ -166,7 +166,8 @@ class Builder:
     def _site(self, eqn: JaxprEqn, encoding: Encoding | None, around: Context, paths: Sequence[str]) -> int:
         """Return the index of the site of an operation, and add the operation to it."""
         here, steps = around.inside(eqn), tuple(constructs.iterations(x) for x in around.around if ir.name(x) == "scan")
-        gradient_of = "left" if in_scope(eqn, OF_LEFT) else "right" if in_scope(eqn, OF_RIGHT) else ""
+        is_in = lambda name: any(in_scope(x, name) for x in here.around)
+        gradient_of = "left" if is_in(OF_LEFT) else "right" if is_in(OF_RIGHT) else ""
         format = encoding.format.name if encoding else ""
         key = operation(eqn), here.line, here.scope, here.is_backward, gradient_of, steps, format
         i = self._index.setdefault(key, len(self.sites))

@@ -32,7 +32,7 @@ def test_equal_layers_of_linen_are_one_row_with_the_error_of_all():
     assert (first.operation, first.scope[-3:], first.worst) == ("convert_element_type", "h_*", "")
     assert all(row.damage < 0.8 * first.damage for row in rest)
     assert first.gradient_error == pytest.approx(first.measured[1], rel=0.7)
-    assert len({(row.operation, row.source, row.backward) for row in (first, *rest)}) == len(rest) + 1
+    assert len({(row.operation, row.source, row.backward, row.gradient_of) for row in (first, *rest)}) == len(rest) + 1
 
 
 class Cumulative(eqx.Module):
