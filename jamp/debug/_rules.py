@@ -15,8 +15,8 @@ from jamp.debug._run_steps import Damage, Data, Switches
 from jamp.debug._steps import Site
 
 _TRIED = 20
-# Shares of the bound at which the search aims. Rules that just reach a bound for one batch are beyond it for others, and
-# autocast rounds a little differently from the search.
+# Shares of the bound at which the search aims, in order. Rules that just reach a bound for one batch are beyond it for
+# others, and autocast rounds a little differently from the search.
 _TARGETS = 0.85, 0.7, 0.5, 1.0
 _SURE = 1.5  # times the bound: a predicted error beyond it is not measured
 _NAMED = 5  # operations in an error
@@ -138,7 +138,7 @@ class RuleSearch:
     def _exchanged(
         self, rules: Sequence[_Rule], every: Sequence[_Rule], others: Sequence[_Rule], bound: float
     ) -> list[_Rule]:
-        """Put a rule with fewer FLOPs in the place of another where it is enough, tried from the most FLOPs saved on."""
+        """Put rules with fewer FLOPs in the place of others where they are enough, tried from the most FLOPs saved on."""
         kept, tried = list(rules), 0
         while tried < _TRIED:
             pairs = [(x, y) for x in kept for y in every if y not in kept and y.flops < x.flops]

@@ -13,7 +13,7 @@ from jaxprs import normal
 
 import jamp
 import jamp.plot
-from jamp.debug import MemoryCurve, MemoryPoint, compare, underflow_report
+from jamp.debug import ErrorCurve, ErrorPoint, MemoryCurve, MemoryPoint, compare, underflow_report
 from jamp.history import History
 
 STATE = jamp.StaticLossScale(2.0**16).init()
@@ -36,6 +36,8 @@ network = lambda w, x, factor=1.0: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w * facto
 COMPARED = {dtype: compare(network, jamp.autocast(network, dtype))(W, X) for dtype in ("float16", "bfloat16")}
 COMPARED["a mistake"] = compare(network, lambda w, x: network(w, x, 1.1))(W, X)
 CURVE = MemoryCurve(tuple(MemoryPoint(b, int(b * 4e9 + 1e9), int(8e9), 2e12 - b * 5e11) for b in (1.0, 0.5, 0.1, 0)))
+ERRORS = ((0.5, 0.09, 0.74), (0.2, 0.09, 0.74), (0.1, 0.08, 0.7), (0.06, 0.052, 0.31), (0.01, 0.049, 0.0))
+RULES = ErrorCurve("float8", tuple(ErrorPoint(*x, {}) for x in ERRORS))
 FIGURES = {
     "dynamic": lambda: jamp.plot.loss_scale_history(DYNAMIC),
     "adaptive": lambda: jamp.plot.loss_scale_history(ADAPTIVE),
@@ -46,6 +48,7 @@ FIGURES = {
     "bfloat16": lambda: jamp.plot.layer_ranges(underflow_report(WILD, STATE, jnp.bfloat16)),
     "differences": lambda: jamp.plot.differences(COMPARED),
     "memory": lambda: jamp.plot.memory_curve({"gradient": CURVE}),
+    "errors": lambda: jamp.plot.error_curve({"float8": RULES}),
 }
 STYLES = [("default", name) for name in FIGURES]
 STYLES += [("dark_background", name) for name in ("adaptive", "range", "layers")]
@@ -69,9 +72,8 @@ def test_a_figure_is_800_pixels_wide_with_labels_and_no_overlapping_text(style, 
         figure.canvas.draw()
     assert figure.canvas.get_width_height()[0] == 800
     axes = figure.axes[0]
-    assert {"differences": "relative", "memory": "temporary memory, GB"}.get(
-        name, "powers of 2"
-    ) in axes.get_xlabel() + axes.get_ylabel()
+    labels = {"differences": "relative", "memory": "temporary memory, GB", "errors": "relative error"}
+    assert labels.get(name, "powers of 2") in axes.get_xlabel() + axes.get_ylabel()
     ticks = [t for t in axes.get_xticklabels() if axes.viewLim.x0 <= t.get_position()[0] <= axes.viewLim.x1]
     texts = [*axes.texts, axes.xaxis.label, axes.yaxis.label, *ticks, *axes.get_yticklabels()]
     texts += [t for legend in figure.legends for t in legend.get_texts()]
@@ -126,7 +128,16 @@ def test_differences_are_drawn_in_order_and_the_first_jump_is_marked():
     assert lines[3].get_xydata().tolist() == [[found.rows.index(found.first), found.first.difference]]
 
 
+def test_errors_are_drawn_with_a_point_for_each_bound_that_is_reached():
+    axes = FIGURES["errors"]().axes[0]
+    assert [line.get_label() for line in axes.lines] == ["float8"]
+    np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0.052, 31], [0.08, 70], [0.09, 74], [0.09, 74]])
+    assert [t.get_text() for t in axes.texts] == ["0.06", "0.1", "0.5, 0.2"]
+
+
 def test_nothing_to_draw_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match="reach"):
+        jamp.plot.error_curve({"float8": ErrorCurve("float8", RULES.points[-1:])})
     with pytest.raises(ValueError, match="no operation differs"):
         jamp.plot.differences({"same": compare(network, network)(W, X)})
     with pytest.raises(ValueError, match="no leaves"):
