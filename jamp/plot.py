@@ -258,7 +258,7 @@ def error_curve(curves: "Mapping[str, ErrorCurve]") -> "Figure":
             bounds = ", ".join(f"{x.bound:g}" for x in points if (x.error, x.share) == (error, share))
             axes.annotate(bounds, (error, 100 * share), (4, 4), textcoords="offset points", size="small")
     axes.set(xlabel="relative error of the gradients, or of the value", ylabel="FLOPs in few bits, %", xscale="log")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 100)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 

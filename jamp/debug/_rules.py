@@ -138,7 +138,7 @@ class RuleSearch:
     def _exchanged(
         self, rules: Sequence[_Rule], every: Sequence[_Rule], others: Sequence[_Rule], bound: float
     ) -> list[_Rule]:
-        """Put rules with fewer FLOPs in the place of others where they are enough, tried from the most FLOPs saved on."""
+        """Put rules with fewer FLOPs in the place of others where they are enough, the most FLOPs saved first."""
         kept, tried = list(rules), 0
         while tried < _TRIED:
             pairs = [(x, y) for x in kept for y in every if y not in kept and y.flops < x.flops]
