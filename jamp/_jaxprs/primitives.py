@@ -119,6 +119,7 @@ _SHOWN = {
     "row_major": "layout_constraint",
     "scaled_sums": "mul",
     "scale_tangent": "jvp",
+    "unencoded_product": "dot_general",
 }
 _OF_PRODUCTS = _names("attach product product_tangent")
 
