@@ -22,6 +22,7 @@ from jamp._jaxprs.primitives import CHEAP, PRODUCTS, operation
 from jamp._jaxprs.source import in_scope, is_transposed, pattern
 from jamp._products.flops import flops
 from jamp._products.formats import Format
+from jamp._transforms.lints import lints_of
 from jamp._transforms.passes import Passes, finished, passes
 from jamp._transforms.warn import cause
 
@@ -81,6 +82,8 @@ class AutocastReport:
       unchanged: For a compute dtype of float32, why the function is unchanged; else "".
       unread: The types of closed-over arrays that were not searched for values beyond the range of the compute dtype,
         because parts of them are on devices of other processes.
+      lints: Values of 16 bit that need more digits, whatever the bound of an error is, each with its line and a rule:
+        angles above 100, values by which `top_k` chooses, and sums of more than 4096 terms.
     """
 
     rows: tuple[AutocastRow, ...]
@@ -90,6 +93,7 @@ class AutocastReport:
     as_run: bool = False
     unchanged: str = ""
     unread: tuple[str, ...] = ()
+    lints: tuple[str, ...] = ()
 
     @property
     def share_16_bit(self) -> float:
@@ -117,7 +121,8 @@ class AutocastReport:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """For each operation with 1 % of the FLOPs or more: why it is float32, if that costs time, or not 8 bit."""
+        """The lints. For each operation with 1 % of the FLOPs or more: why it is float32, if that costs time, or not
+        8 bit."""
         total = sum(row.flops for row in self.rows)
         stays = []
         for row in self.rows:
@@ -137,7 +142,7 @@ class AutocastReport:
             "it are on devices of other processes. If it has some, use the rule 'float32' for the products with it"
             for x in self.unread
         )
-        return (*stays, *unread, *[_BACKWARD] * self.backward)
+        return (*self.lints, *stays, *unread, *[_BACKWARD] * self.backward)
 
     @property
     def _wide(self) -> np.dtype[Any]:
@@ -221,12 +226,12 @@ def autocast_report(
     trace = passes(fun, compute_dtype, rules)
 
     def report(*args: Any, **kwargs: Any) -> AutocastReport:
-        passes = trace(args, kwargs)
-        as_run = any(in_scope(eqn, AUTOCAST) for eqn in walk.all_equations(passes.traced.jaxpr))
-        closed, decisions, target = passes.decided, passes.decisions, passes.target
+        traced = trace(args, kwargs)
+        as_run = any(in_scope(eqn, AUTOCAST) for eqn in walk.all_equations(traced.traced.jaxpr))
+        closed, decisions, target = traced.decided, traced.decisions, traced.target
         if as_run:
             target = Target(target.compute_dtype, _as_run(target.wide))
-            closed, decisions = cast(passes.traced, target, None, finished)
+            closed, decisions = cast(traced.traced, target, None, finished)
         parameters = dict(zip(closed.jaxpr.invars, parameter_paths(fun, args, kwargs), strict=True))
         merged: dict[AutocastRow, list[Entry]] = {}
         for x in entries(closed, decisions, target, parameters):
@@ -234,11 +239,13 @@ def autocast_report(
             if row is not None:
                 merged.setdefault(row, []).append(x)
         rows = sorted((_summed(row, x) for row, x in merged.items()), key=lambda row: -row.flops)
-        backward = not as_run and any(map(is_transposed, walk.all_equations(passes.traced.jaxpr)))
-        name = passes.format.name if passes.format else ""
-        unchanged = "" if as_run else _unchanged(passes)
-        unread = tuple(passes.target.unread)
-        return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run, unchanged, unread)
+        backward = not as_run and any(map(is_transposed, walk.all_equations(traced.traced.jaxpr)))
+        name = traced.format.name if traced.format else ""
+        unchanged = "" if as_run else _unchanged(traced)
+        unread = tuple(traced.target.unread)
+        with_rules = lambda more: passes(fun, compute_dtype, {**(rules or {}), **more})(args, kwargs)
+        found = lints_of(lambda more: with_rules(more) if more else traced)
+        return AutocastReport(tuple(rows), str(target.compute_dtype), backward, name, as_run, unchanged, unread, found)
 
     return of_types(report)
 

@@ -16,6 +16,8 @@ from jamp._jaxprs.primitives import PRODUCTS
 from jamp._jaxprs.source import pattern
 from jamp._products.formats import Format
 from jamp._transforms.autocast import autocast
+from jamp._transforms.lints import lints_of
+from jamp._transforms.passes import passes
 from jamp.debug._error_curve import ErrorCurve, ErrorPoint
 from jamp.debug._errors import Errors
 from jamp.debug._program import ON
@@ -105,6 +107,7 @@ class RoundingReport:
       value_error: The measured error of the value of the function, with all roundings.
       gradient_error: The measured error of its gradients. NaN if there are none.
       opaque: Lines whose gradients JAX cannot differentiate. Damage that goes through them does not count.
+      lints: As in an `AutocastReport`: values of 16 bit that need more digits, whatever their error here.
     """
 
     rows: tuple[RoundingRow, ...]
@@ -113,6 +116,7 @@ class RoundingReport:
     value_error: float
     gradient_error: float
     opaque: tuple[str, ...]
+    lints: tuple[str, ...]
     _search: RuleSearch = dataclasses.field(repr=False, compare=False)
 
     def rules(self, *, error: float) -> dict[str, str]:
@@ -201,6 +205,7 @@ class RoundingReport:
             f"JAX has no derivative of what runs at {line}: damage in it and through it is not counted"
             for line in self.opaque
         ]
+        unseen += [f"lint: {x}" for x in self.lints]
         table = _table.with_header(columns, lines, ("where", "line"))
         is_16_bit = self.compute_dtype in ("bfloat16", "float16", "float32")
         share = "" if is_16_bit else f", {self.share:.1%} of the FLOPs in it"
@@ -348,7 +353,9 @@ def rounding_report(
         ]
         rows = (*checked, *(row for row, _ in pairs[_CHECKED:]))
         name, search = errors.format.name if errors.format else errors.dtype, RuleSearch(errors, errors_of)
-        return RoundingReport(rows, name, errors.share, *total, tuple(sorted(program.opaque)), search)
+        opaque = tuple(sorted(program.opaque))
+        found = lints_of(lambda more: passes(fun, compute_dtype, {**(rules or {}), **more})(args, kwargs))
+        return RoundingReport(rows, name, errors.share, *total, opaque, found, search)
 
     return report
 

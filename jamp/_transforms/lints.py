@@ -1,0 +1,25 @@
+"""The lints of a function under autocast, as texts with the rule that raises each."""
+
+from collections.abc import Callable
+
+from jamp._autocast.lint import Lint, lints
+from jamp._transforms.passes import Passes
+
+
+def lints_of(traced_with: Callable[[dict[str, str]], Passes]) -> tuple[str, ...]:
+    """Return what needs more digits than 16 bit, by what the code does: the line, and a rule with which it has them.
+
+    Args:
+      traced_with: Traces the function with some more rules.
+    """
+    texts: dict[str, None] = {}
+    for x in _found(traced_with({})):
+        key, category = x.rule
+        is_cured = bool(key) and x not in _found(traced_with({key: category}))
+        cure = f"rules={{{key!r}: {category!r}}} raises it" if is_cured else "compute it in float32 in the code"
+        texts[f"{x.source}: {x.what}; {cure}"] = None
+    return tuple(texts)
+
+
+def _found(traced: Passes) -> list[Lint]:
+    return list(dict.fromkeys(lints(traced.decided, traced.decisions, traced.call.leaves)))
