@@ -34,13 +34,13 @@ class Lint(NamedTuple):
     Attributes:
       what: What is wrong.
       source, scope: Its line, and the name scopes around it.
-      rule: A rule that may raise it, and its category, or "" twice.
+      rules: Rules that may raise it, with their categories: the first, or if it is not enough all of them.
     """
 
     what: str
     source: str
     scope: str
-    rule: tuple[str, str]
+    rules: tuple[tuple[str, str], ...]
 
 
 class _Value(NamedTuple):
@@ -71,15 +71,14 @@ def lints(closed: ClosedJaxpr, decisions: Decisions, args: Sequence[Any]) -> Ite
         what = check(eqn, operands) if check else ""
         if what:
             place = scope(eqn, context.scope)
-            yield Lint(what, user_line(eqn) or context.line, place, _rule(name_of(eqn), operands[0], place))
+            yield Lint(what, user_line(eqn) or context.line, place, _rules(name_of(eqn), operands[0], place))
 
 
-def _rule(name: str, operand: _Value, place: str) -> tuple[str, str]:
+def _rules(name: str, operand: _Value, place: str) -> tuple[tuple[str, str], ...]:
+    own = f"{name}[{place}]" if place else name, FLOAT32
     if operand.product:
-        return operand.product, ACCUMULATE
-    if name in _SUMS:
-        return f"{name}[{place}]" if place else name, FLOAT32
-    return (f"{ANY}[{place}]", FLOAT32) if place else ("", "")
+        return (operand.product, ACCUMULATE), own
+    return (own,) if name in _SUMS or not place else ((f"{ANY}[{place}]", FLOAT32),)
 
 
 def _angles(eqn: JaxprEqn, operands: list[_Value]) -> str:

@@ -14,9 +14,9 @@ def lints_of(traced_with: Callable[[dict[str, str]], Passes]) -> tuple[str, ...]
     """
     texts: dict[str, None] = {}
     for x in _found(traced_with({})):
-        key, category = x.rule
-        is_cured = bool(key) and x not in _found(traced_with({key: category}))
-        cure = f"rules={{{key!r}: {category!r}}} raises it" if is_cured else "compute it in float32 in the code"
+        tried = (dict(x.rules[:n]) for n in range(1, len(x.rules) + 1))
+        rules = next((rules for rules in tried if x not in _found(traced_with(rules))), None)
+        cure = f"rules={rules} raises it" if rules else "compute it in float32 in the code"
         texts[f"{x.source}: {x.what}; {cure}"] = None
     return tuple(texts)
 

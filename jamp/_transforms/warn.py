@@ -107,7 +107,7 @@ def _unchanged(every: list[Entry], passes: Passes, budget: MemoryBudget) -> list
     largest = max(candidates or changeable, key=lambda x: x.times * flops(x.eqn), default=None)
     if largest is None:
         return []
-    name = type(passes.format).__name__ if passes.format else "autocast"
+    name = passes.format.label if passes.format else "autocast"
     why = largest.product.reason if largest.product else ""
     if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in ir.avals(largest.eqn.invars)):
         why = "its operands are 16 bit already, by a cast in the code, by dtype=... of a module, or as arguments"

@@ -71,6 +71,7 @@ class Unencoded(Format):
     format: Format
 
     name = property(lambda self: self.format.name)
+    label = property(lambda self: self.format.label)
     forward = property(lambda self: self.format.forward)
     backward = property(lambda self: self.format.backward)
     carrier = property(lambda self: self.format.carrier)

@@ -29,6 +29,11 @@ class Format(abc.ABC):
         """Its name in reports, such as "float8"."""
 
     @property
+    def label(self) -> str:
+        """Its name in warnings, such as "Float8"."""
+        return type(self).__name__
+
+    @property
     @abc.abstractmethod
     def forward(self) -> Any:
         """The dtype of the codes of operands."""
