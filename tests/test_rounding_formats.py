@@ -234,28 +234,28 @@ def test_a_curve_has_fewer_flops_in_8_bits_for_a_smaller_error():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_the_search_finds_nearly_the_most_flops_in_8_bits(seed):
+def test_the_search_finds_the_most_flops_in_8_bits(seed):
     """Of all subsets of the rules, for layers of several sizes and sensitivities."""
-    sizes = 64, 128, 32, 96, 64, 128
+    sizes = 64, 128, 32, 96, 64, 160, 32, 64
     keys = jax.random.split(jax.random.key(seed), len(sizes))
     weights = [jax.random.normal(k, (m, n)) / m**0.5 for k, m, n in zip(keys, sizes, sizes[1:], strict=False)]
-    offsets = [float(x) for x in np.random.default_rng(seed).choice([0, 2, 5, 10], len(weights))]
+    offsets = [float(x) for x in np.random.default_rng(seed).choice([0, 0, 0, 2, 5, 10, 20], len(weights))]
 
     def fun(weights, x):
         for i, (w, offset) in enumerate(zip(weights, offsets, strict=True)):
             with jax.named_scope(f"h_{i}"):
                 x = jnp.tanh(x.at[:, 3].set(offset) @ w - offset * lax.stop_gradient(w[3]))
-        return jnp.mean((x @ jnp.ones((128, 1))) ** 2)
+        return jnp.mean((x @ jnp.eye(64) - Y) ** 2)
 
     report = jamp.debug.rounding_report(fun, FLOAT8)(weights, X)
     search = report._search
     rules, flops = search._candidates[1], search._errors.program.flops
     subsets = [x for n in range(len(rules) + 1) for x in itertools.combinations(rules, n)]
-    for target in (0.8, 0.6, 0.4):
+    for target in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
         bound = target * report.gradient_error
         error, share = jamp.debug._rules._TARGETS[0] * bound, search.find(bound).errors.share
         best = min(sum(x.flops for x in mine) for mine in subsets if search._error(mine) <= error)
-        assert share >= report.share - best / flops - 0.03
+        assert share >= report.share - best / flops - 0.004
 
 
 @pytest.mark.slow
