@@ -1,7 +1,7 @@
 """A segment whose backward pass reads values in 8 bits. It has two chains of equations.
 
- The first computes the results, from exact inputs, and what is kept. The second one starts
-from what was kept. It has no values of its own, only tangents, so what it multiplies is dead code:
+The first computes the results, from exact inputs, and what is kept. The second starts from what was kept. Only its
+tangents are used, so the results of its products are dead code:
 
     x -> s = x @ w -> y = gelu(s)               results, and the codes of s; x comes with its codes
     decode(x) -> decode(s) -> y' = gelu(s)      y' is not used, but its derivative is, at the decoded values

@@ -338,7 +338,8 @@ class Split:
                 continue
             bodies = constructs.bodies(eqn) if is_split(eqn) else None
             if bodies is None:
-                parts.append((_rule(eqn, coded, context) if i < end else None) or eqn)
+                is_coded = i < end and any(v in alive for v in eqn.outvars)
+                parts.append((_rule(eqn, coded, context) if is_coded else None) or eqn)
                 continue
             is_manual = ir.name(eqn) == "shard_map"
             inner = SegmentContext(context.in_loop or ir.name(eqn) == "scan", eqn if is_manual else context.shard_map)

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jamp._cast import as_dtype, is_floating
@@ -48,8 +49,9 @@ class Store(enum.Enum):
             return [x]
         aval: Any = jax.typeof(x)
         blocks = x.reshape(_block_shape(aval)).astype(jnp.float32)
-        scales = (jnp.max(jnp.abs(blocks), -1, keepdims=True) / _MOST).astype(jnp.bfloat16)
-        # Of inf and NaN the scale is inf or NaN, and so is all that is decoded.
+        # Of inf and NaN the scale is inf or NaN, and so is all that is decoded. A finite number is decoded as one.
+        exact = jnp.max(jnp.abs(blocks), -1, keepdims=True) / _MOST
+        scales = jnp.where(jnp.isinf(exact), exact, jnp.minimum(exact, _largest_scale(x.dtype))).astype(jnp.bfloat16)
         scale = scales.astype(jnp.float32)
         multiples = jnp.clip(jnp.round(blocks * jnp.where(scale >= _TINY, 1 / scale, 0)), -_MOST, _MOST)
         codes = jnp.where(multiples == 0, jnp.sign(blocks), multiples).astype(jnp.int8)
@@ -69,6 +71,12 @@ Stores: TypeAlias = frozenset[tuple[int, Store]]  # of the values of a segment t
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
+def _largest_scale(dtype: Any) -> np.float32:
+    """The largest bfloat16 number of which 127 times is no inf in a dtype."""
+    bits = np.float32(float(jnp.finfo(dtype).max) / _MOST).view(np.uint32)
+    return np.uint32(bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
 def as_store(residuals: Any) -> Store:
     """The store that the argument `residuals` of a user names."""
     if residuals is None:
@@ -84,22 +92,23 @@ def fits_8_bits(aval: Any) -> bool:
     is_known = isinstance(aval, jax.core.ShapedArray) and all(isinstance(n, int) for n in aval.shape)
     if not is_known or not is_floating(aval) or aval.dtype.itemsize not in (2, 4) or is_partial(aval):
         return False
-    return bool(aval.size >= _LARGE and _block_shape(aval)[-1] >= _LEAST_BLOCK)
+    return bool(aval.size >= _LARGE and _block_shape(aval))
 
 
 def _block_shape(aval: Any) -> tuple[int, ...]:
-    """The shape of a value with blocks along its last axis, which may be several axes if the last one is short.
+    """The shape of a value with blocks along its last axis, or along several where no block divides the last.
 
-    A block crosses no shard of an Explicit axis.
+    A block crosses no shard of an Explicit axis. The shape is empty if no block divides the value.
     """
-    shape, axis = tuple(aval.shape), len(aval.shape) - 1
-    shards = _shards(aval)
-    while axis > 0 and math.prod(shape[axis:]) < _LEAST_BLOCK and set(shards[axis - 1 :]) == {1}:
-        axis -= 1
-    n = math.prod(shape[axis:])
-    length = n // shards[axis]
-    block = next((b for b in range(_BLOCK, _LEAST_BLOCK - 1, -1) if length % b == 0), length)
-    return (*shape[:axis], n // block, block)
+    shape, shards = tuple(aval.shape), _shards(aval)
+    for axis in reversed(range(len(shape))):
+        if axis + 1 < len(shape) and set(shards[axis:]) != {1}:
+            break
+        n = math.prod(shape[axis:])
+        for block in range(_BLOCK, _LEAST_BLOCK - 1, -1):
+            if n // shards[axis] % block == 0:
+                return (*shape[:axis], n // block, block)
+    return ()
 
 
 def _shards(aval: Any) -> list[int]:
