@@ -45,6 +45,13 @@ def norm(x):
     return (x - jnp.mean(x, -1, keepdims=True)) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-6)
 
 
+def norm_over(axis, x):
+    return (x - jnp.mean(x, axis, keepdims=True)) * lax.rsqrt(jnp.var(x, axis, keepdims=True) + 1e-6)
+
+
+SIZES = jnp.where(jnp.arange(D) // 4 % 4 == 1, 1000, 1).astype(F32)  # large channels beside small ones
+
+
 def block(w, x):
     x = x + attention(w, norm(x))
     return x + jax.nn.gelu(norm(x) @ w) @ w.T
@@ -71,6 +78,8 @@ LAYERS = {
     "checkpoint": lambda w, x: jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x),
     "cond": lambda w, x: lax.cond(x[0, 0] > 9, lambda x: x, lambda x: jnp.tanh(jnp.tanh(x @ w) @ w), x),
     "logarithm": lambda w, x: jnp.log(0.01 + jnp.square(x @ w)) @ w,
+    "batch norm": lambda w, x: norm_over(0, (x @ (w * SIZES))) @ w,
+    "group norm": lambda w, x: norm_over(-1, (x @ (w * SIZES)).reshape(N, D // 4, 4)).reshape(N, D) @ w,
     "convolution": lambda w, x: jnp.tanh(
         lax.conv(x.reshape(1, 8, 32, 32), w.ravel()[: 8 * 8 * 9].reshape(8, 8, 3, 3), (1, 1), "SAME")
     ).reshape(N, D),
@@ -261,6 +270,7 @@ def test_forward_mode_is_right_and_a_second_derivative_says_what_to_leave_out():
         "reverse over reverse": lambda: jax.grad(lambda w: jnp.sum(jax.grad(fun)(w, X) ** 2))(W),
         "forward over reverse": lambda: jax.jvp(jax.grad(fun), (W, X), (W, X)),
         "reverse over forward": lambda: jax.grad(lambda w: jax.jvp(fun, (w, X), (W, X))[1])(W),
+        "of another argument": lambda: jax.grad(lambda x: jnp.sum(jax.grad(fun)(W, x) ** 2))(X),
         "of a custom_vjp": lambda: jax.grad(
             lambda w: jnp.sum(jax.grad(jamp.recompute(scanned(LAYERS["custom_vjp"]), 1.0, residuals=I8))(w, X))
         )(W),

@@ -170,7 +170,7 @@ class _Codes:
         return [eqn for v in found for eqn in inline.inline(self._encoded(v), [v], self.write([v]))]
 
     def _encoded(self, v: Var) -> ClosedJaxpr:
-        return trace_inside(self._inside, lambda x: Store.INT8.encode(once_differentiable(x)), [v.aval])
+        return trace_inside(self._inside, lambda x: Store.INT8.encode(*once_differentiable([x])), [v.aval])
 
 
 def _results(part: Part) -> Sequence[Any]:

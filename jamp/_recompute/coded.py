@@ -44,7 +44,7 @@ def coded_segment(
 
     def segment(*args: Array) -> list[Array]:
         args, codes = tuple(stopped(args[: len(piece.inputs)], reaches)), iter(args[len(piece.inputs) :])
-        found = interpret.call(exact, list(map(once_differentiable, args)))
+        found = interpret.call(exact, once_differentiable(args))
         results = found[:n]
         parts = {(v, store): store.encode(x) for (v, store), x in zip(kept.items(), found[n:], strict=True)}
         for i in outputs:

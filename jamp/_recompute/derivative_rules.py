@@ -79,9 +79,9 @@ def coded_rule(
         return found, [x for j in results for x in Store.INT8.encode(found[j])]
 
     def forward(args: Sequence[Array], codes: Sequence[Array]) -> tuple[Any, Any]:
-        found = interpret.call(rule.closed, args)
+        found = interpret.call(rule.closed, differentiated(args))
         values, residuals = found[:n], found[n:]
-        parts = {j: Store.INT8.encode(differentiated(values[j])) for j in results}
+        parts = {j: Store.INT8.encode(values[j]) for j in results}
         if not in_loop:
             values, parts = computed_together(values, parts)
         kept = [x for k, x in enumerate(residuals) if k not in of_operands and k not in of_results]

@@ -16,7 +16,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import constructs, ir, walk
@@ -25,10 +27,11 @@ from jamp._jaxprs.ir import JaxprEqn, Var
 from jamp._jaxprs.primitives import AMPLIFYING, CHEAP, ELEMENTWISE, IDENTITIES, MOVING
 from jamp._jaxprs.source import in_scope
 from jamp._products.quantized import QUANTIZE
-from jamp._recompute.stores import Store, fits_8_bits
+from jamp._recompute.stores import BLOCK, Store, fits_8_bits
 
 _READS = 4  # a value is computed again if that reads at most this many times its size
 _READS_OF_NO_PRODUCT = 1.5
+_VERY_LARGE = 1e4  # a constant of this size fills masked places
 
 
 class Origin(NamedTuple):
@@ -38,16 +41,23 @@ class Origin(NamedTuple):
       argument: It is an argument of the function or a constant, perhaps cast or moved.
       activation: It depends on a product or other expensive operation.
       perturbed: A floating-point argument of the function can change it.
+      filled: Some of its elements are a very large constant, as where a mask is.
     """
 
     argument: bool = False
     activation: bool = False
     perturbed: bool = False
+    filled: bool = False
 
 
 def origins() -> Forward[Origin]:
     """The analysis of what each value is computed from."""
-    return Forward(_origin, _join, lambda value: Origin(argument=True), constructs.has_own_rule)
+    return Forward(_origin, _join, _of_constant, constructs.has_own_rule)
+
+
+def _of_constant(value: Any) -> Origin:
+    is_number = np.ndim(value) == 0 and is_floating(jnp.asarray(value)) and not isinstance(value, jax.core.Tracer)
+    return Origin(argument=True, filled=bool(is_number and abs(value) > _VERY_LARGE))
 
 
 def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
@@ -59,18 +69,21 @@ def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
         all(x.argument for x in operands) and all(ir.name(e) in CHEAP & MOVING for e in walk.through_calls(eqn)),
         any(x.activation for x in operands) or (any(inexact) and not is_cheap(eqn)),
         any(x.perturbed and y for x, y in zip(operands, inexact, strict=True)) and ir.name(eqn) != "stop_gradient",
+        any(x.filled for x in operands) and all(ir.name(e) in ELEMENTWISE for e in walk.through_calls(eqn)),
     )
 
 
 def _join(x: Origin, y: Origin) -> Origin:
-    return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed)
+    filled = x.filled or y.filled
+    return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed, filled)
 
 
 def precise() -> Backward:
     """The analysis of which values must be kept as they are: arguments of exponentials, roots, divisors and maxima.
 
-    They reach one by operations on single elements. A sum over many, as in a norm, averages their errors. From an
-    operand that is quantized in both passes, a scale is found in both.
+    They reach one by operations on single elements. A sum over the last axis, as in a norm, averages their errors. A
+    sum over others, as in a batch norm, does not: a block may hold a small channel beside a large one. From an operand
+    that is quantized in both passes, a scale is found in both.
     """
     return Backward(_asks_for_precision)
 
@@ -83,12 +96,19 @@ def _asks_for_precision(eqn: JaxprEqn, results: list[bool]) -> bool | list[bool]
         return True
     if name == "div":
         return [any(results), True]
+    if name == "reduce_sum":
+        (operand,) = ir.avals(eqn.invars)
+        is_over_blocks = operand.ndim - 1 in ir.params(eqn)["axes"] and operand.shape[-1] >= BLOCK
+        return any(results) and not is_over_blocks
     return any(results) and name in ELEMENTWISE
 
 
 def coded_values(of_values: Mapping[Var, Origin], precise: Set[Var]) -> set[Var]:
-    """The values that are kept in 8 bits, if they are kept: large activations, but for those that must be precise."""
-    is_coded = lambda v, origin: origin.activation and origin.perturbed and v not in precise
+    """The values that are kept in 8 bits, if they are kept: large activations, but for those that must be precise.
+
+    Where a mask fills a block with -1e9, its other numbers would have no digits left.
+    """
+    is_coded = lambda v, x: x.activation and x.perturbed and not x.filled and v not in precise
     return {v for v, origin in of_values.items() if is_coded(v, origin) and fits_8_bits(v.aval)}
 
 

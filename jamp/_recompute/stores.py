@@ -26,7 +26,7 @@ from jamp._jaxprs.define import batch_first, define, no_tangent, with_tangents
 from jamp._jaxprs.manual_axes import is_partial, partitions
 
 _LARGE = 4096  # elements: smaller values stay as they are
-_BLOCK, _LEAST_BLOCK = 16, 8
+BLOCK, _LEAST_BLOCK = 16, 8
 _MOST = 127  # the largest code
 
 
@@ -105,7 +105,7 @@ def _block_shape(aval: Any) -> tuple[int, ...]:
         if axis + 1 < len(shape) and set(shards[axis:]) != {1}:
             break
         n = math.prod(shape[axis:])
-        for block in range(_BLOCK, _LEAST_BLOCK - 1, -1):
+        for block in range(BLOCK, _LEAST_BLOCK - 1, -1):
             if n // shards[axis] % block == 0:
                 return (*shape[:axis], n // block, block)
     return ()
@@ -142,8 +142,8 @@ def with_tangent_of(value: Any, source: Any) -> Any:
     return _with_tangent_of.bind(value, source)
 
 
-def _without_tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return _differentiated.bind(*primals), no_tangent(primals[0])
+def _without_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return differentiated(primals), list(map(no_tangent, primals))
 
 
 def _second_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -152,21 +152,29 @@ def _second_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
             "This takes a second derivative of a function with residuals in 8 bits, which have only a first one. Leave "
             "residuals=jnp.int8 out of the jamp.recompute or jamp.autocast inside."
         )
-    return _differentiated.bind(*primals), no_tangent(primals[0])
+    return differentiated(primals), list(map(no_tangent, primals))
 
 
-_same = lambda x: x
-_once_differentiable: Any = define(
-    "once_differentiable", _same, _same, jvp=_without_tangent, transpose=lambda g, _: [None]
-)
-_differentiated: Any = define("differentiated", _same, _same, jvp=_second_derivative, transpose=lambda g, _: [None])
+def _same(*xs: Any) -> list[Any]:
+    return list(xs)
 
 
-def once_differentiable(x: Any) -> Any:
-    """A value without its tangent, like `stop_gradient`. A second derivative through it raises an error."""
-    return _once_differentiable.bind(x) if is_floating(jax.typeof(x)) else x
+_no_cotangents = lambda g, *xs: [None] * len(xs)
+_rules: dict[str, Any] = {"transpose": _no_cotangents, "multiple_results": True}
+_once_differentiable: Any = define("once_differentiable", _same, _same, jvp=_without_tangents, **_rules)
+_differentiated: Any = define("differentiated", _same, _same, jvp=_second_derivative, **_rules)
 
 
-def differentiated(x: Any) -> Any:
+def once_differentiable(values: Sequence[Any]) -> list[Any]:
+    """The values without tangents, as by `stop_gradient`.
+
+    If some get a tangent and later, in a second derivative, any of them another one, that raises an error.
+    """
+    found: list[Any] = _once_differentiable.bind(*values)
+    return found
+
+
+def differentiated(values: Sequence[Any]) -> list[Any]:
     """The same in code that belongs to a first derivative already."""
-    return _differentiated.bind(x) if is_floating(jax.typeof(x)) else x
+    found: list[Any] = _differentiated.bind(*values)
+    return found
