@@ -78,6 +78,7 @@ LAYERS = {
     "checkpoint": lambda w, x: jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x),
     "cond": lambda w, x: lax.cond(x[0, 0] > 9, lambda x: x, lambda x: jnp.tanh(jnp.tanh(x @ w) @ w), x),
     "logarithm": lambda w, x: jnp.log(0.01 + jnp.square(x @ w)) @ w,
+    "relu of a sum": lambda w, x: jax.nn.relu(x @ w + x @ w.T + w[0]) @ w,
     "batch norm": lambda w, x: norm_over(0, (x @ (w * SIZES))) @ w,
     "group norm": lambda w, x: norm_over(-1, (x @ (w * SIZES)).reshape(N, D // 4, 4)).reshape(N, D) @ w,
     "convolution": lambda w, x: jnp.tanh(

@@ -31,6 +31,7 @@ from jamp._recompute.stores import BLOCK, Store, fits_8_bits
 
 _READS = 4  # a value is computed again if that reads at most this many times its size
 _READS_OF_NO_PRODUCT = 1.5
+_COMPARISONS = frozenset(["abs", "clamp", "ge", "gt", "le", "lt", "max", "min", "sign"])
 _VERY_LARGE = 1e4  # a constant of this size fills masked places
 
 
@@ -124,11 +125,14 @@ def decisions(eqns: Sequence[JaxprEqn], of_values: Mapping[Var, Origin]) -> set[
 def values_to_keep(
     eqns: Sequence[JaxprEqn], inputs: Iterable[Var], of_values: Mapping[Var, Origin], coded: Set[Var]
 ) -> set[Var]:
-    """The values that the backward pass does not compute again, of which some are then `coded`."""
+    """The values that the backward pass does not compute again, of which some are then `coded`.
+
+    In 8 bits, a value that a mask is made of is kept itself, because its sign is: `x @ w + b` in `relu(x @ w + b)`.
+    """
     kept_bytes = lambda v: (Store.INT8 if v in coded else Store.ITSELF).nbytes(v.aval)
     # For each value, the bytes that are read of each kept value to compute it.
     sources: dict[Var, dict[Var, float]] = {v: {v: kept_bytes(v)} for v in inputs}
-    chosen, narrowed = set[Var](), _narrowed(eqns)
+    chosen, narrowed = set[Var](), _narrowed(eqns) | (_compared(eqns) & coded)
     for eqn in eqns:
         reads, may = _variables(eqn), is_cheap(eqn)
         for out in eqn.outvars:
@@ -148,6 +152,12 @@ def values_to_keep(
                 found = {out: kept_bytes(out)}
             sources[out] = found
     return chosen
+
+
+def _compared(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The values that are compared with another one, in calls too."""
+    is_comparison = lambda eqn: any(ir.name(e) in _COMPARISONS for e in walk.through_calls(eqn))
+    return {v for eqn in eqns if is_comparison(eqn) for v in _variables(eqn)}
 
 
 def _narrowed(eqns: Sequence[JaxprEqn]) -> set[Var]:
