@@ -24,7 +24,7 @@ from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import constructs, ir, walk
 from jamp._jaxprs.dataflow import Backward, Forward
 from jamp._jaxprs.ir import JaxprEqn, Var
-from jamp._jaxprs.primitives import AMPLIFYING, CHEAP, ELEMENTWISE, IDENTITIES, MOVING
+from jamp._jaxprs.primitives import AMPLIFYING, CHEAP, ELEMENTWISE, EXPONENTIALS, IDENTITIES, MOVING
 from jamp._jaxprs.source import in_scope
 from jamp._products.quantized import QUANTIZE
 from jamp._recompute.stores import BLOCK, Store, fits_8_bits
@@ -42,13 +42,13 @@ class Origin(NamedTuple):
       argument: It is an argument of the function or a constant, perhaps cast or moved.
       activation: It depends on a product or other expensive operation.
       perturbed: A floating-point argument of the function can change it.
-      filled: Some of its elements are a very large constant, as where a mask is.
+      wide: Its elements may differ by orders of magnitude: exponentials, or -1e9 where a mask is.
     """
 
     argument: bool = False
     activation: bool = False
     perturbed: bool = False
-    filled: bool = False
+    wide: bool = False
 
 
 def origins() -> Forward[Origin]:
@@ -58,7 +58,7 @@ def origins() -> Forward[Origin]:
 
 def _of_constant(value: Any) -> Origin:
     is_number = np.ndim(value) == 0 and is_floating(jnp.asarray(value)) and not isinstance(value, jax.core.Tracer)
-    return Origin(argument=True, filled=bool(is_number and abs(value) > _VERY_LARGE))
+    return Origin(argument=True, wide=bool(is_number and abs(value) > _VERY_LARGE))
 
 
 def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
@@ -70,13 +70,19 @@ def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
         all(x.argument for x in operands) and all(ir.name(e) in CHEAP & MOVING for e in walk.through_calls(eqn)),
         any(x.activation for x in operands) or (any(inexact) and not is_cheap(eqn)),
         any(x.perturbed and y for x, y in zip(operands, inexact, strict=True)) and ir.name(eqn) != "stop_gradient",
-        any(x.filled for x in operands) and all(ir.name(e) in ELEMENTWISE for e in walk.through_calls(eqn)),
+        _is_wide(eqn, operands),
     )
 
 
+def _is_wide(eqn: JaxprEqn, operands: Sequence[Origin]) -> bool:
+    names = [ir.name(e) for e in walk.through_calls(eqn)]
+    is_elementwise = all(name in ELEMENTWISE for name in names)
+    return names[-1:] != [] and (names[-1] in EXPONENTIALS or (is_elementwise and any(x.wide for x in operands)))
+
+
 def _join(x: Origin, y: Origin) -> Origin:
-    filled = x.filled or y.filled
-    return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed, filled)
+    wide = x.wide or y.wide
+    return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed, wide)
 
 
 def precise() -> Backward:
@@ -107,9 +113,9 @@ def _asks_for_precision(eqn: JaxprEqn, results: list[bool]) -> bool | list[bool]
 def coded_values(of_values: Mapping[Var, Origin], precise: Set[Var]) -> set[Var]:
     """The values that are kept in 8 bits, if they are kept: large activations, but for those that must be precise.
 
-    Where a mask fills a block with -1e9, its other numbers would have no digits left.
+    In a block with -1e9 where a mask is, the other numbers would have no digits left.
     """
-    is_coded = lambda v, x: x.activation and x.perturbed and not x.filled and v not in precise
+    is_coded = lambda v, x: x.activation and x.perturbed and not x.wide and v not in precise
     return {v for v, origin in of_values.items() if is_coded(v, origin) and fits_8_bits(v.aval)}
 
 

@@ -360,6 +360,8 @@ def _rule(eqn: JaxprEqn, coded: Set[Var], context: SegmentContext) -> CodedRule 
         return None
     of = lambda atoms, found: tuple(i for i in sorted(set(found)) if not ir.is_literal(atoms[i]) and atoms[i] in coded)
     operands, results = of(eqn.invars, rule.operands.values()), of(eqn.outvars, rule.results.values())
+    if is_cheap(eqn):  # Its result may be a softmax, whose rows must sum to 1.
+        results = ()
     return CodedRule(eqn, rule, operands, results, context) if operands or results else None
 
 

@@ -1,14 +1,14 @@
 """The stores of a value between the passes: itself, or 8 bits. A value without a store is computed again.
 
-A block of numbers along the last axis has one scale, its largest magnitude over 127. A number is the nearest multiple
-of it that has its sign:
+A block of numbers along the last axis has one scale, its largest magnitude over 126. A code is one more than the
+nearest multiple of it, so that the codes 1 and -1 are left for numbers that are nearly zero:
 
-    block of x     2.54   -1.00    0.004    0.00
+    block of x     2.52   -1.00    0.004    0.00
     scale          0.02
-    codes           127     -50        1       0
-    decoded        2.54   -1.00     0.02    0.00
+    codes           127     -51        1       0
+    decoded        2.52   -1.00   0.0003    0.00
 
-So a mask of positive numbers fits what is decoded, and a division or a logarithm meets no zero that was none.
+So a mask of positive numbers fits what is decoded, and nothing is divided by a zero that was none.
 """
 
 import enum
@@ -27,7 +27,8 @@ from jamp._jaxprs.manual_axes import is_partial, partitions
 
 _LARGE = 4096  # elements: smaller values stay as they are
 BLOCK, _LEAST_BLOCK = 16, 8
-_MOST = 127  # the largest code
+_MOST = 126  # the largest multiple of a scale
+_NEARLY_ZERO = 1 / 64  # the multiple that the codes 1 and -1 stand for
 
 
 class Store(enum.Enum):
@@ -53,8 +54,11 @@ class Store(enum.Enum):
         exact = jnp.max(jnp.abs(blocks), -1, keepdims=True) / _MOST
         scales = jnp.where(jnp.isinf(exact), exact, jnp.minimum(exact, _largest_scale(x.dtype))).astype(jnp.bfloat16)
         scale = scales.astype(jnp.float32)
-        multiples = jnp.clip(jnp.round(blocks * jnp.where(scale >= _TINY, 1 / scale, 0)), -_MOST, _MOST)
-        codes = jnp.where(multiples == 0, jnp.sign(blocks), multiples).astype(jnp.int8)
+        is_known = (scale >= _TINY) & jnp.isfinite(scale)
+        multiples = jnp.where(is_known, blocks, 0) * jnp.where(is_known, 1 / jnp.where(is_known, scale, 1), 0)
+        multiples = jnp.clip(jnp.round(multiples), -_MOST, _MOST)
+        signs = jnp.where(jnp.isfinite(blocks), jnp.sign(blocks), 0)
+        codes = (multiples + signs).astype(jnp.int8)
         return [codes.reshape(x.shape), scales[..., 0]]
 
     def decode(self, kept: Sequence[Array], aval: Any) -> Array:
@@ -63,7 +67,9 @@ class Store(enum.Enum):
             return kept[0]
         codes, scales = kept
         blocks = codes.reshape(_block_shape(aval)).astype(jnp.float32)
-        decoded: Array = (blocks * scales[..., None].astype(jnp.float32)).reshape(aval.shape).astype(aval.dtype)
+        signs = jnp.sign(blocks)
+        multiples = jnp.where(jnp.abs(blocks) == 1, signs * _NEARLY_ZERO, blocks - signs)
+        decoded: Array = (multiples * scales[..., None].astype(jnp.float32)).reshape(aval.shape).astype(aval.dtype)
         return decoded
 
 
@@ -72,7 +78,7 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 def _largest_scale(dtype: Any) -> np.float32:
-    """The largest bfloat16 number of which 127 times is no inf in a dtype."""
+    """The largest bfloat16 number of which `_MOST` times is no inf in a dtype."""
     bits = np.float32(float(jnp.finfo(dtype).max) / _MOST).view(np.uint32)
     return np.uint32(bits & np.uint32(0xFFFF0000)).view(np.float32)
 
@@ -133,6 +139,7 @@ _with_tangent_of = define(
     lambda value, source: value,
     lambda value, source: value,
     jvp=_tangent_of_source,
+    transpose=lambda g, value, source: [None, g],
     batch=_batch_of_both,
 )
 

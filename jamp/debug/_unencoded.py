@@ -6,7 +6,7 @@ as they are. So a report can compute each product without its rounding, and with
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +87,9 @@ class Unencoded(Format):
         return self.format.axes(primitive, params)
 
     def encode(self, x: Array, dtype: DTypeLike, axes: Axes) -> Encoded:
-        as_it_is = x, jnp.ones((), self.scale_dtype)
-        return (Encoded if dtype == self.forward else _Gradient)(*as_it_is)
+        kind: Any = Encoded if dtype == self.forward else _Gradient
+        as_it_is: Encoded = kind(x, jnp.ones((), self.scale_dtype))
+        return as_it_is
 
     def sums(self, codes: Array, params: dict[str, Any], dtype: DTypeLike) -> np.dtype[Any]:
         return np.dtype(dtype)
@@ -108,8 +109,11 @@ class Unencoded(Format):
         return _bind(encoding, [*(x.codes for x in operands), *sizes])
 
 
-class _Gradient(Encoded):
+class _Gradient(NamedTuple):
     """An operand with the codes of a gradient. Any other is read from the residuals, and has the forward ones."""
+
+    codes: Array
+    scales: Array
 
 
 def _bind(encoding: Encoding, operands: Sequence[Any]) -> Array:
