@@ -57,8 +57,10 @@ def origins() -> Forward[Origin]:
 
 
 def _of_constant(value: Any) -> Origin:
-    is_number = np.ndim(value) == 0 and is_floating(jnp.asarray(value)) and not isinstance(value, jax.core.Tracer)
-    return Origin(argument=True, wide=bool(is_number and abs(value) > _VERY_LARGE))
+    is_known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    is_number = is_known and not np.ndim(value) and (isinstance(value, float) or is_floating(value))
+    # By NumPy, because a function of JAX would be traced here.
+    return Origin(argument=True, wide=bool(is_number and abs(float(np.asarray(value))) > _VERY_LARGE))
 
 
 def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
