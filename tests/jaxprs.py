@@ -8,7 +8,7 @@ import numpy as np
 INTERNAL = {
     *("attach", "detached", "product", "product_tangent", "rounded", "scale_tangent", "scaled_sums", "row_major"),
     *("barrier", "barrier_unless_tpu", "cotangents_behind_barrier", "in_one_kernel_on_tpu"),
-    *("differentiated", "once_differentiable", "with_tangent_of"),
+    *("differentiated", "with_tangents_of"),
 }
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

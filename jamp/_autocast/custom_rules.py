@@ -168,7 +168,7 @@ def _custom_jvp(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
         perturbed = [i for i, t in enumerate(tangents) if is_inexact(inputs[i]) and not isinstance(t, SymbolicZero)]
 
         def original(*values: Any) -> Any:
-            fun = _as_function_of(eqn, values[:n], perturbed)
+            fun = interpret.function_of(eqn, values[:n], perturbed)
             results, derivatives = jax.jvp(fun, [values[i] for i in perturbed], list(values[n:]))
             return [*results, *(derivatives[i] for i in floating)]
 
@@ -200,7 +200,7 @@ def _custom_vjp(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
         traced: list[Any] = []
 
         def original(*values: Any) -> Any:
-            results, pull_back = jax.vjp(_as_function_of(eqn, values, perturbed), *(values[i] for i in perturbed))
+            results, pull_back = jax.vjp(interpret.function_of(eqn, values, perturbed), *(values[i] for i in perturbed))
             residuals, structure = jax.tree.flatten(pull_back)
             traced[:] = structure, [jax.typeof(x) for x in residuals]
             return [*results, *residuals]
@@ -260,7 +260,7 @@ def _linear_call(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
 
     def transposed(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         def original(*values: Any) -> Any:
-            fun = _as_function_of(call.eqn, [*values[:n], *inputs[n:]], range(n, len(inputs)))
+            fun = interpret.function_of(call.eqn, [*values[:n], *inputs[n:]], range(n, len(inputs)))
             return jax.linear_transpose(fun, *inputs[n:])(list(values[n:]))
 
         types = [*inputs[:n], *ir.avals(call.eqn.outvars)]
@@ -272,15 +272,6 @@ def _linear_call(call: CastConstruct, args: Sequence[Any]) -> Sequence[Any]:
     fun = lambda residuals, operands: call.run([*residuals, *operands])
     values: Sequence[Any] = linear_call(fun, transposed, list(args[:n]), list(args[n:]))
     return values
-
-
-def _as_function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int]) -> Callable[..., list[Any]]:
-    """An equation as it was traced, as a function of some of its operands."""
-
-    def original(*values: Any) -> list[Any]:
-        return interpret.bind(eqn, build.replaced(operands, some, values), ir.avals(eqn.outvars))
-
-    return original
 
 
 _RETRACED: dict[str, Callable[[CastConstruct, Sequence[Any]], Sequence[Any]]] = {

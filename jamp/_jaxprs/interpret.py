@@ -44,6 +44,15 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], results: Sequence[Any]) -> list[Any
     return [env[v] for v in outputs]
 
 
+def function_of(eqn: JaxprEqn, operands: Sequence[Any], some: Sequence[int]) -> Callable[..., list[Any]]:
+    """An equation as it was traced, as a function of some of its operands."""
+
+    def original(*values: Any) -> list[Any]:
+        return bind(eqn, build.replaced(operands, some, values), ir.avals(eqn.outvars))
+
+    return original
+
+
 def interpret(jaxpr: Jaxpr, values: Sequence[Any], run: Run, literal: Callable[[Any], Any] = ir.value) -> list[Any]:
     """The results of a jaxpr whose equations are evaluated one by one, on values of any kind.
 
@@ -179,7 +188,7 @@ class Interpreter(abc.ABC, Generic[V]):
 
     def _results(self, eqn: JaxprEqn, values: list[V]) -> list[V]:
         if ir.name(eqn) in IDENTITIES:
-            return values[:1]
+            return values[: len(eqn.outvars)]
         loop = build.loop(eqn)
         if loop is not None:
             return self.run(loop, values)

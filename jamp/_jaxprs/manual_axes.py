@@ -65,6 +65,15 @@ def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
     return tuple(spec.partitions if hasattr(spec, "partitions") else spec)  # jax 0.10.0 does
 
 
+def shards_of(aval: Any) -> list[int]:
+    """The number of shards of each axis of an array over the mesh axes that its type names."""
+    mesh, found = aval.sharding.mesh, [1] * len(aval.shape)
+    for i, part in enumerate(partitions(aval.sharding.spec)):
+        names = part if isinstance(part, tuple) else (part,)
+        found[i] = math.prod(mesh.shape[name] for name in names if name in mesh.axis_names)
+    return found
+
+
 def hashable(axis_name: Any) -> Any:
     """The name or names of axes, of which JAX also takes a list."""
     return tuple(axis_name) if isinstance(axis_name, list) else axis_name

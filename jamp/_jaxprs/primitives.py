@@ -73,13 +73,13 @@ CUBIC = {
     "tridiagonal": 4 / 3,
 }
 
-# Of a product that autocast has lowered, and of values in 8 bits. They return their first operand.
-IDENTITIES = _names("attach detached differentiated once_differentiable with_tangent_of")
+# Of a product that autocast has lowered, and of values in 8 bits. They return their first operands.
+IDENTITIES = _names("attach detached differentiated with_tangents_of")
 # Cheap and deterministic. They terminate on any input, also on NaN. A gather reads a table of any size.
 CHEAP = (MOVES | COPIES | ARITHMETIC | IDENTITIES) - {"gather"}
 # They compute nothing.
 MOVING = MOVES | TRANSFERS | COPIES | GATHERS | IDENTITIES
-# A small error of an operand may be a large one of what they compute, or choose: that of an exponent is a factor.
+# A small error of an operand may be a large one of what they compute, or choose: an error of an exponent is a factor.
 AMPLIFYING = _names(
     "acos acosh approx_top_k asin atan2 atanh cbrt ceil cholesky cos cosh cummax cummin digamma erf_inv erfc exp exp2 "
     "expm1 floor igamma igammac lgamma log log1p lu polygamma pow reduce_max reduce_min reduce_prod reduce_window_max "
@@ -120,7 +120,7 @@ _SHOWN = {
     ),
     **dict.fromkeys(("scaled_call", "scaled_linear_call", "scaled_gradient"), "jamp.scaled"),
     "chunked_sum": "jamp.chunked_sum",
-    **dict.fromkeys(("detached", "differentiated", "once_differentiable", "with_tangent_of"), "stop_gradient"),
+    **dict.fromkeys(("detached", "differentiated", "with_tangents_of"), "stop_gradient"),
     "rounded": "convert_element_type",
     "row_major": "layout_constraint",
     "scaled_sums": "mul",

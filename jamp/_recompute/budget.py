@@ -438,6 +438,8 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.I
         return MemoryPlan(Split(products, whole, cut, residuals).function(closed), known)
 
     best = plan(cut=False)
+    if budget == 1.0:
+        return best
     total = best.total
     if residuals is not Store.ITSELF and not isinstance(budget, str):
         total = MemoryPlan(Split().function(closed), known).total

@@ -38,7 +38,7 @@ from jamp._recompute.segments import (
     with_names,
 )
 from jamp._recompute.stored import rounding, with_rounding
-from jamp._recompute.stores import Store, Stores, once_differentiable
+from jamp._recompute.stores import Store, Stores
 from jamp._rounded import may_be_wider
 
 
@@ -170,7 +170,7 @@ class _Codes:
         return [eqn for v in found for eqn in inline.inline(self._encoded(v), [v], self.write([v]))]
 
     def _encoded(self, v: Var) -> ClosedJaxpr:
-        return trace_inside(self._inside, lambda x: Store.INT8.encode(*once_differentiable([x])), [v.aval])
+        return trace_inside(self._inside, lambda x: Store.INT8.encode(lax.stop_gradient(x)), [v.aval])
 
 
 def _results(part: Part) -> Sequence[Any]:

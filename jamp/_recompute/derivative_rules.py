@@ -5,7 +5,7 @@ have a meaning that jamp does not know.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -16,8 +16,6 @@ from jamp._jaxprs import build, constructs, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
 from jamp._recompute.stores import Store, differentiated
-
-T = TypeVar("T")
 
 
 class Rule(NamedTuple):
@@ -44,8 +42,7 @@ def forward_rule(eqn: JaxprEqn, inside: JaxprEqn | None) -> Rule | None:
     structures: list[Any] = []
 
     def forward(*args: Any) -> list[Any]:
-        fun = lambda *xs: interpret.bind(eqn, build.replaced(args, perturbed, xs), outputs)
-        results, pull_back = jax.vjp(fun, *(args[i] for i in perturbed))
+        results, pull_back = jax.vjp(interpret.function_of(eqn, args, perturbed), *(args[i] for i in perturbed))
         residuals, structure = jax.tree.flatten(pull_back)
         structures.append(structure)
         return [*results, *residuals]
@@ -81,17 +78,19 @@ def coded_rule(
     def forward(args: Sequence[Array], codes: Sequence[Array]) -> tuple[Any, Any]:
         found = interpret.call(rule.closed, differentiated(args))
         values, residuals = found[:n], found[n:]
-        parts = {j: Store.INT8.encode(values[j]) for j in results}
-        if not in_loop:
-            values, parts = computed_together(values, parts)
+        parts = [x for j in results for x in Store.INT8.encode(values[j])]
+        if parts and not in_loop:  # as in `with_tangents_of`
+            found = behind_barrier([*values, *parts])
+            values, parts = found[:n], found[n:]
         kept = [x for k, x in enumerate(residuals) if k not in of_operands and k not in of_results]
-        return (values, [x for j in results for x in parts[j]]), (kept, codes, [parts[j] for j in results])
+        return (values, parts), (kept, codes, parts)
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, None]:
         kept, codes, parts = residuals
-        pairs = dict(zip(operands, zip(codes[::2], codes[1::2], strict=True), strict=True))
-        decoded = {k: Store.INT8.decode(pairs[i], inputs[i]) for k, i in of_operands.items()}
-        decoded |= {k: Store.INT8.decode(parts[results.index(j)], outputs[j]) for k, j in of_results.items()}
+        pairs = lambda places, arrays: dict(zip(places, zip(arrays[::2], arrays[1::2], strict=True), strict=True))
+        operand, result = pairs(operands, codes), pairs(results, parts)
+        decoded = {k: Store.INT8.decode(operand[i], inputs[i]) for k, i in of_operands.items()}
+        decoded |= {k: Store.INT8.decode(result[j], outputs[j]) for k, j in of_results.items()}
         others: Iterator[Array] = iter(kept)
         size = len(kept) + len(decoded)
         pull_back = jax.tree.unflatten(
@@ -106,12 +105,3 @@ def coded_rule(
         return [*found, *parts]
 
     return flat
-
-
-def computed_together(results: list[Array], parts: dict[T, list[Array]]) -> tuple[list[Array], dict[T, list[Array]]]:
-    """Results that no code reads before the codes are computed.
-
-    Else XLA:GPU computes the codes late, and keeps in memory what they are computed from.
-    """
-    found = iter(behind_barrier([*results, *(x for held in parts.values() for x in held)]))
-    return [next(found) for _ in results], {v: [next(found) for _ in held] for v, held in parts.items()}

@@ -13,6 +13,7 @@ A memory budget (`budget.py`) keeps fewer values than these.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -42,25 +43,16 @@ class Origin(NamedTuple):
       argument: It is an argument of the function or a constant, perhaps cast or moved.
       activation: It depends on a product or other expensive operation.
       perturbed: A floating-point argument of the function can change it.
-      wide: Its elements may differ by orders of magnitude: exponentials, or -1e9 where a mask is.
     """
 
     argument: bool = False
     activation: bool = False
     perturbed: bool = False
-    wide: bool = False
 
 
 def origins() -> Forward[Origin]:
     """The analysis of what each value is computed from."""
-    return Forward(_origin, _join, _of_constant, constructs.has_own_rule)
-
-
-def _of_constant(value: Any) -> Origin:
-    is_known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    is_number = is_known and not np.ndim(value) and (isinstance(value, float) or is_floating(value))
-    # By NumPy, because a function of JAX would be traced here.
-    return Origin(argument=True, wide=bool(is_number and abs(float(np.asarray(value))) > _VERY_LARGE))
+    return Forward(_origin, _join, lambda value: Origin(argument=True), constructs.has_own_rule)
 
 
 def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
@@ -72,19 +64,32 @@ def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
         all(x.argument for x in operands) and all(ir.name(e) in CHEAP & MOVING for e in walk.through_calls(eqn)),
         any(x.activation for x in operands) or (any(inexact) and not is_cheap(eqn)),
         any(x.perturbed and y for x, y in zip(operands, inexact, strict=True)) and ir.name(eqn) != "stop_gradient",
-        _is_wide(eqn, operands),
     )
 
 
-def _is_wide(eqn: JaxprEqn, operands: Sequence[Origin]) -> bool:
-    names = [ir.name(e) for e in walk.through_calls(eqn)]
-    is_elementwise = all(name in ELEMENTWISE for name in names)
-    return names[-1:] != [] and (names[-1] in EXPONENTIALS or (is_elementwise and any(x.wide for x in operands)))
-
-
 def _join(x: Origin, y: Origin) -> Origin:
-    wide = x.wide or y.wide
-    return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed, wide)
+    return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed)
+
+
+def wide() -> Forward[bool]:
+    """The analysis of which values may differ by orders of magnitude: exponentials, or -1e9 where a mask is.
+
+    In a block, the other numbers would have no digits left.
+    """
+    return Forward(_is_wide, operator.or_, _is_very_large, constructs.has_own_rule)
+
+
+def _is_wide(eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
+    if any(operands):
+        return all(ir.name(e) in ELEMENTWISE | EXPONENTIALS for e in walk.through_calls(eqn))
+    return ir.name(eqn) in EXPONENTIALS
+
+
+def _is_very_large(value: Any) -> bool:
+    is_known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    is_number = is_known and not np.ndim(value) and (isinstance(value, float) or is_floating(value))
+    # By NumPy, because a function of JAX would be traced here.
+    return bool(is_number and abs(float(np.asarray(value))) > _VERY_LARGE)
 
 
 def precise() -> Backward:
@@ -112,12 +117,9 @@ def _asks_for_precision(eqn: JaxprEqn, results: list[bool]) -> bool | list[bool]
     return any(results) and name in ELEMENTWISE
 
 
-def coded_values(of_values: Mapping[Var, Origin], precise: Set[Var]) -> set[Var]:
-    """The values that are kept in 8 bits, if they are kept: large activations, but for those that must be precise.
-
-    In a block with -1e9 where a mask is, the other numbers would have no digits left.
-    """
-    is_coded = lambda v, x: x.activation and x.perturbed and not x.wide and v not in precise
+def coded_values(of_values: Mapping[Var, Origin], wide: Mapping[Var, bool], precise: Set[Var]) -> set[Var]:
+    """The values that are kept in 8 bits, if they are kept: large activations, but not wide or precise ones."""
+    is_coded = lambda v, x: x.activation and x.perturbed and not wide[v] and v not in precise
     return {v for v, origin in of_values.items() if is_coded(v, origin) and fits_8_bits(v.aval)}
 
 
@@ -194,7 +196,7 @@ def _is_float8(aval: Any) -> bool:
 
 def nbytes(v: Any) -> float:
     """The bytes of a value. A symbolic dimension counts as 1."""
-    return _size(v) * float(getattr(v.aval.dtype, "itemsize", 4))
+    return Store.ITSELF.nbytes(v.aval)
 
 
 def _size(v: Any) -> float:
@@ -204,7 +206,7 @@ def _size(v: Any) -> float:
 
 def _variables(eqn: JaxprEqn) -> list[Any]:
     """The variables that an equation reads to compute its results."""
-    operands = eqn.invars[:1] if ir.name(eqn) in IDENTITIES else eqn.invars
+    operands = eqn.invars[: len(eqn.outvars)] if ir.name(eqn) in IDENTITIES else eqn.invars
     return [v for v in operands if not ir.is_literal(v)]
 
 

@@ -29,7 +29,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jamp._cast import is_inexact
 from jamp._jaxprs import build, constructs, dataflow, inline, interpret, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
-from jamp._jaxprs.manual_axes import partitions, trace_inside
+from jamp._jaxprs.manual_axes import shards_of, trace_inside
 from jamp._jaxprs.primitives import (
     ARITHMETIC,
     COLLECTIVES,
@@ -121,7 +121,7 @@ class Residuals:
         self._sources = {i: frozenset(map(self._inputs.get, sources.get(v, ()))) for v, i in known.items()}
         self._in_checkpoint = frozenset(self._numbers[v] for v in self.flat.kept)
         self._decided = frozenset[int]()
-        if segment.residuals is not Store.ITSELF:
+        if segment.coding:
             is_decided = lambda i: jnp.issubdtype(ir.avals([values[i]])[0].dtype, jnp.integer)
             self._decided = frozenset(filter(is_decided, self._in_checkpoint))
         is_statistic = lambda i: is_cheap(self.computed[i][1]) and i not in self.coded | self._decided
@@ -402,11 +402,5 @@ def is_gather(eqn: JaxprEqn) -> bool:
 
 def device_bytes(v: Any, store: Store = Store.ITSELF) -> float:
     """The bytes of what is kept of a value on one device, as far as its type says."""
-    sharding = getattr(v.aval, "sharding", None)
-    if sharding is None:  # a token
-        return 0.0
-    parts = partitions(sharding.spec)
-    axes = [axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))]
-    return store.nbytes(v.aval) / math.prod(
-        sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.axis_names
-    )
+    is_token = getattr(v.aval, "sharding", None) is None
+    return 0.0 if is_token else store.nbytes(v.aval) / math.prod(shards_of(v.aval))

@@ -62,6 +62,7 @@ from jamp._recompute.kept import (
     origins,
     precise,
     values_to_keep,
+    wide,
 )
 from jamp._recompute.stored import is_split, with_rounding
 from jamp._recompute.stores import Store
@@ -95,9 +96,7 @@ class Segment:
       is_worth_it: Whether it becomes a checkpoint at any budget. Computing something in it again frees memory.
       convolves: Whether more than half of its products are convolutions.
       is_end: Whether it is the last product of a function and what follows.
-      residuals: How its large activations are kept.
-      coded: Which inputs are kept so.
-      precise: Which outputs are not, because a small error in them is a large one of what is computed from them.
+      coding: What it needs to know to keep values in 8 bits. None if it keeps none.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -109,9 +108,7 @@ class Segment:
     is_worth_it: bool
     convolves: bool
     is_end: bool
-    residuals: Store = Store.ITSELF
-    coded: tuple[bool, ...] = ()
-    precise: tuple[bool, ...] = ()
+    coding: "Coding | None" = None
 
     @property
     def perturbed(self) -> list[bool]:
@@ -121,7 +118,28 @@ class Segment:
     def key(self, sources: bool) -> Any:
         """A key that is equal for equal segments. With `sources`, they also come from the same lines."""
         code = equality.fingerprint(self.inputs, self.outputs, self.eqns, sources)
-        return code, self.origins, self.alive, self.context, self.is_worth_it, self.residuals, self.coded, self.precise
+        return code, self.origins, self.alive, self.context, self.is_worth_it, self.coding
+
+
+class Coding(NamedTuple):
+    """What the code around a segment says of values in 8 bits.
+
+    Attributes:
+      coded: Which inputs are kept in 8 bits.
+      wide: Which inputs may have elements that differ by orders of magnitude.
+      precise: Which outputs stay as they are, because a small error in them may be a large one of what reads them.
+    """
+
+    coded: tuple[bool, ...]
+    wide: tuple[bool, ...]
+    precise: tuple[bool, ...]
+
+
+class Around(NamedTuple):
+    """What the code around a jaxpr says of its inputs that are `wide`, and of its outputs that are `precise`."""
+
+    wide: Sequence[bool]
+    precise: Sequence[bool]
 
 
 class SplitConstruct(NamedTuple):
@@ -198,10 +216,11 @@ def flatten_segment(segment: Segment) -> FlatSegment:
     of_values = origins().over(eqns, dict(zip(segment.inputs, segment.origins, strict=True)))
     reaching = dataflow.flags(segment.inputs, _alive(scales=False)(closed, segment.alive))
     coded, chosen = set[Var](), set[Var]()
-    if segment.residuals is not Store.ITSELF:
-        given = {v for v, x in zip(outputs, segment.precise, strict=True) if x and not ir.is_literal(v)}
-        coded = coded_values(of_values, precise().over(eqns, given)) - set(segment.inputs)
-        coded.update(v for v, x in zip(segment.inputs, segment.coded, strict=True) if x)
+    if coding := segment.coding:
+        given = {v for v, x in zip(outputs, coding.precise, strict=True) if x and not ir.is_literal(v)}
+        of_inputs = dict(zip(segment.inputs, coding.wide, strict=True))
+        coded = coded_values(of_values, wide().over(eqns, of_inputs), precise().over(eqns, given))
+        coded = (coded - {*segment.inputs}).union(itertools.compress(segment.inputs, coding.coded))
         chosen = decisions(eqns, of_values)
     kept = values_to_keep(eqns, segment.inputs, of_values, coded) | chosen
     return FlatSegment(eqns, segment.inputs, outputs, kept, reaching, coded)
@@ -265,7 +284,7 @@ class Split:
     ):
         # JAX's next checkpoint gives the scales of 8-bit values cotangents of zeros.
         self._origins, self._alive = origins(), _alive(scales=not ir.is_next_checkpoint())
-        self._precise, self._residuals = precise(), residuals
+        self._precise, self._wide, self._residuals = precise(), wide(), residuals
         self._cache: Cache[SplitJaxpr] = Cache()
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True
@@ -274,38 +293,38 @@ class Split:
         """A function in parts. Its last product and what follows are a segment of their own."""
         self._has_products = any(map(holds_product, closed.jaxpr.eqns))
         arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
-        alive, precise = [True] * len(closed.out_avals), [False] * len(closed.out_avals)
-        return self._body(closed, arguments, alive, precise, SegmentContext(), is_function=True)
+        alive = [True] * len(closed.out_avals)
+        return self._body(closed, arguments, alive, _said_nothing(closed), SegmentContext(), is_function=True)
 
     def _body(
         self,
         closed: ClosedJaxpr,
         inputs: Sequence[Origin],
         outputs: Sequence[bool],
-        precise: Sequence[bool],
+        around: Around,
         context: SegmentContext,
         is_function: bool = False,
     ) -> SplitJaxpr:
-        """A jaxpr in parts. The tangents of some `outputs` reach a result of the function. Some are `precise`."""
-        key = tuple(inputs), tuple(outputs), tuple(precise), context
-        return self._cache(closed, key, lambda: self._parts(closed, inputs, outputs, precise, context, is_function))
+        """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
+        key = tuple(inputs), tuple(outputs), *map(tuple, around), context
+        return self._cache(closed, key, lambda: self._parts(closed, inputs, outputs, around, context, is_function))
 
     def _parts(
         self,
         traced: ClosedJaxpr,
         inputs: Sequence[Origin],
         outputs: Sequence[bool],
-        precise_outputs: Sequence[bool],
+        around: Around,
         context: SegmentContext,
         is_function: bool,
     ) -> SplitJaxpr:
         closed = _without_large_calls(traced)
         jaxpr = closed.jaxpr
         alive, origins = self._alive(closed, outputs), self._origins(closed, inputs)
-        precise, coded = set[Var](), set[Var]()
+        wide, precise, coded = dict[Var, bool](), set[Var](), set[Var]()
         if self._residuals is not Store.ITSELF:
-            precise = self._precise(closed, precise_outputs)
-            coded = coded_values(origins, precise)
+            wide, precise = self._wide(closed, around.wide), self._precise(closed, around.precise)
+            coded = coded_values(origins, wide, precise)
         parts: list[Part] = []
         straight: list[JaxprEqn] = []
         last_uses = ir.last_uses(jaxpr.eqns, jaxpr.outvars)
@@ -324,7 +343,7 @@ class Split:
                 results = tuple(v for eqn in members for v in eqn.outvars if last_uses.get(v, -1) >= piece.stop)
                 here = set[Var]() if piece is last and is_function and self._has_products else coded
                 part = _segment(members, results, origins, alive, context, piece is last, self._has_products)
-                parts.append(_with_codes(part, self._residuals, here, precise, jaxpr.eqns) if coded else part)
+                parts.append(_with_codes(part, here, wide, precise, jaxpr.eqns) if coded else part)
             straight.clear()
 
         with_refs = _with_refs(jaxpr.eqns)
@@ -344,11 +363,23 @@ class Split:
             is_manual = ir.name(eqn) == "shard_map"
             inner = SegmentContext(context.in_loop or ir.name(eqn) == "scan", eqn if is_manual else context.shard_map)
             into = self._origins.into(eqn, origins)
-            out_of, precise_out = self._alive.into(eqn, alive), self._precise.into(eqn, precise)
-            of_bodies = zip(bodies, into, out_of, precise_out, strict=True)
+            out_of, around_bodies = self._alive.into(eqn, alive), self._around(eqn, bodies, wide, precise)
+            of_bodies = zip(bodies, into, out_of, around_bodies, strict=True)
             parts.append(SplitConstruct(eqn, [self._body(*x, inner) for x in of_bodies]))
         close(len(jaxpr.eqns))
         return SplitJaxpr(closed, parts, origins, alive, context)
+
+    def _around(
+        self, eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr], wide: dict[Var, bool], precise: set[Var]
+    ) -> list[Around]:
+        """What is said to each body of a construct."""
+        if self._residuals is Store.ITSELF:
+            return [_said_nothing(body) for body in bodies]
+        return list(map(Around, self._wide.into(eqn, wide), self._precise.into(eqn, precise)))
+
+
+def _said_nothing(closed: ClosedJaxpr) -> Around:
+    return Around([False] * len(closed.in_avals), [False] * len(closed.out_avals))
 
 
 def _rule(eqn: JaxprEqn, coded: Set[Var], context: SegmentContext) -> CodedRule | None:
@@ -366,21 +397,18 @@ def _rule(eqn: JaxprEqn, coded: Set[Var], context: SegmentContext) -> CodedRule 
 
 
 def _with_codes(
-    segment: Segment, residuals: Store, coded: Set[Var], precise: Set[Var], eqns: Sequence[JaxprEqn]
+    segment: Segment, coded: Set[Var], wide: Mapping[Var, bool], precise: Set[Var], eqns: Sequence[JaxprEqn]
 ) -> Segment:
-    """A segment that keeps values in 8 bits, of which there are some."""
-    of_values = [v for eqn in segment.eqns for v in eqn.outvars]
-    if coded.isdisjoint((*segment.inputs, *of_values)):
+    """A segment that keeps values in 8 bits, if there are some."""
+    if coded.isdisjoint((*segment.inputs, *(v for eqn in segment.eqns for v in eqn.outvars))):
         return segment
-    inputs = coded - _read_as_well(segment, coded, eqns)
-    flags = dataflow.flags
-    return dataclasses.replace(
-        segment,
-        residuals=residuals,
-        is_worth_it=True,
-        coded=tuple(flags(segment.inputs, set(inputs))),
-        precise=tuple(flags(segment.outputs, set(precise))),
+    inputs = set(coded - _read_as_well(segment, coded, eqns))
+    coding = Coding(
+        tuple(dataflow.flags(segment.inputs, inputs)),
+        tuple(wide[v] for v in segment.inputs),
+        tuple(dataflow.flags(segment.outputs, set(precise))),
     )
+    return dataclasses.replace(segment, is_worth_it=True, coding=coding)
 
 
 def _read_as_well(segment: Segment, coded: Set[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
@@ -618,12 +646,11 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
     def rule(eqn: JaxprEqn, _: Body) -> Replaced | None:
         name = ir.name(eqn)
         is_dropped = name == "name" and (not keep_names or ir.params(eqn)["name"] == KEPT)
-        if is_dropped or name in ("cotangents_behind_barrier", "once_differentiable"):
+        if is_dropped or name == "cotangents_behind_barrier":
             return Replaced([], eqn.invars)
-        if name == "barrier" and in_scope(eqn, SEGMENT):
-            return Replaced([], eqn.invars)
-        if name == "with_tangent_of":  # What has the tangent is computed as the function is.
-            return Replaced([], eqn.invars[1:])
+        if name == "with_tangents_of":  # What has the tangents is computed as the function is.
+            n = len(eqn.outvars)
+            return Replaced([], eqn.invars[n : 2 * n])
         body = None
         if name == "jit" and in_scope(eqn, SEGMENT):
             body = _segment_body(eqn)
@@ -637,7 +664,7 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
         return closed
     rewriter = Rewriter(rule, enters=is_split)
     found = rewriter(closed)
-    if any(ir.name(eqn) == "with_tangent_of" for eqn in every):  # The codes are read by nothing now.
+    if any(ir.name(eqn) == "with_tangents_of" for eqn in every):  # The codes are read by nothing now.
         found = ClosedJaxpr(dce_jaxpr(found.jaxpr, [True] * len(found.out_avals), instantiate=True)[0], found.consts)
     return found
 

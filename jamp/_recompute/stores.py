@@ -19,11 +19,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jamp._cast import as_dtype, is_floating
+from jamp._compiler_hints import behind_barrier
 from jamp._jaxprs.define import batch_first, define, no_tangent, with_tangents
-from jamp._jaxprs.manual_axes import is_partial, partitions
+from jamp._jaxprs.manual_axes import is_partial, shards_of
 
 _LARGE = 4096  # elements: smaller values stay as they are
 BLOCK, _LEAST_BLOCK = 16, 8
@@ -106,7 +107,7 @@ def _block_shape(aval: Any) -> tuple[int, ...]:
 
     A block crosses no shard of an Explicit axis. The shape is empty if no block divides the value.
     """
-    shape, shards = tuple(aval.shape), _shards(aval)
+    shape, shards = tuple(aval.shape), shards_of(aval)
     for axis in reversed(range(len(shape))):
         if axis + 1 < len(shape) and set(shards[axis:]) != {1}:
             break
@@ -117,40 +118,53 @@ def _block_shape(aval: Any) -> tuple[int, ...]:
     return ()
 
 
-def _shards(aval: Any) -> list[int]:
-    """The number of shards of each axis over the mesh axes that the type names."""
-    sharding, found = aval.sharding, [1] * len(aval.shape)
-    for i, part in enumerate(partitions(sharding.spec)):
-        axes = part if isinstance(part, tuple) else (part,)
-        found[i] = math.prod(sharding.mesh.shape[axis] for axis in axes if axis in sharding.mesh.axis_names)
-    return found
+def _with_tangents(primals: Sequence[Any], tangents: Sequence[Any], *, n: int, probes: int) -> tuple[Any, Any]:
+    values, codes = primals[:n], primals[2 * n + probes :]
+    if (
+        codes
+    ):  # Else XLA:GPU computes them late, and keeps in memory what they are computed from (jaxlib 0.10.2, 0.12.0).
+        values = behind_barrier([*values, *codes])[:n]
+    return differentiated([*values, *primals[2 * n : 2 * n + probes]])[:n], list(tangents[n : 2 * n])
 
 
-def _tangent_of_source(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return primals[0], tangents[1]
+def _transposed(cotangents: Sequence[Any], *operands: Any, n: int, **_: Any) -> list[Any]:
+    return [None] * n + list(cotangents) + [None] * (len(operands) - 2 * n)
 
 
-def _batch_of_both(axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
-    return with_tangent_of(*batch_first(args, dims)), 0
+def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, n: int, probes: int) -> tuple[Any, Any]:
+    if all(d is None for d in dims[: 2 * n]):
+        return _with_tangents_of.bind(*args, n=n, probes=probes), [None] * n
+    pairs = batch_first(args[: 2 * n], dims[: 2 * n])
+    return _with_tangents_of.bind(*pairs, *args[2 * n :], n=n, probes=probes), [0] * n
 
 
-_with_tangent_of = define(
-    "with_tangent_of",
-    lambda value, source: value,
-    lambda value, source: value,
-    jvp=_tangent_of_source,
-    transpose=lambda g, value, source: [None, g],
-    batch=_batch_of_both,
+_with_tangents_of = define(
+    "with_tangents_of",
+    lambda *operands, n, **_: list(operands[:n]),
+    lambda *operands, n, **_: list(operands[:n]),
+    jvp=_with_tangents,
+    transpose=_transposed,
+    batch=_batched,
+    multiple_results=True,
 )
 
 
-def with_tangent_of(value: Any, source: Any) -> Any:
-    """A value with the tangent of another one, which is not computed for it."""
-    return _with_tangent_of.bind(value, source)
+def with_tangents_of(
+    sources: Sequence[Any], values: Sequence[Any], probes: Sequence[Any], codes: Sequence[Any] = ()
+) -> list[Any]:
+    """The values, with the tangents of `sources`, which are not computed for it.
+
+    In a derivative, no code reads the values before the `codes` are computed. A second derivative, in which one of the
+    `probes` has a tangent, is an error: what was encoded has none.
+    """
+    operands = *values, *sources, *probes, *codes
+    found: list[Any] = _with_tangents_of.bind(*operands, n=len(values), probes=len(probes))
+    return found
 
 
-def _without_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return differentiated(primals), list(map(no_tangent, primals))
+def probe(x: Any) -> Any:
+    """Nothing of an array, but with a tangent if the array has one. It takes no memory."""
+    return lax.slice_in_dim(x, 0, 0) if jnp.ndim(x) else lax.slice_in_dim(x.reshape(1), 0, 0)
 
 
 def _second_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -162,26 +176,17 @@ def _second_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
     return differentiated(primals), list(map(no_tangent, primals))
 
 
-def _same(*xs: Any) -> list[Any]:
-    return list(xs)
-
-
-_no_cotangents = lambda g, *xs: [None] * len(xs)
-_rules: dict[str, Any] = {"transpose": _no_cotangents, "multiple_results": True}
-_once_differentiable: Any = define("once_differentiable", _same, _same, jvp=_without_tangents, **_rules)
-_differentiated: Any = define("differentiated", _same, _same, jvp=_second_derivative, **_rules)
-
-
-def once_differentiable(values: Sequence[Any]) -> list[Any]:
-    """The values without tangents, as by `stop_gradient`.
-
-    If some get a tangent and later, in a second derivative, any of them another one, that raises an error.
-    """
-    found: list[Any] = _once_differentiable.bind(*values)
-    return found
+_differentiated: Any = define(
+    "differentiated",
+    lambda *xs: list(xs),
+    lambda *xs: list(xs),
+    jvp=_second_derivative,
+    transpose=lambda cotangents, *xs: [None] * len(xs),
+    multiple_results=True,
+)
 
 
 def differentiated(values: Sequence[Any]) -> list[Any]:
-    """The same in code that belongs to a first derivative already."""
+    """The values, in code that belongs to a derivative already. If they have tangents, that is an error."""
     found: list[Any] = _differentiated.bind(*values)
     return found

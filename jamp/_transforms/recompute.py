@@ -75,7 +75,7 @@ def recompute(
       ValueError: If it is not in [0, 1], or has an unknown unit.
         Also if `residuals` is neither None nor `jnp.int8`.
       NotImplementedError: If it is not 1.0, under `jax_remat3` with JAX 0.10.2. With `residuals`, when a second
-        derivative is taken. Under `jax_remat3` it is not noticed, and wrong.
+        derivative is taken.
 
     Warns:
       UserWarning: If the least that can be kept is more than the budget. The largest values are named. If the function

@@ -127,7 +127,7 @@ class Builder:
         """Add the steps of an equation. Return the variables of its results."""
         bodies, name, inside = _bodies_to_enter(eqn), ir.name(eqn), around.inside(eqn)
         if name in IDENTITIES:  # Its derivative is the derivative of the product.
-            return reads[:1]
+            return reads[: len(eqn.outvars)]
         loop = build.loop(eqn)
         if loop is not None:
             return interpret.interpret_names(loop, reads, functools.partial(self._run, steps, known, around))
