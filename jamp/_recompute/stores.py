@@ -1,12 +1,12 @@
 """The stores of a value between the passes: itself, or 8 bits. A value without a store is computed again.
 
-A block of numbers along the last axis has one scale, its largest magnitude over 126. A code is one more than the
-nearest multiple of it, so that the codes 1 and -1 are left for numbers that are nearly zero:
+A block of numbers along the last axis has one scale, its largest magnitude over 126. Code n + 1 is for the multiple
+n + 1/64 of it, so that the codes 1 and -1 are left for numbers that are nearly zero:
 
-    block of x     2.52   -1.00    0.004    0.00
-    scale          0.02
-    codes           127     -51        1       0
-    decoded        2.52   -1.00   0.0003    0.00
+    block of x      2.52    -1.00    0.004     0.00
+    scale           0.02
+    codes            127      -51        1        0
+    decoded       2.5203  -1.0003   0.0003     0.00
 
 So a mask of positive numbers fits what is decoded, and nothing is divided by a zero that was none.
 """
@@ -29,7 +29,7 @@ from jamp._jaxprs.manual_axes import is_partial, shards_of
 _LARGE = 4096  # elements: smaller values stay as they are
 BLOCK, _LEAST_BLOCK = 16, 8
 _MOST = 126  # the largest multiple of a scale
-_NEARLY_ZERO = 1 / 64  # the multiple that the codes 1 and -1 stand for
+_NEARLY_ZERO = 1 / 64  # what the codes 1 and -1 stand for, in scales
 
 
 class Store(enum.Enum):
@@ -56,9 +56,10 @@ class Store(enum.Enum):
         scales = jnp.where(jnp.isinf(exact), exact, jnp.minimum(exact, _largest_scale(x.dtype))).astype(jnp.bfloat16)
         scale = scales.astype(jnp.float32)
         is_known = (scale >= _TINY) & jnp.isfinite(scale)
-        multiples = jnp.where(is_known, blocks, 0) * jnp.where(is_known, 1 / jnp.where(is_known, scale, 1), 0)
-        multiples = jnp.clip(jnp.round(multiples), -_MOST, _MOST)
-        signs = jnp.where(jnp.isfinite(blocks), jnp.sign(blocks), 0)
+        inverse = jnp.where(is_known, 1 / jnp.where(is_known, scale, 1), 0)
+        finite = jnp.clip(blocks, -_LARGEST, _LARGEST)  # because inf times an inverse of 0 is NaN
+        signs = jnp.sign(finite)
+        multiples = jnp.clip(jnp.round(finite * inverse - signs * _NEARLY_ZERO), -_MOST, _MOST)
         codes = (multiples + signs).astype(jnp.int8)
         return [codes.reshape(x.shape), scales[..., 0]]
 
@@ -68,19 +69,18 @@ class Store(enum.Enum):
             return kept[0]
         codes, scales = kept
         blocks = codes.reshape(_block_shape(aval)).astype(jnp.float32)
-        signs = jnp.sign(blocks)
-        multiples = jnp.where(jnp.abs(blocks) == 1, signs * _NEARLY_ZERO, blocks - signs)
+        multiples = blocks - jnp.clip(blocks, _NEARLY_ZERO - 1, 1 - _NEARLY_ZERO)
         decoded: Array = (multiples * scales[..., None].astype(jnp.float32)).reshape(aval.shape).astype(aval.dtype)
         return decoded
 
 
 Stores: TypeAlias = frozenset[tuple[int, Store]]  # of the values of a segment that are kept, by their numbers
-_TINY = float(jnp.finfo(jnp.float32).tiny)
+_TINY, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 
 
 def _largest_scale(dtype: Any) -> np.float32:
-    """The largest bfloat16 number of which `_MOST` times is no inf in a dtype."""
-    bits = np.float32(float(jnp.finfo(dtype).max) / _MOST).view(np.uint32)
+    """A bfloat16 number of which no multiple that is decoded becomes inf in a dtype, and nearly the largest."""
+    bits = np.float32(float(jnp.finfo(dtype).max) / (_MOST + 1)).view(np.uint32)
     return np.uint32(bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
