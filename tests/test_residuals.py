@@ -262,6 +262,62 @@ def test_what_is_chosen_by_an_integer_stays_chosen():
         assert max(map(error, found, expected)) < 0.02
 
 
+def apart(w, *values):
+    """The values, and a number of a loop behind which code is another segment, which keeps what it reads of others."""
+    return *values, lax.scan(lambda k, _: (k * 2, None), w[0, 0], None, 2)[0]
+
+
+def centred(c, w, x):
+    h = x @ w
+    h, mean, k = apart(w, h, jnp.mean(h, -1, keepdims=True))
+    return (h - mean) * c @ jnp.eye(D) * (1 + 0 * k)
+
+
+def centred_in_a_loop(c, w, x):
+    h = x @ w
+    mean = jnp.mean(h, -1, keepdims=True)
+    return lax.scan(lambda k, _: (k + (h - mean) * c @ jnp.eye(D), None), jnp.zeros((N, D)), None, 1)[0]
+
+
+@pytest.mark.parametrize("made", [centred, centred_in_a_loop])
+def test_a_statistic_of_other_code_and_what_it_belongs_to_are_of_the_same_values(made):
+    loss = lambda *args: jnp.sum(made(*args) @ jnp.eye(D) @ jnp.eye(D))
+    y = jax.jit(jax.grad(jamp.recompute(loss, 1.0, residuals=I8)))(jnp.ones((N, D)), W, X)
+    np.testing.assert_allclose(y.mean(-1), 0, atol=1e-5)
+
+
+def test_an_index_that_is_computed_from_activations_is_computed_once():
+    def loss(table, w, x):
+        h = jnp.tanh(x @ w)
+        picked = table[jnp.floor(20 * h).astype(jnp.int32) % 64]
+        return jnp.sum(picked * (h @ w)[..., None])
+
+    table, x = jnp.ones((64, 2)), X
+    expected, found = (
+        jax.jit(jax.grad(jamp.recompute(loss, 1.0, residuals=residuals)))(table, W, x) for residuals in (None, I8)
+    )
+    # Of another index, a row of the table would get a part of the gradient of another one.
+    assert error(found, expected) < 0.005
+
+
+WIDE = {
+    "exponentials": lambda h: jnp.exp(6 * h),
+    "scaled exponentials": lambda h: jnp.exp(6 * h) * 3,
+    "masked values": lambda h: jnp.where(jnp.arange(D) % 3 == 0, -1e9, h),
+}
+
+
+@pytest.mark.parametrize("made", WIDE)
+def test_small_values_beside_very_large_ones_keep_their_digits(made):
+    def loss(c, w, x):
+        value, k = apart(w, WIDE[made](x @ w))
+        return jnp.sum((value * c) @ jnp.eye(D) @ jnp.eye(D)) * (1 + 0 * k)
+
+    ones = jnp.ones((N, D))
+    found = jax.jit(jax.grad(jamp.recompute(loss, 1.0, residuals=I8)))(ones, W, X)
+    np.testing.assert_allclose(found, WIDE[made](X @ W), rtol=0.01, atol=1e-4)
+
+
 def test_forward_mode_is_right_and_a_second_derivative_says_what_to_leave_out():
     loss = unrolled(block)
     fun = jamp.recompute(loss, 1.0, residuals=I8)

@@ -136,7 +136,10 @@ class Coding(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What the code around a jaxpr says of its inputs that are `wide`, and of its outputs that are `precise`."""
+    """What the code around a jaxpr says of its inputs that are `wide`, and of its outputs that are `precise`.
+
+    A wide input stays as it is. So does one of which the jaxpr reads a statistic, too.
+    """
 
     wide: Sequence[bool]
     precise: Sequence[bool]
@@ -363,7 +366,9 @@ class Split:
             is_manual = ir.name(eqn) == "shard_map"
             inner = SegmentContext(context.in_loop or ir.name(eqn) == "scan", eqn if is_manual else context.shard_map)
             into = self._origins.into(eqn, origins)
-            out_of, around_bodies = self._alive.into(eqn, alive), self._around(eqn, bodies, wide, precise)
+            itself = _read_as_well(eqn.invars, coded, jaxpr.eqns) if coded else set[Var]()
+            around_bodies = self._around(eqn, bodies, wide | dict.fromkeys(itself, True), precise)
+            out_of = self._alive.into(eqn, alive)
             of_bodies = zip(bodies, into, out_of, around_bodies, strict=True)
             parts.append(SplitConstruct(eqn, [self._body(*x, inner) for x in of_bodies]))
         close(len(jaxpr.eqns))
@@ -402,7 +407,7 @@ def _with_codes(
     """A segment that keeps values in 8 bits, if there are some."""
     if coded.isdisjoint((*segment.inputs, *(v for eqn in segment.eqns for v in eqn.outvars))):
         return segment
-    inputs = set(coded - _read_as_well(segment, coded, eqns))
+    inputs = set(coded - _read_as_well(segment.inputs, coded, eqns))
     coding = Coding(
         tuple(dataflow.flags(segment.inputs, inputs)),
         tuple(wide[v] for v in segment.inputs),
@@ -411,14 +416,15 @@ def _with_codes(
     return dataclasses.replace(segment, is_worth_it=True, coding=coding)
 
 
-def _read_as_well(segment: Segment, coded: Set[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """The inputs of which a segment also reads an exact statistic, such as a mean, that other code computed.
+def _read_as_well(inputs: Sequence[Any], coded: Set[Var], eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The inputs of which a segment, or a construct, also reads an exact statistic, such as a mean, from other code.
 
     Both must belong to the same values.
     """
+    inputs = [v for v in inputs if not ir.is_literal(v)]
     producers = {v: eqn for eqn in eqns for v in eqn.outvars}
     found, seen = set[Var](), set[Var]()
-    stack = [v for v in segment.inputs if is_floating(v.aval) and v not in coded]
+    stack = [v for v in inputs if is_floating(v.aval) and v not in coded]
     while stack:
         v = stack.pop()
         if v in seen or v not in producers:
@@ -427,7 +433,7 @@ def _read_as_well(segment: Segment, coded: Set[Var], eqns: Sequence[JaxprEqn]) -
         if not is_cheap(producers[v]):
             continue
         reads: list[Any] = [x for x in producers[v].invars if not ir.is_literal(x)]
-        found.update(x for x in reads if x in coded and x in segment.inputs)
+        found.update(x for x in reads if x in coded and x in inputs)
         stack.extend(reads)
     return found
 
