@@ -327,6 +327,25 @@ def test_a_value_of_which_the_gradient_is_stopped_is_kept_once():
         assert abs(report.kept + report.end - kept) < 100
 
 
+@pytest.mark.parametrize("residuals", [None, jnp.int8], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jamp.Float8(), jamp.Int8()], ids=lambda x: getattr(x, "__name__", ""))
+def test_a_budget_around_the_call_of_an_autocast_function_is_as_in_it(dtype, residuals):
+    x, ws = normal(128, 128), normal(3, 128, 128, scale=128**-0.5)
+
+    def loss(x, ws):
+        return jnp.sum(lax.scan(lambda x, w: (jax.nn.gelu(x + jnp.tanh(x @ w) @ w) @ w, None), x, ws)[0] ** 2)
+
+    cast = jamp.autocast(loss, dtype)
+    around = lambda x, ws: 2 * cast(x, ws)
+    for budget in (1.0, 0.8, 0):
+        inside = jamp.autocast(loss, dtype, memory_budget=budget, residuals=residuals)
+        outside = jamp.recompute(around, budget, residuals=residuals)
+        assert kept_by_jax(outside, x, ws) == kept_by_jax(inside, x, ws)
+        expected, found = (jax.jit(jax.value_and_grad(fun))(x, ws) for fun in (inside, outside))
+        np.testing.assert_allclose(found[0], 2 * expected[0], rtol=1e-6)
+        np.testing.assert_allclose(found[1], 2 * expected[1], rtol=0.01, atol=0.01 * abs(expected[1]).max())
+
+
 def test_autocast_opens_a_budget_inside_and_the_report_is_of_that_program():
     """They kept 2.2 times as much as the report said."""
     block = jamp.recompute(lambda u: jnp.tanh(jnp.sin(u @ V) @ V), 0)

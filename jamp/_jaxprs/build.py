@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jamp._jaxprs import ir
 from jamp._jaxprs.constructs import BODIES, LOOPS
@@ -35,6 +36,11 @@ def without_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same jaxpr with its constants as its first inputs."""
     jaxpr = closed.jaxpr
     return closed_jaxpr({}, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+
+
+def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the same function without equations that no result needs. Its inputs stay."""
+    return ClosedJaxpr(dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)[0], closed.consts)
 
 
 def located(eqn: JaxprEqn, like: JaxprEqn) -> JaxprEqn:

@@ -30,10 +30,10 @@ from jamp._jaxprs.define import define, no_tangent, with_tangents
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
 from jamp._jaxprs.primitives import PRODUCTS
-from jamp._jaxprs.rewrite import Body, Rewriter
+from jamp._jaxprs.rewrite import Body, Replaced, Rewriter
 from jamp._products.arithmetic import Arithmetic, Raised, Rounded, moved, others_of
 from jamp._products.formats import Format
-from jamp._products.product import Product, of, product_p
+from jamp._products.product import Product, equation, of, product_p
 from jamp._products.quantized import Quantized, scaled_sums
 from jamp._rounded import as_stored
 
@@ -53,6 +53,26 @@ def lower(closed: ClosedJaxpr) -> ClosedJaxpr:
         return [build.located(item, eqn) for item in inline.inline(traced[key], eqn.invars, eqn.outvars)]
 
     return Rewriter(rule, reads=lambda context: context.shard_map)(closed)
+
+
+def with_products(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The inverse of `lower`: products of a function that was lowered are one equation each again.
+
+    A vmap of a product stays as it is. So do products of 16-bit operands without weights, which are JAX's own.
+    """
+
+    def rule(eqn: JaxprEqn, _: Body) -> list[JaxprEqn] | Replaced | None:
+        if eqn.primitive is scaled_sums:  # The product is scaled.
+            return Replaced([], eqn.invars[:1])
+        if eqn.primitive is not _attach or ir.params(eqn)["vmaps"]:
+            return None
+        product: Product = dataclasses.replace(ir.params(eqn)["product"], kept_as="")
+        read, operands = _parts(product, eqn.invars[1:])
+        of_codes = isinstance(product.format, Format)
+        return [equation(product, read if of_codes else operands, eqn.outvars[0], eqn)]
+
+    found = Rewriter(rule)(closed)
+    return closed if found is closed else build.without_dead_code(found)
 
 
 def multiplied(product: Product) -> Callable[..., Array]:

@@ -35,20 +35,25 @@ from jamp._recompute.segments import (
     SplitJaxpr,
     computed_twice,
     flatten_segment,
+    opened,
     with_names,
 )
-from jamp._recompute.stored import rounding, with_rounding
+from jamp._recompute.stored import round_stored, rounding, with_rounding
 from jamp._recompute.stores import Store, Stores
 from jamp._rounded import may_be_wider
 
 
-def recompute(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
+def recompute(closed: ClosedJaxpr, budget: MemoryBudget | None, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
     """The same function, whose backward pass computes values again, and keeps large ones as `residuals` says.
 
     Within a budget of 1.0 these are the results of cheap operations. No product, random number or collective is
-    computed twice.
+    computed twice. Without a budget, nothing is computed again. The outermost budget decides, also about the segments
+    that another one made in the function.
     """
+    if budget is None:
+        return round_stored(closed)
     check_version(budget)
+    closed = round_stored(opened(closed))
     if budget == 1.0 and residuals is Store.ITSELF:
         return _Checkpointer({}).run(Split().function(closed), ())
     plan = choose(closed, budget, residuals)

@@ -38,7 +38,6 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jamp._cast import is_complex, is_floating, is_inexact
 from jamp._jaxprs import build, constructs, dataflow, equality, inline, ir, walk
@@ -671,7 +670,7 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
     rewriter = Rewriter(rule, enters=is_split)
     found = rewriter(closed)
     if any(ir.name(eqn) == "with_tangents_of" for eqn in every):  # The codes are read by nothing now.
-        found = ClosedJaxpr(dce_jaxpr(found.jaxpr, [True] * len(found.out_avals), instantiate=True)[0], found.consts)
+        found = build.without_dead_code(found)
     return found
 
 

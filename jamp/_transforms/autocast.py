@@ -18,7 +18,7 @@ from jamp._numbers import as_number
 from jamp._products.formats import Format
 from jamp._recompute.budget import MemoryBudget, check_budget
 from jamp._recompute.stores import Store, as_store
-from jamp._transforms.passes import is_format_class, marked_by_passes, passes
+from jamp._transforms.passes import is_format_class, passes
 from jamp._transforms.warn import warnings_of
 
 P = ParamSpec("P")
@@ -162,7 +162,6 @@ def autocast(
         raise ValueError(f"{asked} computes values again, which recompute=False forbids.")
     trace = passes(fun, compute_dtype, rules)
 
-    @marked_by_passes(trace)
     @functools.wraps(fun)
     def with_casts(*args: Any, **kwargs: Any) -> Any:
         traced = trace(args, kwargs)

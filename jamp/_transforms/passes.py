@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from jamp._products.lower import lower
 from jamp._products.product import products
 from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.checkpoint import recompute
-from jamp._recompute.segments import opened
-from jamp._recompute.stored import round_stored
 from jamp._recompute.stores import Store
 
 NO_CONTEXT = (
@@ -66,32 +64,19 @@ class Passes(NamedTuple):
     def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
         """Return the jaxpr to evaluate."""
         if not self.is_cast and budget == 1.0 and residuals is Store.ITSELF:
-            return round_stored(self.traced)
-        return lowered(self.quantized, budget if recomputes else None, residuals)
-
-    @property
-    def quantized(self) -> ClosedJaxpr:
-        """The function before its products are lowered."""
-        return quantize(self.decided)
+            return recompute(self.traced, None)
+        return finished(self.decided, budget if recomputes else None, residuals)
 
 
-def finished(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Run the passes after `cast` on a derivative rule. What JAX keeps for it, the author has decided."""
-    return lowered(quantize(closed), None)
+def finished(closed: ClosedJaxpr, budget: MemoryBudget | None = None, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
+    """Run the passes after `cast`: on a function, a derivative rule, or a function without autocast.
 
-
-def lowered(closed: ClosedJaxpr, budget: MemoryBudget | None, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
-    """Return a function by JAX's own primitives. With a budget, its backward pass computes values again.
-
-    The outermost budget decides, also about the segments of an autocast or a recompute inside.
+    Without a budget, JAX and the author of a rule decide what is kept.
     """
-    if budget is None:
-        return lower(round_stored(closed))
-    return lower(recompute(round_stored(opened(closed)), budget, residuals))
+    return lower(recompute(quantize(closed), budget, residuals))
 
 
 Trace: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Passes]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def passes(fun: Callable[..., Any], compute_dtype: DTypeLike | Format, rules: Mapping[str, str] | None) -> Trace:
@@ -112,22 +97,6 @@ def passes(fun: Callable[..., Any], compute_dtype: DTypeLike | Format, rules: Ma
         return Passes(call, traced, decided, decisions, target, config)
 
     return trace
-
-
-def marked_by_passes(trace: Trace) -> Callable[[F], F]:
-    """A decorator for what autocast returns, so that a budget around it finds the decisions of `trace`."""
-
-    def mark(fun: F) -> F:
-        fun.jamp_passes = fun, trace  # type: ignore[attr-defined]
-        return fun
-
-    return mark
-
-
-def passes_of(fun: Any) -> Trace | None:
-    """The function that decides about the products of an autocast function. None for any other function."""
-    marked, trace = getattr(fun, "jamp_passes", (None, None))
-    return trace if marked is fun else None  # functools.wraps copies attributes
 
 
 def is_format_class(x: Any) -> bool:

@@ -1,20 +1,18 @@
 """`recompute`, which keeps less for the backward pass of any function."""
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 from jax.typing import DTypeLike
 
 from jamp._arguments import Call, check_function
-from jamp._autocast.facts import AUTOCAST
 from jamp._jaxprs import interpret
 from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.source import users_stacklevel
 from jamp._numbers import as_number
+from jamp._products.lower import with_products
 from jamp._recompute.budget import (
     MemoryBudget,
     check_budget,
@@ -23,8 +21,7 @@ from jamp._recompute.budget import (
 from jamp._recompute.policies import warnings_of_policies
 from jamp._recompute.segments import opened
 from jamp._recompute.stores import as_store
-from jamp._transforms.passes import lowered, passes_of
-from jamp._transforms.warn import warnings_of
+from jamp._transforms.passes import finished
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,8 +110,7 @@ def recompute(
     @functools.wraps(fun)
     def with_budget(*args: P.args, **kwargs: P.kwargs) -> R:
         call, closed = traced_with_budget(args, kwargs, fun, memory_budget, "recompute")
-        with jax.named_scope(AUTOCAST) if passes_of(fun) else contextlib.nullcontext():
-            values = interpret.call(lowered(closed, memory_budget, store), call.leaves)
+        values = interpret.call(finished(closed, memory_budget, store), call.leaves)
         result: R = call.finish(values)
         return result
 
@@ -124,15 +120,10 @@ def recompute(
 def traced_with_budget(
     args: tuple[Any, ...], kwargs: dict[str, Any], fun: Callable[..., Any], budget: MemoryBudget, caller: str
 ) -> tuple[Call, ClosedJaxpr]:
-    """Return a call and its jaxpr. Of an autocast function, the products are not lowered, and its budget is ignored."""
-    if trace := passes_of(fun):
-        traced = trace(args, kwargs)
-        is_unchanged = not traced.is_cast and budget == 1.0  # Then autocast opens nothing either.
-        call, closed = traced.call, traced.traced if is_unchanged else opened(traced.quantized)
-    else:
-        call = Call(args, kwargs)
-        closed = opened(call.trace(fun, caller))
-    others = warnings_of(traced, 1.0) if trace else warnings_of_policies(closed)
-    for message in [*warnings_of_budget(closed, budget, "recompute(loss, memory_budget)"), *others]:
+    """Return a call and its jaxpr, in which what autocast and recompute made is as it was before it was lowered."""
+    call = Call(args, kwargs)
+    closed = opened(with_products(call.trace(fun, caller)))
+    messages = warnings_of_budget(closed, budget, "recompute(loss, memory_budget)")
+    for message in [*messages, *warnings_of_policies(closed)]:
         warnings.warn(message, stacklevel=users_stacklevel())
     return call, closed

@@ -19,7 +19,7 @@ from jamp._jaxprs import build, ir
 from jamp._jaxprs.primitives import PRODUCTS
 from jamp._products.formats import Format
 from jamp._transforms.autocast import autocast
-from jamp._transforms.passes import passes_of
+from jamp._transforms.passes import Passes, passes
 from jamp.debug._program import ON, RoundedProgram
 from jamp.debug._run_steps import Damage, Data, reference_dtype
 from jamp.debug._unencoded import Unencoded
@@ -76,14 +76,11 @@ class Errors:
         wide = min(self.wide, reference_dtype(), key=lambda x: x.itemsize)  # Without x64, there is no float64.
         self.program = RoundedProgram(closed, ["", *parameter_paths(fun, args, kwargs)], wide, compiled)
         if self.format:
-            self._name_products(cast, args, kwargs)
+            self._name_products(passes(fun, compute_dtype, rules)(args, kwargs))
         self._exact: tuple[list[Array], dict[Any, Any]] | None = None
 
-    def _name_products(self, cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _name_products(self, found: Passes) -> None:
         """Give the products the names that their rules have. A convolution in 8 bits is a matrix product."""
-        trace = passes_of(cast)
-        assert trace is not None
-        found = trace(args, kwargs)
         for x in entries(found.decided, found.decisions, found.target):
             for site in self.program.sites if x.product and ir.name(x.eqn) != "dot_general" else ():
                 if site.format and (site.line, site.scope) == (x.source, x.scope):
