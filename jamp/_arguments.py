@@ -111,7 +111,7 @@ class Call:
         return closed
 
     def _stored(self, fun: Any) -> list[Any]:
-        """The arrays in the Linen modules among the arguments, and in that of a method."""
+        """The arrays in the Linen modules that are arguments, or whose method `fun` is."""
         linen = sys.modules.get("flax.linen")
         if linen is None:
             return []

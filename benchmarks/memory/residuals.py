@@ -3,9 +3,9 @@
     python -m benchmarks.memory.residuals --json docs/benchmarks/residuals_h200.json   needs `pip install "jax[cuda13]"`
 
 Each program is `jax.value_and_grad(loss)`. "By hand" is the model written in bfloat16, with a `jax.checkpoint` around
-each block, whose policy is `dots_saveable` or keeps nothing. Temporary memory is what the compiler says. Of the bytes
-to and from main memory, a loop's count as often as it runs. FLOPs are the products in the jaxpr of the gradient,
-without those of cuDNN's kernel. Nothing is timed.
+each block, whose policy is `dots_saveable` or keeps nothing. Temporary memory is what the compiler says. Bytes
+to and from main memory count the body of a loop as often as it runs. FLOPs count the products in the jaxpr of the
+gradient, but not the products inside cuDNN's kernel. Nothing is timed.
 """
 
 import os

@@ -306,7 +306,7 @@ def title_of(model: str) -> str:
 
 
 def memory(rows: dict[str, Any], *variants: str) -> list[str]:
-    """The temporary memory of variants in GB, with the FLOPs, divided by those of the model by hand, if more."""
+    """The temporary memory of variants in GB. In brackets, how many more FLOPs they take than by hand."""
     cells = []
     for row in map(rows.get, variants):
         flops = row["gigaflops"] / rows["by hand"]["gigaflops"] if row else 1

@@ -127,7 +127,7 @@ class _Function:
     def sums(self, start: int, count: int, size: int) -> list[Array]:
         """The sums over some chunks of a size."""
         before = self._traces_to_compare(size) if start == 0 else []
-        closed = self._trace(size)  # the last one, because the structure of the results is that of the last trace
+        closed = self._trace(size)  # last, because `call` holds the structure of the results of its last trace
         _check_results(self._fun, self._call, closed)
         self._check_closure(closed.consts)
         if before:

@@ -23,9 +23,9 @@ class Fact(NamedTuple):
       kind: ZERO or CONSTANT: the same in each row. POSITION: another number in each row, whatever is in it. ROWS:
         computed from its own row. PAIRS: from two rows. RUNNING: the carry of a scan that adds up rows. SUM: linear in
         sums over rows.
-      detail: The power of the number of rows that a CONSTANT is, or None. The order of ROWS, or None for that of the
-        arguments. Of a POSITION: OWN, the number of the row; SORTED, a permutation; MOVED, all others. Of what is
-        WRONG, why, and the id of the equation.
+      detail: For a CONSTANT, which power of the number of rows it is, or None if unknown. For ROWS, their order, or
+        None if it has not changed. For a POSITION, OWN (the number of the row), SORTED (a permutation) or MOVED (any
+        other). For WRONG, the reason and the id of the equation.
     """
 
     kind: Kind
@@ -363,7 +363,7 @@ def _is_number(step: Step) -> Fact:
 
 
 def encoded(step: Step) -> Fact:
-    """A product in 8 bit. It is that of the operands also if their scale is a maximum over rows."""
+    """A product in 8 bit. It follows the rows of its operands, also if a scale is a maximum over rows."""
     x, *others = step.facts
     is_by_row = step.out() and any(y.kind == ROWS for y in others)
     return x if x.kind != WRONG else Fact(ROWS if is_by_row else UNKNOWN)

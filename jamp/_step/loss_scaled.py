@@ -36,9 +36,9 @@ def loss_scaled(
     """Skip steps whose gradients overflowed, and adapt the loss scale.
 
     Wrap the whole optimizer chain: `jamp.loss_scaled(optax.chain(clip, adamw))`. Compute the gradients with
-    `jamp.value_and_grad(loss_fn, opt_state)`. Nothing outside the wrapper is skipped. Before it in a chain, a state
-    such as that of `optax.trace` keeps an inf forever. After it, `optax.add_decayed_weights` changes the parameters on
-    a skipped step.
+    `jamp.value_and_grad(loss_fn, opt_state)`. Nothing outside the wrapper is skipped. Before it in a chain, the
+    state of `optax.trace` or the like keeps an inf forever. After it, `optax.add_decayed_weights` changes the
+    parameters on a skipped step.
 
     `update` takes the true gradients. If they are finite, it returns the inner update. If not, it returns updates of
     -0.0, and nothing in the inner state changes: no count, no schedule, no moment. The loss scale always adapts.
