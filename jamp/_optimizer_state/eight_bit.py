@@ -23,17 +23,17 @@ from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.moments import map_moments
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
 
-Choice = Callable[[Any, Any], bool | None]  # of the path and the array
+LeafPredicate = Callable[[Any, Any], bool | None]  # of the path and the array; None is no answer
 _Scales = dict[str, list[Array]]  # of the arrays of each leaf
 _Stored = dict[tuple[Any, ...], bool]  # the paths of arrays with codes, and whether they are never negative
 
 
-class _Choices(NamedTuple):
+class _Options(NamedTuple):
     """What `quantized_state` was asked for."""
 
     block_size: int
-    keep: Choice | None
-    never_negative: Choice | None
+    keep: LeafPredicate | None
+    never_negative: LeafPredicate | None
 
 
 # The scale of a block, four bytes, must be smaller than the saving of its codes. Small arrays save nothing.
@@ -62,8 +62,8 @@ def quantized_state(
     inner: optax.GradientTransformation,
     *,
     block_size: int = 128,
-    keep: Choice | None = None,
-    never_negative: Choice | None = None,
+    keep: LeafPredicate | None = None,
+    never_negative: LeafPredicate | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the moments of an optimizer in eight bits between its steps.
 
@@ -108,7 +108,7 @@ def quantized_state(
       Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv:2110.02861): blocks.
     """
     check_optimizer(inner, "jamp.quantized_state({})")
-    choices = _Choices(_check_block_size(block_size), keep, never_negative)
+    options = _Options(_check_block_size(block_size), keep, never_negative)
     inner = keeping_dtypes(inner)
 
     def init(params: optax.Params) -> QuantizedState:
@@ -122,7 +122,7 @@ def quantized_state(
         # The barrier keeps XLA from folding the codes of zeros while it compiles `init`: 6 s for Adam's moments of
         # f32[512, 4096], and 0.2 s with it (openxla/xla#1652; jaxlib 0.10.0 to 0.12.0).
         state = jax.tree.map(lambda x: lax.optimization_barrier(x) if is_float32(x) else x, state)
-        new = QuantizedState(jnp.array(0, jnp.int32), _encode_moments(state, jnp.array(0, jnp.int32), choices)[0])
+        new = QuantizedState(jnp.array(0, jnp.int32), _encode_moments(state, jnp.array(0, jnp.int32), options)[0])
         if keep is None:
             _warn_if_none_is_stored(new)
         return new
@@ -132,14 +132,14 @@ def quantized_state(
     ) -> tuple[optax.Updates, QuantizedState]:
         check_kind(state, QuantizedState, _CURE)
         count = next_count(state.rounding_count)
-        step = lambda state: inner.update(grads, _decode_moments(state, choices.block_size), params, **extra_args)
+        step = lambda state: inner.update(grads, _decode_moments(state, options.block_size), params, **extra_args)
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
         # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once (for an
         # H200, jaxlib 0.10.2).
         updates, new = step(state)
-        # An array stays what it is in the state: in a shard_map, its shape here may not be that of `init`.
+        # The old state says which arrays have codes. Shapes do not: in a shard_map they may differ from `init`'s.
         stored = _stored(state.inner_state)
-        _, scales = _encode_moments(new, count, choices, stored)
+        _, scales = _encode_moments(new, count, options, stored)
         if scales:
             # One barrier for the arrays of a leaf, or XLA:GPU makes kernels of a part of each pass. Not one for all
             # leaves, which XLA:TPU would then read from its main memory in each pass.
@@ -147,7 +147,7 @@ def quantized_state(
             barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
             separate = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
             updates, new = step(jax.tree.map(separate, state, is_leaf=_is_codes))
-        inner_state, _ = _encode_moments(new, count, choices, stored, scales)
+        inner_state, _ = _encode_moments(new, count, options, stored, scales)
         inner_state = jax.tree.map(_with_scales_like, inner_state, state.inner_state, is_leaf=_is_codes)
         return _in_kernels_of_codes(updates, inner_state), QuantizedState(count, inner_state)
 
@@ -168,7 +168,7 @@ def _warn_if_none_is_stored(state: QuantizedState) -> None:
 
 
 def quantize_state(
-    state: Any, block_size: int = 128, keep: Choice | None = None, never_negative: Choice | None = None
+    state: Any, block_size: int = 128, keep: LeafPredicate | None = None, never_negative: LeafPredicate | None = None
 ) -> QuantizedState:
     """Convert a state of `tx` to one of `jamp.quantized_state(tx)`, with the same other arguments.
 
@@ -181,11 +181,11 @@ def quantize_state(
       >>> state.inner_state[0].nu.codes.dtype
       dtype('uint8')
     """
-    choices = _Choices(_check_block_size(block_size), keep, never_negative)
+    options = _Options(_check_block_size(block_size), keep, never_negative)
     if contains(state, _is_codes):
         raise ValueError("The state is quantized already. Pass it to jamp.quantized_state(tx).update.")
     count = jnp.array(0, jnp.int32)
-    return QuantizedState(count, _encode_moments(state, count, choices)[0])
+    return QuantizedState(count, _encode_moments(state, count, options)[0])
 
 
 def dequantize_state(state: QuantizedState) -> Any:
@@ -205,7 +205,7 @@ def dequantize_state(state: QuantizedState) -> Any:
 
 
 def _encode_moments(
-    state: Any, count: Array, choices: _Choices, stored: _Stored | None = None, scales: _Scales | None = None
+    state: Any, count: Array, options: _Options, stored: _Stored | None = None, scales: _Scales | None = None
 ) -> tuple[Any, _Scales]:
     """Encode the moments of the inner optimizer after `count` steps. Return its state with codes, and their scales.
 
@@ -217,9 +217,9 @@ def _encode_moments(
     def choose(path: Any, x: Any, is_square: bool | None) -> bool | None:
         if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
             return None
-        if is_square is None and choices.never_negative is not None:
-            is_square = choices.never_negative(path, x)
-        is_kept = is_square is not None and choices.keep is not None and choices.keep(path, x)
+        if is_square is None and options.never_negative is not None:
+            is_square = options.never_negative(path, x)
+        is_kept = is_square is not None and options.keep is not None and options.keep(path, x)
         return None if is_kept else is_square
 
     def encode_array(path: Any, leaf: str, x: Any, is_square: bool | None) -> BlockCodes:
@@ -231,7 +231,7 @@ def _encode_moments(
             x = jnp.where(x <= 0, 0, x)
         so_far = new_scales.setdefault(leaf, [])
         known = None if scales is None else scales[leaf][len(so_far)]
-        codes = encode(x, choices.block_size, is_square, random_bits(words, leaf, len(so_far)), known)
+        codes = encode(x, options.block_size, is_square, random_bits(words, leaf, len(so_far)), known)
         so_far.append(codes.scales)
         return codes
 
@@ -316,7 +316,7 @@ def _make_placeholder(x: Any) -> Array:
 
 
 def _with_scales_like(new: Any, old: Any) -> Any:
-    """Return new codes with the placeholders of an old state, and scales where those of the old state are.
+    """Return new codes with the placeholders of an old state, and with new scales on the devices of the old ones.
 
     A new constant would lie on every device. On Explicit axes a `scan` demands that a state keeps its types.
     """
