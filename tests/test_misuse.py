@@ -630,7 +630,7 @@ def test_a_rule_that_matches_no_operation_is_a_warning_that_names_scopes_like_it
         "dot_general[haed]": " Scopes with a similar name: head.",
         "dot_general[bdoy]": " Scopes with a similar name: body.",
         "conv_general_dilated[head]": " The scope has no such operation, or an earlier rule",
-        "dot_general[zzz]": r" A name in brackets is a scope, of jax.named_scope\('zzz'\) or of a Linen module.",
+        "dot_general[zzz]": r" Name a scope: jax.named_scope\('zzz'\).",
         "exp": "",
         "while": "",
     }.items():

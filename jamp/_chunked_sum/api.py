@@ -83,9 +83,9 @@ def chunked_sum(fun: Callable[..., R], chunk_size: int, *, axis: int = 0) -> Cal
     check_function(fun, "jamp.chunked_sum({}, 1024)")
     chunk_size, axis = as_number(chunk_size), as_number(axis)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be a number of rows, 1 or more, got {chunk_size!r}.")
+        raise ValueError(f"chunk_size must be an int of at least 1, got {chunk_size!r}.")
     if isinstance(axis, bool) or not isinstance(axis, int):
-        raise ValueError(f"axis must be the number of the rows' axis, such as axis=0, got {axis!r}.")
+        raise ValueError(f"axis must be an int, such as axis=0, got {axis!r}.")
 
     @functools.wraps(fun)
     def summed(params: Any, *rows: Any) -> R:
@@ -170,7 +170,7 @@ class _Function:
     def _check_closure(self, constants: Sequence[Any]) -> None:
         around = frozenset[str]().union(*(varying(jax.typeof(x)) for x in self._leaves))
         if any(is_inexact(x) and around - varying(jax.typeof(x)) for x in constants):
-            raise ValueError("Inside a shard_map, chunked_sum takes no closure over arrays. Pass them in its params.")
+            raise ValueError("Inside a shard_map, chunked_sum takes no closed-over arrays. Pass them in its params.")
 
 
 def _check_results(fun: Callable[..., Any], call: Call, closed: ClosedJaxpr) -> None:
@@ -178,8 +178,8 @@ def _check_results(fun: Callable[..., Any], call: Call, closed: ClosedJaxpr) -> 
     structure = call.result_structure
     if len(closed.out_avals) > structure.num_leaves:
         raise ValueError(
-            "The function of chunked_sum changes a Variable, which each chunk would read anew. Pass random keys as "
-            "rows, and compute statistics outside."
+            f"{getattr(fun, '__name__', fun)} changes a Variable, which no chunk may. Pass random keys as rows, and "
+            "compute statistics outside."
         )
     result = jax.tree.unflatten(structure, closed.out_avals)
     pair = isinstance(result, tuple) and len(result) == 2

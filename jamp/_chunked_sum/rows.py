@@ -65,7 +65,7 @@ def _cure(why: str, size: int) -> str:
         return f": by {size} in a chunk of {size}. Return the sum and divide outside: {call} / len(x)."
     if why == rules.TERM:
         return f". Add it outside: {call} + term."
-    return ". Return sums over rows, more of them as aux, and compute outside what needs all rows."
+    return ". Return sums over rows, others as aux, and compute the rest outside."
 
 
 def _line(closed: ClosedJaxpr, analysis: "_Rows", given: Sequence[Fact], wrong: Fact) -> str | None:

@@ -53,9 +53,7 @@ def check_budget(budget: MemoryBudget) -> None:
         raise TypeError(f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}.')
     elif not 0 <= budget <= 1:
         hint = f' For bytes, write "{budget:g}GiB" or "{budget:g}MB".' if budget > 1 else ""
-        raise ValueError(
-            f"memory_budget must be from 0 to 1, the share of what is kept without a budget, got {budget}.{hint}"
-        )
+        raise ValueError(f"memory_budget must be a share from 0 to 1, got {budget}.{hint}")
 
 
 def in_bytes(budget: str) -> float:
@@ -63,7 +61,7 @@ def in_bytes(budget: str) -> float:
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(\w+)\s*", budget)
     if not match or match[2] not in _UNITS:
         raise ValueError(
-            f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}. The units are '
+            f'memory_budget must be a number from 0 to 1, or bytes such as "12GiB", got {budget!r}. Units: '
             f"{', '.join(_UNITS)}."
         )
     return float(match[1]) * _UNITS[match[2]]
@@ -507,10 +505,7 @@ def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> l
     """Warnings that a budget does not bound what a function keeps, `way` being how to give one to a loss."""
     messages = []
     if any(map(is_transposed, walk.all_equations(closed.jaxpr))):
-        messages.append(
-            "This function takes a gradient itself. What that keeps is not changed: transform the loss inside, "
-            f"jax.grad(jamp.{way})."
-        )
+        messages.append(f"This function takes a gradient itself. Transform the loss inside: jax.grad(jamp.{way}).")
     meshes = [aval.sharding.mesh for aval in closed.in_avals if hasattr(aval, "sharding")]
     is_auto = any(
         kind is AxisType.Auto and size > 1
@@ -519,9 +514,8 @@ def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> l
     )
     if isinstance(budget, str) and is_auto:
         messages.append(
-            f"memory_budget={budget!r} counts the bytes of all devices, because the arguments are sharded over mesh "
-            "axes of type Auto, of which a trace knows nothing. Give a share from 0 to 1 and find it with "
-            "jamp.debug.memory_curve, which reads the compiled program."
+            f"memory_budget={budget!r} counts the bytes of all devices, because mesh axes of the arguments are Auto. "
+            "Give a share from 0 to 1, and find it with jamp.debug.memory_curve."
         )
     return messages
 
@@ -536,7 +530,7 @@ def _warn(plan: MemoryPlan, target: float, total: float) -> None:
     ]
     advice = "A smaller batch or fewer steps of a scan keep less."
     if any(ir.name(eqn) == "remat2" for eqn in equations):
-        advice = "No budget acts inside your own jax.checkpoint or nn.remat, whose inputs are kept."
+        advice = "Your own jax.checkpoint or nn.remat keeps its inputs at any budget."
     warnings.warn(
         f"The memory budget is {megabytes(target)} MB, and the backward pass keeps at least {megabytes(plan.total)} "
         f"of {megabytes(total)} MB. The largest values: {', '.join(lines)}. {advice}",

@@ -21,8 +21,7 @@ def check_version(budget: MemoryBudget) -> None:
     if budget != 1.0 and ir.is_next_checkpoint() and jax.__version_info__ < (0, 11):
         raise NotImplementedError(
             f"A memory budget under jax_remat3 needs JAX 0.11.0 or later, got memory_budget={budget!r} and JAX "
-            f"{jax.__version__}, whose next jax.checkpoint fails in a vmap and around a cond. Update JAX, or use the "
-            f"default jax.checkpoint: {_BACK}."
+            f"{jax.__version__}. Update JAX, or write {_BACK}."
         )
 
 
@@ -37,10 +36,8 @@ def warnings_of_policies(closed: ClosedJaxpr) -> list[str]:
         if not _is_honoured(policy)
     }
     return [
-        f"JAX {jax.__version__} ignores the policy {line} under jax_remat3. Values without a name are computed again. "
-        "Give those to keep a jax.ad_checkpoint.checkpoint_name, and use the policy "
-        "jax.checkpoint_policies.save_only_these_names. Or update to JAX 0.12, or use the default jax.checkpoint: "
-        f"{_BACK}."
+        f"JAX {jax.__version__} ignores the policy {line} under jax_remat3. Give values to keep a checkpoint_name for "
+        f"jax.checkpoint_policies.save_only_these_names, update to JAX 0.12, or write {_BACK}."
         for line in lines
     ]
 

@@ -91,7 +91,7 @@ def as_store(residuals: Any) -> Store:
     if as_dtype(residuals) == jnp.int8:
         return Store.INT8
     got = residuals if as_dtype(residuals) is None else as_dtype(residuals)
-    raise ValueError(f"residuals must be jnp.int8, or None to keep values as they are, got {got!r}.")
+    raise ValueError(f"residuals must be jnp.int8 or None, got {got!r}.")
 
 
 def fits_8_bits(aval: Any) -> bool:
@@ -170,8 +170,8 @@ def probe(x: Any) -> Any:
 def _second_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     if with_tangents(tangents):
         raise NotImplementedError(
-            "This takes a second derivative of a function with residuals in 8 bits, which have only a first one. Leave "
-            "residuals=jnp.int8 out of the jamp.recompute or jamp.autocast inside."
+            "Residuals in 8 bits have no second derivative. Leave residuals=jnp.int8 out of the jamp.recompute or "
+            "jamp.autocast inside."
         )
     return differentiated(primals), list(map(no_tangent, primals))
 

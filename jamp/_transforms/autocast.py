@@ -24,9 +24,7 @@ from jamp._transforms.warn import warnings_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_USAGE = (
-    "Write jamp.autocast(loss_fn, jnp.bfloat16)(params, batch), or @jamp.autocast(jnp.bfloat16) above the function."
-)
+_USAGE = "Write jamp.autocast(loss_fn, jnp.bfloat16)(params, batch), or @jamp.autocast(jnp.bfloat16)."
 
 
 @overload
@@ -159,7 +157,7 @@ def autocast(
         recompute = not keeps_all or as_dtype(compute_dtype) != jnp.float32
     if not recompute and not keeps_all:
         asked = f"residuals={residuals!r}" if memory_budget == 1.0 else f"memory_budget={memory_budget!r}"
-        raise ValueError(f"{asked} computes values again, which recompute=False forbids.")
+        raise ValueError(f"{asked} needs recompute=True, got recompute=False.")
     trace = passes(fun, compute_dtype, rules)
 
     @functools.wraps(fun)

@@ -138,8 +138,8 @@ class AutocastReport:
                 what = share if row.flops else "runs as traced"
                 stays.append(f"{row.source}: {row.operation} {place}{what}: {row.reason}")
         unread = (
-            f"a closed-over {x} was not searched for values beyond the range of {self.compute_dtype}, because parts of "
-            "it are on devices of other processes. If it has some, use the rule 'float32' for the products with it"
+            f"a closed-over {x} was not searched for values beyond the range of {self.compute_dtype}, because other "
+            "processes hold parts of it. If it has some, give its products the rule 'float32'"
             for x in self.unread
         )
         return (*self.lints, *stays, *unread, *[_BACKWARD] * self.backward)
@@ -304,8 +304,8 @@ def _as_run(wide: np.dtype[Any]) -> dict[str, Rule]:
 
 
 _BACKWARD = (
-    "this is autocast(jax.grad(f)). jax.grad(autocast(f)) may have other dtypes in custom rules and in loops, and "
-    "computes cheap operations again: autocast_report(jax.grad(jamp.autocast(f, dtype)), dtype) shows it"
+    "this is autocast of a gradient. The gradient of autocast may have other dtypes: "
+    "autocast_report(jax.grad(jamp.autocast(f, dtype)), dtype) shows it"
 )
 
 

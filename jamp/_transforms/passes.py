@@ -26,10 +26,7 @@ from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.checkpoint import recompute
 from jamp._recompute.stores import Store
 
-NO_CONTEXT = (
-    "It is a function transformation, like jax.grad, and not a context: in place of `with autocast():`, transform the "
-    "function that is called inside."
-)
+NO_CONTEXT = "The function comes first."
 _CAST = " To cast arrays: jamp.cast_floating(params, jnp.bfloat16)."
 
 
@@ -110,18 +107,18 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
         return checked
     got, why = checked or dtype, "."
     if isinstance(dtype, type) and is_format_class(dtype):
-        got, why = f"the class {dtype.__name__}", f": pass an instance, jamp.{dtype.__name__}()."
+        got, why = f"the class {dtype.__name__}", f". Pass jamp.{dtype.__name__}()."
     elif checked is not None and jnp.issubdtype(checked, jnp.floating):
         why = ". To compute in it, leave autocast out."
         if checked.itemsize == 1:
-            why = ": its values need a scale for each tensor, which a cast does not have. Pass jamp.Float8()."
+            why = ". Pass jamp.Float8(), which has scales."
     elif checked == jnp.int8:
-        why = ": its values need scales, which a cast does not have. Pass jamp.Int8()."
+        why = ". Pass jamp.Int8(), which has scales."
     elif isinstance(dtype, str) and dtype.lower().startswith(("float8", "fp8")):
-        got, why = repr(dtype), ": for products in float8, pass jamp.Float8()."
+        got, why = repr(dtype), ". Pass jamp.Float8()."
     elif checked is None:
         got = repr(dtype) if dtype is None or isinstance(dtype, str) else f"a {type(dtype).__name__}"
-        why = ": write jnp.bfloat16, or its name."
+        why = ". Write jnp.bfloat16."
     raise ValueError(f"compute_dtype must be float16, bfloat16 or float32, got {got}{why}")
 
 
@@ -140,8 +137,8 @@ def _merge(rules: Mapping[str, str], wide: np.dtype[Any]) -> dict[str, Rule]:
             continue
         if name not in known and (base not in known or base in constructs.CONSTRUCTS):
             close = difflib.get_close_matches(name, known, 1, 0.8)
-            keys = "The keys are names of JAX primitives. Matrix products are 'dot_general'"
-            hint = f"Did you mean {close[0]!r}?" if close else f"{keys}, convolutions 'conv_general_dilated'."
+            keys = "Write a JAX primitive: 'dot_general' for matrix products"
+            hint = f"Did you mean {close[0]!r}?" if close else f"{keys}, 'conv_general_dilated' for convolutions."
             raise ValueError(f"{name!r} is not the name of an operation. {hint}")
         if name in constructs.CONSTRUCTS and category != str(wide):
             raise ValueError(f"The rule for {name!r} must be '{wide}', which keeps autocast out, got {category!r}.")

@@ -20,27 +20,27 @@ from jamp._recompute.policies import warnings_of_policies
 from jamp._transforms.passes import Passes
 
 _FEW = {key for key in RULES if key.endswith(f"[{FEW}]")}
-_WAY_OUT = "cast its arguments in your code, or pass it functions that are under autocast themselves"
+_WAY_OUT = "cast its arguments, or pass it functions under autocast"
 
 
 def cause(eqn: JaxprEqn) -> str:
     """The reason why autocast does not enter an equation, or has no rule for it, and the cure."""
     name = ir.name(eqn)
     if name == "custom_linear_solve":
-        return "a solver needs the digits of float32; for products in 16 bit, pass it jamp.autocast(matvec, dtype)"
+        return "a solver needs the digits of float32; for 16 bit, pass it jamp.autocast(matvec, dtype)"
     if name in ENCODED_PRODUCTS:
         return "its operands are encoded already"
     if name not in constructs.CONSTRUCTS:
         if name != operation(eqn):
-            return "it is part of a derivative of a function that jamp transformed, and runs as that made it"
+            return "it is in the derivative of a function that jamp transformed"
         if name in ir.primitive_names() and not constructs.has_body(eqn):
-            return "autocast has no rule for it: give it one with rules={...} if 16 bit is right"
-        return f"it is a kernel, or an operation of a library, that autocast does not know; {_WAY_OUT}"
+            return "autocast has no rule for it; if 16 bit is right, give it one with rules={...}"
+        return f"it is a kernel, or a library's operation, that autocast does not know; {_WAY_OUT}"
     if constructs.bodies(eqn) is not None:
-        return f"it is a custom rule with symbolic zeros, or that closes over arrays, inside shard_map; {_WAY_OUT}"
+        return f"it is a custom rule inside shard_map, with symbolic zeros or closed-over arrays; {_WAY_OUT}"
     if constructs.is_known(eqn):
         return f"it reads or writes a Ref; {_WAY_OUT}"
-    return f"this release of JAX gives it parameters that autocast does not know; {_WAY_OUT}"
+    return f"this JAX gives it parameters that autocast does not know; {_WAY_OUT}"
 
 
 def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
@@ -62,8 +62,8 @@ def warnings_of(passes: Passes, budget: MemoryBudget) -> list[str]:
         share = x.times * flops(x.eqn) / total
         if _is_left_out(x.eqn, x.category, target) and share >= 0.01:
             where = x.source or x.scope or "an unknown line"
-            message = f"autocast leaves {share:.1%} of the FLOPs in float32: {operation(x.eqn)} at {where} runs"
-            messages.append(f"{message} as it was traced, because {cause(x.eqn)}.")
+            what = f"{operation(x.eqn)} at {where}, because {cause(x.eqn)}"
+            messages.append(f"autocast leaves {share:.1%} of the FLOPs in float32: {what}.")
     return messages
 
 
@@ -91,9 +91,9 @@ def _unused_rules(passes: Passes) -> list[str]:
         close = difflib.get_close_matches(part, seen, 3) if part else []
         hint = f" Scopes with a similar name: {', '.join(close)}." if close else ""
         if part and not close:
-            hint = f" A name in brackets is a scope, of jax.named_scope({part!r}) or of a Linen module."
+            hint = f" Name a scope: jax.named_scope({part!r})."
         if part in seen:
-            hint = " The scope has no such operation, or an earlier rule decides about it."
+            hint = " The scope has no such operation, or an earlier rule decides."
         if any(f"/{part}/" in path or (not close and (scopes or not part)) for path, scopes in custom):
             continue
         messages.append(f"The rule for {key!r} matches no operation of this function.{hint}")
@@ -110,12 +110,10 @@ def _unchanged(every: list[Entry], passes: Passes, budget: MemoryBudget) -> list
     name = passes.format.label if passes.format else "autocast"
     why = largest.product.reason if largest.product else ""
     if not why and any(is_floating(x) and x.dtype.itemsize == 2 for x in ir.avals(largest.eqn.invars)):
-        why = "its operands are 16 bit already, by a cast in the code, by dtype=... of a module, or as arguments"
+        why = "its operands are 16 bit already, by a cast, a module's dtype=, or as arguments"
     if not why and any(getattr(x, "dtype", None) == np.float64 for x in ir.avals(largest.eqn.invars)):
-        why = (
-            "its operands are float64, and only float32 ones are cast. Cast them first, jamp.cast_floating(params, "
-            "jnp.float32), or run products of float64 code in float32: jamp.autocast(fun, jnp.float32)"
-        )
+        cures = "jamp.cast_floating(params, jnp.float32), or jamp.autocast(fun, jnp.float32)"
+        why = f"its operands are float64. Write {cures}"
     if not why and passes.format and largest.product and largest.product.key in _FEW:
         why = passes.target.rules[largest.product.key].reason
     if not why:  # The code asked for float32, or for a 16-bit result.

@@ -125,11 +125,8 @@ class Float8(_Scaled):
             dtype = check_floating(name, getattr(self, name))
             # Of fewer bits, a dtype of NumPy has a byte too. And e8m0 is for scales: it has no sign and no 0.
             if jnp.finfo(dtype).bits != bits or dtype == jnp.float8_e8m0fnu:
-                what = "which holds scales alone" if dtype == jnp.float8_e8m0fnu else f"of {jnp.finfo(dtype).bits} bits"
-                raise ValueError(
-                    f"{name} must be a float of {bits} bits, got {name}={dtype.name!r}, {what}. Write "
-                    f"jamp.Float8({name}=jnp.{example}), or leave {name} out."
-                )
+                cure = f"Write jamp.Float8({name}=jnp.{example})."
+                raise ValueError(f"{name} must be a signed float of {bits} bits, got {dtype.name}. {cure}")
             object.__setattr__(self, name, dtype)
         if self.granularity not in ("tensor", "row"):
             raise ValueError(f"granularity must be 'tensor' or 'row', got {self.granularity!r}.")

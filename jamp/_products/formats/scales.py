@@ -25,9 +25,8 @@ def power_of_two(amax: Array, dtype: DTypeLike) -> Array:
 def no_derivative(*_: Any, **__: Any) -> NoReturn:
     """Raise, because what is encoded has no such derivative."""
     raise TypeError(
-        "8-bit products have no forward-mode derivative and no second one (jvp, jacfwd, hessian, a gradient of a "
-        "gradient). Use a 16-bit compute dtype there: jamp.autocast(fun, carrier), such as jamp.autocast(fun, "
-        "jnp.bfloat16)."
+        "8-bit products have no forward-mode derivative (jvp, jacfwd) and no second one. Use their carrier there: "
+        "jamp.autocast(fun, jnp.bfloat16)."
     )
 
 
