@@ -197,7 +197,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_a_class_and_a_bad_size_are_errors_that_show_the_right_line():
-    with pytest.raises(ValueError, match=r"pass an instance, jamp\.MXFP8\(\)"):
+    with pytest.raises(ValueError, match=r"jamp\.MXFP8\(\)"):
         jamp.autocast(loss, jamp.MXFP8)
     with pytest.raises(ValueError, match="min_size must be an int of at least 1, got 0"):
         jamp.MXFP8(min_size=0)
