@@ -253,6 +253,25 @@ def test_inside_every_construct_the_gradients_are_those_of_float32(name, granula
     assert error(jax.jit(jax.grad(together))(W), alone.sum(0)) < 5e-2
 
 
+@pytest.mark.parametrize("config", [F8, ROW, jamp.Int8(min_size=8)], ids=["tensor", "row", "int8"])
+def test_in_nested_vmaps_each_example_has_scales_of_its_own_in_the_gradient(config):
+    fun = lambda x, w: jnp.sum(jnp.tanh(x @ w) ** 2)
+    low = jamp.autocast(fun, config, rules={"dot_general": "compute"})
+    x = jnp.stack([jnp.stack([X, 2.0**-30 * X, 3 * X], -1), jnp.stack([X[::-1], -X, 2.0**-30 * X], -1)])
+    w = jnp.stack([W, W.T, -W], 1)
+    nested = lambda f: lambda x, w: jax.vmap(jax.vmap(f, (2, 1)), (0, None))(x, w).sum()
+    gradients = lambda f: jax.jit(jax.grad(f, (0, 1)))
+    of_x, of_w = gradients(nested(low))(x, w)
+    assert of_x.shape == x.shape
+    assert of_w.shape == w.shape
+    for j in range(3):
+        alone = [gradients(low)(x[i, :, :, j], w[:, j]) for i in range(2)]
+        assert error(of_w[:, j], alone[0][1] + alone[1][1]) < 1e-2
+        for i in range(2):
+            assert jnp.any(alone[i][0])
+            assert error(of_x[i, :, :, j], alone[i][0]) < 1e-2
+
+
 def test_a_float16_carrier_and_a_scaled_loss_train_too():
     fun = jamp.autocast(CONSTRUCTS["scan"], dataclasses.replace(F8, carrier="fp16"))
     state = jamp.StaticLossScale(16.0).init()

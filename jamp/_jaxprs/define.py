@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from jamp._jaxprs import build
+
 Rule = Callable[..., Any]
 
 
@@ -22,6 +24,7 @@ def define(
     platforms: Mapping[str, Rule] | None = None,
     multiple_results: bool = False,
     has_bodies: bool = False,
+    has_vmaps: bool = False,
 ) -> Any:
     """Make a primitive. The rules get the operands, and the parameters as keywords, as JAX's rules do.
 
@@ -36,6 +39,9 @@ def define(
       platforms: What it computes in place of that on some platforms.
       multiple_results: Whether `run` returns a list.
       has_bodies: Whether it evaluates jaxprs in its parameters. Then `types` also returns their effects.
+      has_vmaps: Whether it stays one primitive under vmap. Then `jvp` and `transpose` are rules for one example, and
+        `batch` adds to the parameter `vmaps`: for each vmap, outermost first, the size, and the batch axis of each
+        operand. The batch axes of the result are its first ones.
     """
     primitive = core.Primitive(name)
     primitive.multiple_results = multiple_results
@@ -49,6 +55,9 @@ def define(
         primitive.to_lojax = run  # type: ignore[method-assign]  # under jax_remat3, if a body has a checkpoint
     else:
         primitive.def_abstract_eval(types)
+    if has_vmaps:
+        assert transpose
+        jvp, transpose = _of_batches(jvp, transpose)
     ad.primitive_jvps[primitive] = jvp
     if transpose:
         ad.primitive_transposes[primitive] = transpose
@@ -64,6 +73,42 @@ def define(
 
     batching.fancy_primitive_batchers[primitive] = batched
     return primitive
+
+
+def _of_batches(jvp: Rule, transpose: Rule) -> tuple[Rule, Rule]:
+    """Make the derivative rules of a primitive with `vmaps` from its rules for one example."""
+
+    def differentiated(xs: Sequence[Any], tangents: Sequence[Any], *, vmaps: Sequence[Any] = (), **params: Any) -> Any:
+        if not vmaps:
+            return jvp(xs, tangents, **params)
+        ((size, axes), *inner), places = vmaps, with_tangents(tangents)
+
+        def of_one(xs: list[Any], given: list[Any]) -> tuple[Any, Any]:
+            found = build.replaced(list(map(no_tangent, xs)), places, given)
+            out, tangent = differentiated(xs, found, vmaps=inner, **params)
+            return out, ad.instantiate_zeros(tangent)
+
+        in_axes = list(axes), [axes[i] for i in places]
+        return jax.vmap(of_one, in_axes, axis_size=size)(list(xs), [tangents[i] for i in places])
+
+    def transposed(ct: Any, *xs: Any, vmaps: Sequence[Any] = (), **params: Any) -> list[Any]:
+        if not vmaps or isinstance(ct, ad.Zero):
+            return transpose(ct, *xs, **params)
+        ((size, axes), *inner), types = vmaps, list[Any]()
+        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
+        jax.eval_shape(jax.vmap(lambda *ys: types.extend(map(jax.typeof, ys)), axes, axis_size=size), *avals)
+        known = [i for i, x in enumerate(xs) if not ad.is_undefined_primal(x)]
+
+        def of_one(ct: Any, *given: Any) -> list[Any]:
+            one = build.replaced(list(map(ad.UndefinedPrimal, types)), known, given)
+            return transposed(ct, *one, vmaps=inner, **params)
+
+        found = jax.vmap(of_one, (0, *(axes[i] for i in known)), axis_size=size)(ct, *(xs[i] for i in known))
+        # An operand that all examples share gets the sum.
+        of_all = lambda x, d: x if x is None else x.sum(0) if d is None else jnp.moveaxis(x, 0, d)
+        return list(map(of_all, found, axes))
+
+    return differentiated, transposed
 
 
 def batch_first(args: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:

@@ -87,7 +87,7 @@ def multiplied(product: Product) -> Callable[..., Array]:
     def multiply(*operands: Array) -> Array:
         read = arithmetic.read(product, operands)
         detached = list(map(_detached.bind, read))
-        attached = lambda out: _attach.bind(out, *read, *operands[: product.arity], product=product, vmaps=())
+        attached = lambda out: _attach.bind(out, *read, *operands[: product.arity], product=product)
         if product.kept_as and isinstance(arithmetic, Quantized):
             sums = checkpoint_name(attached(arithmetic.sums(product, detached)), product.kept_as)
             result: Array = scaled_sums.bind(sums, *detached[product.arity + 1 :: 2])
@@ -145,63 +145,45 @@ def _parts(product: Product, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequ
     return inputs[: -product.arity], inputs[-product.arity :]
 
 
-def _pushed(
-    product: Product,
-    vmaps: Sequence[Any],
-    perturbed: tuple[int, ...],
-    out: Any,
-    inputs: Sequence[Any],
-    given: Sequence[Any],
-) -> Any:
+def _pushed(product: Product, perturbed: tuple[int, ...], out: Any, inputs: Sequence[Any], given: Sequence[Any]) -> Any:
     """The tangent of a product, whose value has the type `out`, from those `given` of its perturbed operands."""
-    of_one = out.update(shape=out.shape[len(vmaps) :])
-
-    def push(*xs: Any) -> Any:
-        types = tuple(map(jax.typeof, xs[len(xs) - len(perturbed) :]))
-        return _tangent.bind(*xs, product=product, perturbed=perturbed, types=types, aval=of_one, vmaps=())
-
-    for size, axes in reversed(list(zip(out.shape, vmaps, strict=False))):
-        read, operands = _parts(product, axes)
-        in_axes = *_arithmetic(product).residuals(product, read, perturbed), *(operands[i] for i in perturbed)
-        push = jax.vmap(push, in_axes, axis_size=size)
-    return push(*_arithmetic(product).residuals(product, _parts(product, inputs)[0], perturbed), *given)
+    residuals = _arithmetic(product).residuals(product, _parts(product, inputs)[0], perturbed)
+    types = tuple(map(jax.typeof, given))
+    return _tangent.bind(*residuals, *given, product=product, perturbed=perturbed, types=types, aval=out)
 
 
-def _attach_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    out = _attach.bind(*primals, product=product, vmaps=vmaps)
+def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, product: Product) -> tuple[Any, Any]:
+    out = _attach.bind(*primals, product=product)
     given = dict(enumerate(_parts(product, tangents[1:])[1]))
     perturbed = with_tangents(list(given.values()))
     if not perturbed:
         return out, no_tangent(out)
-    return out, _pushed(product, vmaps, perturbed, jax.typeof(out), primals[1:], [given[i] for i in perturbed])
+    return out, _pushed(product, perturbed, jax.typeof(out), primals[1:], [given[i] for i in perturbed])
 
 
-def _attach_transpose(g: Any, *inputs: Any, product: Product, vmaps: tuple[Any, ...]) -> list[Any]:
+def _attach_transpose(g: Any, *inputs: Any, product: Product) -> list[Any]:
     """The cotangents if a product is linear in an operand as it stands, without having been differentiated."""
     _, operands = _parts(product, inputs[1:])
     perturbed = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     none = [None] * len(inputs)
     if isinstance(g, ad.Zero) or not perturbed:
         return none
-    push = lambda *given: _pushed(product, vmaps, perturbed, jax.typeof(g), inputs[1:], given)
+    push = lambda *given: _pushed(product, perturbed, jax.typeof(g), inputs[1:], given)
     found = jax.linear_transpose(push, *(operands[i].aval for i in perturbed))(g)
     return build.replaced(none, [len(inputs) - product.arity + i for i in perturbed], found)
 
 
 def _attach_batch(
-    axis: Any, inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: tuple[Any, ...]
+    axis: Any, inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: Sequence[Any] = ()
 ) -> tuple[Any, int]:
     out = inputs[0] if axes[0] is not None else jnp.broadcast_to(inputs[0], (axis.size, *inputs[0].shape))
     first = jnp.moveaxis(out, axes[0] or 0, 0)
-    return _attach.bind(first, *inputs[1:], product=product, vmaps=(tuple(axes[1:]), *vmaps)), 0
+    return _attach.bind(first, *inputs[1:], product=product, vmaps=((axis.size, (0, *axes[1:])), *vmaps)), 0
 
 
-# `attach(value, *read, *operands)` returns `value` and has the derivative of the product. Under `vmap` it is not
-# unrolled: `vmaps` has a tuple for each vmap, outermost first, with the batch axis of each input after the value. The
-# batch axes of the value are its first ones. For `attach(out, x16, w16, x, w)` under a vmap over x alone it is
-# ((0, None, 0, None),).
+# `attach(value, *read, *operands)` returns `value` and has the derivative of the product. It has `vmaps`, because a
+# batch of 8-bit products is not another product: each example has scales of its own. For `attach(out, x16, w16, x, w)`
+# and 8 rows of x they are ((8, (0, 0, None, 0, None)),).
 _attach = define(
     "attach",
     lambda out, *_, **__: out,
@@ -209,6 +191,7 @@ _attach = define(
     jvp=_attach_jvp,
     transpose=_attach_transpose,
     batch=_attach_batch,
+    has_vmaps=True,
 )
 
 
@@ -246,7 +229,8 @@ def _transpose(g: Any, *inputs: Any, **params: Any) -> list[Any]:
     if isinstance(g, ad.Zero):
         return cotangents
     if linear[0] >= n:
-        every = _pulled_back(g, inputs[:n], **params)
+        product, perturbed, types = params["product"], params["perturbed"], params["types"]
+        every = _arithmetic(product).cotangents(product, perturbed, types, inputs[:n], g)
         found = [every[i - n] for i in linear]
     else:  # A second derivative: it is linear in a residual, too.
         fun = lambda *xs: _forward(*build.replaced(inputs, linear, xs), **params)
@@ -254,29 +238,16 @@ def _transpose(g: Any, *inputs: Any, **params: Any) -> list[Any]:
     return build.replaced(cotangents, linear, found)
 
 
-def _pulled_back(
-    g: Any, residuals: Sequence[Any], *, product: Product, perturbed: tuple[int, ...], types: Any, aval: Any, vmaps: Any
-) -> list[Any]:
-    """The cotangents of the perturbed operands."""
-    if not vmaps:
-        return _arithmetic(product).cotangents(product, perturbed, types, residuals, g)
-    (axes, *inner), n = vmaps, len(residuals)
-    one = functools.partial(_pulled_back, product=product, perturbed=perturbed, types=types, aval=aval, vmaps=inner)
-    found = jax.vmap(lambda g, *xs: one(g, xs), (0, *axes[:n]))(g, *residuals)
-    # An operand that all examples share gets the sum.
-    return [x.sum(0) if d is None else jnp.moveaxis(x, 0, d) for x, d in zip(found, axes[n:], strict=True)]
-
-
 def _batch(axis: Any, inputs: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    product, perturbed, aval = params["product"], params["perturbed"], params["aval"]
+    product, perturbed = params["product"], params["perturbed"]
     n, arithmetic = len(inputs) - len(perturbed), _arithmetic(product)
     if isinstance(arithmetic, Rounded):
         values = dict(zip(others_of(product, perturbed), zip(inputs[:n], axes[:n], strict=True), strict=True))
         tangents = zip(perturbed, zip(inputs[n:], axes[n:], strict=True), strict=True)
         terms = [_batch_one(product, arithmetic, i, {**values, i: x}, axis.size) for i, x in tangents]
         return functools.reduce(ad.add_tangents, terms), 0
-    changes = {"aval": aval.update(shape=(axis.size, *aval.shape)), "vmaps": (tuple(axes), *params["vmaps"])}
-    return _tangent.bind(*inputs, **{**params, **changes}), 0
+    vmaps = (axis.size, tuple(axes)), *params.get("vmaps", ())
+    return _tangent.bind(*inputs, **{**params, "vmaps": vmaps}), 0
 
 
 def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int, tuple[Any, Any]], size: int) -> Any:
@@ -298,7 +269,7 @@ def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int
         new = dataclasses.replace(product, primitive=eqn.primitive, params=tuple(ir.params(eqn).items()))
         residuals, result = [*args[:j], *args[j + 1 :]], eqn.outvars[0].aval
         types = (jax.typeof(args[j]),)
-        tangent = _tangent.bind(*residuals, args[j], product=new, perturbed=(j,), types=types, aval=result, vmaps=())
+        tangent = _tangent.bind(*residuals, args[j], product=new, perturbed=(j,), types=types, aval=result)
         return [(tangent, False)]
 
     # Every value goes with a flag: whether it is a move of the tangent.
@@ -307,8 +278,14 @@ def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int
 
 
 # The tangent of a product: from the residuals, and the tangents of the perturbed operands, in which it is linear.
-# `types` are the types of the perturbed operands. `vmaps` are as in `_attach`, and only around 8-bit
-# products: the product of a 16-bit batch is another product.
+# `types` are the types of the perturbed operands, and `aval` is the type of the result, both of one example. Only 8-bit
+# products have `vmaps`, as in `_attach`. The product of a 16-bit batch is another product.
 _tangent = define(
-    "product_tangent", _forward, lambda *_, aval, **__: aval, jvp=_jvp, transpose=_transpose, batch=_batch
+    "product_tangent",
+    _forward,
+    lambda *_, aval, vmaps=(), **__: aval.update(shape=(*(n for n, _ in vmaps), *aval.shape)),
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+    has_vmaps=True,
 )
