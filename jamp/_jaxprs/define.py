@@ -1,7 +1,7 @@
 """Define a primitive of JAX with all its rules in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jamp._jaxprs import build
+from jamp._jaxprs.manual_axes import partitions
 
 Rule = Callable[..., Any]
 
@@ -40,8 +41,8 @@ def define(
       multiple_results: Whether `run` returns a list.
       has_bodies: Whether it evaluates jaxprs in its parameters. Then `types` also returns their effects.
       has_vmaps: Whether it stays one primitive under vmap. Then `jvp` and `transpose` are rules for one example, and
-        `batch` adds to the parameter `vmaps`: for each vmap, outermost first, the size, and the batch axis of each
-        operand. The batch axes of the result are its first ones.
+        `batch` puts a `Vmap` before those in the parameter `vmaps`, which are outermost first. The batch axes of the
+        result are its first ones.
     """
     primitive = core.Primitive(name)
     primitive.multiple_results = multiple_results
@@ -75,13 +76,34 @@ def define(
     return primitive
 
 
+class Vmap(NamedTuple):
+    """A vmap around a primitive: the size, the Explicit mesh axes, and the batch axis of each operand."""
+
+    size: int
+    mesh_axes: Any
+    axes: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], dims: Sequence[int | None]) -> "Vmap":
+        aval, d = next((jax.typeof(x), d) for x, d in zip(args, dims, strict=True) if d is not None)
+        return cls(aval.shape[d], partitions(aval.sharding.spec)[d], tuple(dims))
+
+
+def batched_type(of_one: Any, vmaps: Sequence[Vmap]) -> Any:
+    """The type of a batch of values of a type, the batch axes first."""
+    spec = of_one.sharding.spec
+    spec = spec.update(partitions=(*(x.mesh_axes for x in vmaps), *partitions(spec)))
+    sharding = of_one.sharding.update(spec=spec)
+    return of_one.update(shape=(*(x.size for x in vmaps), *of_one.shape), sharding=sharding)
+
+
 def _of_batches(jvp: Rule, transpose: Rule) -> tuple[Rule, Rule]:
     """Make the derivative rules of a primitive with `vmaps` from its rules for one example."""
 
-    def differentiated(xs: Sequence[Any], tangents: Sequence[Any], *, vmaps: Sequence[Any] = (), **params: Any) -> Any:
+    def differentiated(xs: Sequence[Any], tangents: Sequence[Any], *, vmaps: Sequence[Vmap] = (), **params: Any) -> Any:
         if not vmaps:
             return jvp(xs, tangents, **params)
-        ((size, axes), *inner), places = vmaps, with_tangents(tangents)
+        ((size, _, axes), *inner), places = vmaps, with_tangents(tangents)
 
         def of_one(xs: list[Any], given: list[Any]) -> tuple[Any, Any]:
             found = build.replaced(list(map(no_tangent, xs)), places, given)
@@ -91,10 +113,10 @@ def _of_batches(jvp: Rule, transpose: Rule) -> tuple[Rule, Rule]:
         in_axes = list(axes), [axes[i] for i in places]
         return jax.vmap(of_one, in_axes, axis_size=size)(list(xs), [tangents[i] for i in places])
 
-    def transposed(ct: Any, *xs: Any, vmaps: Sequence[Any] = (), **params: Any) -> list[Any]:
+    def transposed(ct: Any, *xs: Any, vmaps: Sequence[Vmap] = (), **params: Any) -> list[Any]:
         if not vmaps or isinstance(ct, ad.Zero):
             return transpose(ct, *xs, **params)
-        ((size, axes), *inner), types = vmaps, list[Any]()
+        ((size, _, axes), *inner), types = vmaps, list[Any]()
         avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
         jax.eval_shape(jax.vmap(lambda *ys: types.extend(map(jax.typeof, ys)), axes, axis_size=size), *avals)
         known = [i for i, x in enumerate(xs) if not ad.is_undefined_primal(x)]

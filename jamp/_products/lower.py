@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 
 from jamp._jaxprs import build, inline, interpret, ir
-from jamp._jaxprs.define import define, no_tangent, with_tangents
+from jamp._jaxprs.define import Vmap, batched_type, define, no_tangent, with_tangents
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
 from jamp._jaxprs.primitives import PRODUCTS
@@ -174,16 +174,16 @@ def _attach_transpose(g: Any, *inputs: Any, product: Product) -> list[Any]:
 
 
 def _attach_batch(
-    axis: Any, inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: Sequence[Any] = ()
+    axis: Any, inputs: Sequence[Any], axes: Sequence[Any], *, product: Product, vmaps: Sequence[Vmap] = ()
 ) -> tuple[Any, int]:
     out = inputs[0] if axes[0] is not None else jnp.broadcast_to(inputs[0], (axis.size, *inputs[0].shape))
-    first = jnp.moveaxis(out, axes[0] or 0, 0)
-    return _attach.bind(first, *inputs[1:], product=product, vmaps=((axis.size, (0, *axes[1:])), *vmaps)), 0
+    batch = jnp.moveaxis(out, axes[0] or 0, 0), *inputs[1:]
+    return _attach.bind(*batch, product=product, vmaps=(Vmap.of(batch, (0, *axes[1:])), *vmaps)), 0
 
 
 # `attach(value, *read, *operands)` returns `value` and has the derivative of the product. It has `vmaps`, because a
 # batch of 8-bit products is not another product: each example has scales of its own. For `attach(out, x16, w16, x, w)`
-# and 8 rows of x they are ((8, (0, 0, None, 0, None)),).
+# and 8 rows of x they are (Vmap(8, None, (0, 0, None, 0, None)),).
 _attach = define(
     "attach",
     lambda out, *_, **__: out,
@@ -246,7 +246,7 @@ def _batch(axis: Any, inputs: Sequence[Any], axes: Sequence[Any], **params: Any)
         tangents = zip(perturbed, zip(inputs[n:], axes[n:], strict=True), strict=True)
         terms = [_batch_one(product, arithmetic, i, {**values, i: x}, axis.size) for i, x in tangents]
         return functools.reduce(ad.add_tangents, terms), 0
-    vmaps = (axis.size, tuple(axes)), *params.get("vmaps", ())
+    vmaps = Vmap.of(inputs, axes), *params.get("vmaps", ())
     return _tangent.bind(*inputs, **{**params, "vmaps": vmaps}), 0
 
 
@@ -283,7 +283,7 @@ def _batch_one(product: Product, arithmetic: Rounded, i: int, operands: dict[int
 _tangent = define(
     "product_tangent",
     _forward,
-    lambda *_, aval, vmaps=(), **__: aval.update(shape=(*(n for n, _ in vmaps), *aval.shape)),
+    lambda *_, aval, vmaps=(), **__: batched_type(aval, vmaps),
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,

@@ -306,6 +306,22 @@ def test_convolutions_of_patches_are_8_bit_where_jax_can_split_an_axis(kind):
         assert np.linalg.norm(found - exact) <= 0.15 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize(
+    "dtype", [BF16, jamp.Float8(min_size=8), jamp.Int8(min_size=8)], ids=["bfloat16", "float8", "int8"]
+)
+def test_a_vmap_on_explicit_axes_shards_the_gradients_as_the_arguments(dtype):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    fun = lambda x, w: jnp.mean(jnp.tanh(x @ w) ** 2)
+    low = jamp.autocast(fun, dtype, rules={"dot_general": "compute"})
+    gradients = lambda f: jax.jit(jax.grad(lambda *xs: jax.vmap(f, (0, None))(*xs).sum(), (0, 1)))
+    for of_x, of_w in ((P("a"), P()), (P(None, "a"), P(None, "b"))):
+        with jax.set_mesh(mesh):
+            args = jax.device_put((X.reshape(8, 64, 64), W), (NamedSharding(mesh, of_x), NamedSharding(mesh, of_w)))
+            for mine, plain, x in zip(gradients(low)(*args), gradients(fun)(*args), args, strict=True):
+                assert jax.typeof(mine).sharding == jax.typeof(x).sharding
+                assert jnp.abs(mine - plain).max() < 0.1 * jnp.abs(plain).max()
+
+
 @pytest.mark.parametrize("vma", [True, False])
 def test_a_shard_map_over_explicit_axes_is_entered_too(vma):
     mesh = mesh_of(AxisType.Explicit)
