@@ -1,7 +1,7 @@
 """Follow the rows through a function: is each of its results a sum over them?
 
 The function is traced with n and with 3 n rows. An axis follows the rows if its size differs in the two traces, and a
-number follows them if its value does. A fact says what a value is. Here are those of a function that is not a sum:
+number follows them if its value does. A fact says what a value is. Here are the facts of a function that is not a sum:
 
     y = dot_general x w           f32[n,5]   ROWS, as x
     c = 1 / n                     f32[]      CONSTANT, n to the power -1, which is not used
@@ -73,7 +73,7 @@ def _line(closed: ClosedJaxpr, analysis: "_Rows", given: Sequence[Fact], wrong: 
     origin = wrong.detail[1]
     is_jit_of_jax = lambda e: ir.name(e) == "jit" and all(is_of_jax(x.jaxpr) for x in constructs.bodies(e) or ())
     for eqn, facts, context in walk(closed, lambda e: id(e) != origin and not is_jit_of_jax(e), analysis, given):
-        # JAX traces such a jit once. Lines in it are those of its first call.
+        # JAX traces such a jit once, so the lines in it are the lines of its first call.
         if wrong in map(facts.get, eqn.outvars) and _holds(eqn, origin):
             return user_line(eqn) or context.line
     return None

@@ -36,7 +36,7 @@ def define(
       jvp: Its derivative.
       transpose: Its transpose, if it is linear.
       batch: Its rule under vmap, if an operand is mapped, which also gets the axis first. Without one, the results
-        have the batch axes of the first operands, as those of an identity have.
+        have the batch axes of the first operands, as in an identity.
       platforms: What it computes in place of that on some platforms.
       multiple_results: Whether `run` returns a list.
       has_bodies: Whether it evaluates jaxprs in its parameters. Then `types` also returns their effects.

@@ -78,7 +78,7 @@ def _unused_rules(passes: Passes) -> list[str]:
     unused = sorted(rules - passes.used)
     every = list(walk.with_paths(passes.traced.jaxpr)) if unused else []
     # The derivatives of custom rules are traced later, and the gradients of weights only by a gradient. Of each rule,
-    # its path, and whether it may have scopes: that of a function of JAX, such as relu, has none.
+    # its path, and whether it may have scopes. A rule of JAX's own functions, such as relu, has none.
     is_custom = lambda eqn: ir.name(eqn) in ("custom_jvp_call", "custom_vjp_call", "linear_call")
     may_have_scopes = lambda eqn: not all(is_of_jax(body) for body, _ in constructs.inner(eqn))
     custom = [(path, may_have_scopes(eqn)) for eqn, path in every if is_custom(eqn)]
