@@ -30,7 +30,6 @@ TABLES: dict[str, tuple[dict[str, str], Callable[..., str]]] = {
 # The same of files of `benchmarks.gpu`: the parts, and what makes the table of the parts' rows.
 # "llama_1024" and "steps" are finished studies, whose code has the commit that stands beside their rows.
 ONE_GPU: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-    "facts": (("llama", "llama_float8"), tables.facts),
     "gpu_steps": (("steps",), tables.step),
     "gpu_models": (("gpt2", "llama_1024", "llama"), tables.models),
 }
@@ -42,11 +41,13 @@ GPUS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "gpu_llama": (("llama", "llama_float8", "llama_float8_default_flags"), tables.llama_float8),
     "gpu_linen": (("linen",), tables.linen),
 }
-# By its file in docs/images: the file of results and the key of their rows, and what draws them.
+# By its file in docs/images: the file of results and the key of their rows, or the part if it is of `benchmarks.gpu`,
+# and what draws them.
 PICTURES: dict[str, tuple[str, str, Callable[[Any], Figure]]] = {
     "benchmark_step": ("step", "step", pictures.steps),
     "text_model": ("text_model", "rows", pictures.text_model),
     "budgets": ("budget_h200", "rows", pictures.budgets),
+    "gpt2": (GPU, "gpt2", pictures.gpt2),
 }
 
 
@@ -105,6 +106,8 @@ if __name__ == "__main__":
     found = read(options.files)
     write(options.root, found)
     for picture, (name, key, draw) in PICTURES.items():
-        if name in found:  # opaque, because pictures stand on light and on dark pages
+        results = found.get(name, {})
+        rows = rows_of(results, (key,)) if "parts" in results else results.get(key)
+        if rows:  # opaque, because pictures stand on light and on dark pages
             file = options.root / "docs/images" / f"{picture}.png"
-            draw(found[name][key]).savefig(file, dpi=100, facecolor="white")
+            draw(rows).savefig(file, dpi=100, facecolor="white")

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from benchmarks.record import Rows
 from benchmarks.report.markdown import TITLES, names, select
-from benchmarks.report.tables import largest
+from benchmarks.report.tables import CUDNN, largest
 from benchmarks.step.peers import AGAIN
 from benchmarks.step.update import SCALED, SKIPPED
 from benchmarks.timing import equal
@@ -114,4 +115,54 @@ def budgets(rows: Rows) -> Figure:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+# By the name of a row: its label, and where that stands in points from its mark.
+GPT2: dict[str, tuple[str, tuple[int, int], str]] = {
+    "float32": ("float32", (-8, -3), "right"),
+    "by hand": ("no checkpoint", (0, 8), "center"),
+    "by hand, dots_saveable": ("dots_saveable", (-2, 8), "left"),
+    "by hand, each block again": ("each block", (-10, 8), "left"),
+    "autocast, budget 1.0": ("jamp.autocast", (9, -4), "left"),
+    "autocast, budget 0.5": ("memory_budget=0.5", (0, -14), "left"),
+    "autocast, budget 0.1": ("0.1", (2, -14), "right"),
+}
+# With cuDNN's attention, the marks are closer to each other.
+GPT2_CUDNN = GPT2 | {
+    "by hand": ("no checkpoint", (8, -3), "left"),
+    "autocast, budget 0.5": ("memory_budget=0.5", (-4, 22), "left"),
+    "by hand, each block again": ("each block", (-14, -16), "left"),
+}
+KINDS = {
+    "float32": "0.3",
+    "bfloat16 by hand, with a policy of jax.checkpoint": "tab:orange",
+    "jamp, bfloat16": "tab:blue",
+}
+
+
+def gpt2(rows: Rows) -> Figure:
+    """Time over temporary memory of a step of GPT-2, by hand and with jamp, by attention."""
+    figure, panels = panels_of(3.4, 2, sharey=True)
+    for axes, end, labels in zip(panels[0], ("", CUDNN), (GPT2, GPT2_CUDNN), strict=True):
+        found = {row["name"]: row for row in rows}
+        for name, (label, offset, side) in labels.items():
+            if not (row := found.get(name + end)):
+                continue
+            kind = 2 if name.startswith("autocast") else int(name != "float32")
+            color = list(KINDS.values())[kind]
+            at = row["temporary_gigabytes"], row["milliseconds"]
+            axes.plot(*at, "o", color=color, ms=6, zorder=2 + kind)
+            options = {"textcoords": "offset points", "size": 9, "color": color, "ha": side}
+            axes.annotate(label, at, offset, **options)
+        axes.set(xscale="log", yscale="log", xlim=(2.3, 30), ylim=(18, 90))
+        axes.set_xticks([3, 5, 10, 20], ["3", "5", "10", "20"])
+        axes.set_yticks([20, 30, 50, 80], ["20", "30", "50", "80"])
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.set_title(f"attention {'by cuDNN' if end else 'written in JAX'}", size=10)
+    panels[0][0].set_ylabel("milliseconds a step")
+    figure.supxlabel("temporary memory, GB", fontsize=10)
+    marks = [Line2D([], [], color=color, marker="o", ls="", label=kind) for kind, color in KINDS.items()]
+    figure.legend(handles=marks, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     return figure

@@ -107,27 +107,6 @@ def models(rows: Rows) -> str:
     return table(head, body)
 
 
-def facts(rows: Rows) -> str:
-    """The time and the temporary memory of a step of a Llama on a GPU, by the way: the README's table."""
-    titles = {
-        "by hand": "bfloat16 by hand",
-        "by hand, dots_saveable": "bfloat16 by hand, each block in a `jax.checkpoint` with the policy `dots_saveable`",
-        "by hand, each block again": "bfloat16 by hand, each block in a `jax.checkpoint`",
-        "autocast, budget 1.0": "`jamp.autocast(loss_fn, jnp.bfloat16)`",
-        "autocast, budget 0.5": "`jamp.autocast(loss_fn, jnp.bfloat16, memory_budget=0.5)`",
-        "Float8": "`jamp.autocast(loss_fn, jamp.Float8())`",
-    }
-    found = {row["name"]: row for row in rows if is_timed(row)}
-    columns = []
-    for key, unit in (("milliseconds", "ms"), ("temporary_gigabytes", "GB")):
-        values = [found[name][key] for name in titles if name in found]
-        texts = [f"{value:.1f}&nbsp;{unit}" for value in values]
-        least = values.index(min(values))
-        columns.append([*texts[:least], f"**{texts[least]}**", *texts[least + 1 :]])
-    body = zip((title for name, title in titles.items() if name in found), *columns, strict=True)
-    return table(["", "time", "temporary memory"], list(body))
-
-
 def by_card(head: str, ways: dict[str, str], cards: dict[str, Rows], cell_of: Callable[..., str]) -> str:
     """A row for each way that was measured, a column for each card. The first way is the baseline of all.
 
