@@ -1,4 +1,4 @@
-"""Which values the policies of `jax.checkpoint` keep: docs/appendix/checkpoint-policies.md, for this JAX."""
+"""Which values the policies of `jax.checkpoint` keep: docs/checkpoint-policies.md, for this JAX."""
 
 import functools
 from pathlib import Path
@@ -116,7 +116,7 @@ def page_rows():
 
 
 def test_the_page_has_this_table():
-    page = Path(__file__).parents[1] / "docs" / "appendix" / "checkpoint-policies.md"
+    page = Path(__file__).parents[1] / "docs" / "checkpoint-policies.md"
     assert "\n".join(page_rows()) in page.read_text()
 
 

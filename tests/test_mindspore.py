@@ -17,7 +17,7 @@ from steps import with_masters
 import jamp
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "appendix" / "mindspore.md").read_text()
+PAGE = (ROOT / "docs" / "from-mindspore.md").read_text()
 EXAMPLE = ROOT / "tests" / "requirements" / "002_adaptive_loss_scaling.py"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]

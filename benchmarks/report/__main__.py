@@ -21,23 +21,18 @@ from benchmarks.report.markdown import fill, is_marked, origin
 GPU = "gpu_h200"
 # By its mark: the files of results and the key of their rows, and what makes the table of them.
 TABLES: dict[str, tuple[dict[str, str], Callable[..., str]]] = {
-    "counted": ({"tpu_v5e": "tpu", "h200": "h200"}, tables.counted),
-    "step": ({"step": "step"}, tables.step),
     "budgets": ({"budget_h200": "rows", "budget_tpu": "rows"}, tables.budgets),
-    "budgets_in_short": ({"budget_h200": "rows"}, tables.budgets_in_short),
     "residuals": ({"residuals_h200": "rows"}, tables.residuals),
 }
 # The same of files of `benchmarks.gpu`: the parts, and what makes the table of the parts' rows.
 # "llama_1024" and "steps" are finished studies, whose code has the commit that stands beside their rows.
 ONE_GPU: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "gpu_steps": (("steps",), tables.step),
-    "gpu_models": (("gpt2", "llama_1024", "llama"), tables.models),
+    "gpu_models": (("gpt2", "llama_1024"), tables.models),
 }
 # The same, of the rows of each card, by the name of its device.
 GPUS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-    "gpu_loop": (("loop",), tables.loop),
     "gpu_optimizers": (("optimizers",), tables.optimizers),
-    "gpu_optimizers_in_short": (("optimizers",), tables.optimizers_in_short),
     "gpu_llama": (("llama", "llama_float8", "llama_float8_default_flags"), tables.llama_float8),
     "gpu_linen": (("linen",), tables.linen),
 }

@@ -70,7 +70,9 @@ def steps(rows: Rows) -> Figure:
         axes.set(title=TITLES[optimizer], xscale="log", xlim=(0.8, 1.6 * max(r["ratio_high"] for r in shown)))
         axes.set_xticks([1, 2, 5], ["1", "2", "5"])
         axes.minorticks_off()
-    drawn.supxlabel("time beside plain Optax, XLA:CPU; dashed: one extra read; shaded: A/A", fontsize=10)
+    drawn.supxlabel(
+        "time divided by that of plain Optax, XLA:CPU; dashed: one extra read; shaded: plain Optax again", fontsize=10
+    )
     return drawn
 
 
@@ -103,14 +105,16 @@ def budgets(rows: Rows) -> Figure:
             x = [100 * (row["gigaflops"] / least - 1) for row, _ in points]
             y = [row["temporary_megabytes"] / 1e3 for row, _ in points]
             axes.plot(x, y, style, color=color, label=kind, lw=1, ms=4)
-            for i, (_, label) in enumerate(points):
-                # Two budgets may make nearly one program.
-                if all(abs(x[i] - x[j]) > 0.5 or abs(y[i] - y[j]) > 0.05 * max(y) for j in range(i)):
+            # Two budgets may make nearly one program. Its point has both names.
+            same = lambda i, j, x=x, y=y: abs(x[i] - x[j]) <= 0.5 and abs(y[i] - y[j]) <= 0.05 * max(y)
+            for i, (_, name) in enumerate(points):
+                if not any(same(i, j) for j in range(i)):
+                    label = ", ".join(points[j][1] for j in range(i, len(points)) if same(i, j))
                     side = "right" if x[i] > 7 and kind.startswith("bfloat16") else "left"
                     options = {"textcoords": "offset points", "size": 7, "color": color, "ha": side}
-                    axes.annotate(label, (x[i], y[i]), (5, -11) if label == "no batch dims" else offset, **options)
+                    axes.annotate(label, (x[i], y[i]), (5, -11) if name == "no batch dims" else offset, **options)
         axes.set_title(model, size=9)
-        axes.set(xlabel="more FLOPs of products than without a checkpoint, %", ylabel="GB")
+        axes.set(xlabel="more FLOPs of matmuls than without a checkpoint, %", ylabel="GB")
         axes.margins(x=0.1, y=0.15)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)

@@ -1,7 +1,6 @@
 """Tables of what the compilers count, and of what was timed."""
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from benchmarks.record import Rows
@@ -10,39 +9,13 @@ from benchmarks.step.peers import AGAIN
 from benchmarks.step.update import SAME, SKIPPED
 from benchmarks.timing import cell, is_again
 
-FIRST = (
-    "optax",
-    "jamp",
-    "jamp.GradScaler, unscales too",
-    "lax.cond by hand",
-    "where by hand",
-    "flax DynamicScale recipe",
-    "optax.apply_if_finite",
-)
-GPT, CUDNN = "GPT-2 124 M, 8 x 1024", ", cuDNN's attention"
+CUDNN = ", cuDNN's attention"
 Found = dict[tuple[str, Any], dict[str, Any]]
 
 
 def at(rows: Rows) -> Found:
     """The rows by their name and their optimizer."""
     return {(row["name"], row["optimizer"]): row for row in rows}
-
-
-def pair(texts: Iterable[str]) -> str:
-    return "&nbsp;/&nbsp;".join(texts)
-
-
-def counted(tpu: Rows, h200: Rows) -> str:
-    """What a step moves, of plain Optax's bytes, and its kernels, TPU v5e / H200."""
-    columns, on = list(TITLES)[:3], (at(tpu), at(h200))
-    header = [f"{TITLES[column]}, {what}" for column in columns for what in ("bytes", "kernels")]
-    body = []
-    for name in FIRST:
-        rows = [[found[name, column] for found in on] for column in columns]
-        moved = [pair(f"{row['bytes_ratio']:.2f}" for row in both) for both in rows]
-        kernels = [pair(str(row["kernels"]) for row in both) for both in rows]
-        body.append([name, *itertools.chain(*zip(moved, kernels, strict=True))])
-    return table(["TPU v5e / H200", *header], body)
 
 
 def largest(rows: Rows) -> Rows:
@@ -147,35 +120,10 @@ OPTIMIZERS = {
 }
 
 
-FORMATS = (
-    "float32",
-    "masters",
-    "split masters",
-    "stochastic",
-    "stochastic, bfloat16 state",
-    "float32, 8-bit state",
-    "split masters, 8-bit state",
-    "stochastic, 8-bit state",
-)
-
-
-def optimizers(cards: dict[str, Rows], ways: Iterable[str] = OPTIMIZERS) -> str:
+def optimizers(cards: dict[str, Rows]) -> str:
     """The time of AdamW's step in several ways, and its ratio to float32's."""
     cell_of = lambda row, ratio: f"{row['milliseconds']:.2f} ms{ratio}"
-    return by_card("AdamW, 537 M parameters", {way: OPTIMIZERS[way] for way in ways}, cards, cell_of)
-
-
-def optimizers_in_short(cards: dict[str, Rows]) -> str:
-    """The same of the formats of parameters and state alone."""
-    return optimizers(cards, FORMATS)
-
-
-def loop(cards: dict[str, Rows]) -> str:
-    """The time of a step of a small model in a loop."""
-    ways = {"plain Optax": "plain Optax", "plain Optax, again": "plain Optax again (A/A)"}
-    ways |= {"loss_scaled": "jamp", "where by hand": "where by hand"}
-    cell_of = lambda row, ratio: f"{row['milliseconds']:.3f} ms{ratio}"
-    return by_card("a step of 40 matrices of 64 x 64", ways, cards, cell_of)
+    return by_card("AdamW, 537 M parameters", OPTIMIZERS, cards, cell_of)
 
 
 def gradient(row: dict[str, Any], ratio: str) -> str:
@@ -190,6 +138,7 @@ def llama_float8(cards: dict[str, Rows]) -> str:
         "by hand, dots_saveable": "by hand, `dots_saveable`",
         "by hand, each block again": "by hand, a checkpoint around each block",
         "autocast, budget 1.0": "autocast in bfloat16",
+        "autocast, budget 0.5": "with `memory_budget=0.5`",
         "autocast, with the flag": "autocast in bfloat16, with the flag",
         "Float8": "`Float8()`, with the flag",
         "Float8, all products": "`Float8()`, the head too, with the flag",
@@ -234,23 +183,6 @@ def budgets(h200: Rows, tpu: Rows) -> str:
                 if any(cells := memory(rows, *(f"{way}, {x}" for x in BUDGETS))):
                     body.append([", ".join([*form, f"`recompute` in {way}"]), *[""] * len(BY_HAND), *cells])
     return table(["", *BY_HAND.values(), *BUDGETS], body)
-
-
-def budgets_in_short(h200: Rows) -> str:
-    """The same of the models in a loop, in few columns."""
-    ways = {
-        "by hand": "by hand",
-        "by hand, dots_with_no_batch_dims": "`dots_with_no_batch_dims_saveable`",
-        "by hand, each block again": "a checkpoint around each block",
-        "autocast, budget 0.5": "autocast, budget 0.5",
-        "autocast, budget 0.1": "autocast, budget 0.1",
-    }
-    body = []
-    for model in names(h200, "model"):
-        if "unrolled" not in model:
-            rows = {row["variant"]: row for row in select(h200, model=model)}
-            body.append([title_of(model), *memory(rows, *ways)])
-    return table(["", *ways.values()], body)
 
 
 def residuals(h200: Rows) -> str:

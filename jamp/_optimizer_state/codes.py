@@ -10,7 +10,7 @@ A code is an int8, or a uint8 if the element is never negative. It stands for so
     uint8    0  1  2  3  4   8  16  32  64  96 128 ...  66060288 for 255: about a 64th of its fourth power
 
 Powers are close together near 0, where moments need digits. They were chosen by the error of Adam's update
-(docs/appendix/optimizers.md). Between two powers of two these are straight lines: a float's bits are an integer that
+(docs/benchmarks/codes.json). Between two powers of two these are straight lines: a float's bits are an integer that
 grows like its logarithm, so shifting them by one or two takes a power or a root of it. Both ways take a few integer
 instructions, and a code stands for the same number on every device. On a GPU an optimizer's step is bound by
 instructions, not by memory, once an element takes more than about sixty.

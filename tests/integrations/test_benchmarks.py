@@ -140,27 +140,6 @@ def test_the_gpu_tables_hold_ratios_and_memory():
     assert "| autocast (budget 1.0) | 2.0 ms, 12.0 GB |" in table
 
 
-def test_the_table_of_formats_has_those_alone_and_the_long_one_has_every_row():
-    rows = [{"name": name, "milliseconds": 1.0 + i} for i, name in enumerate(tables.OPTIMIZERS)]
-    short, long = (
-        [line.split(" | ")[0].strip("| ") for line in make({"A": rows}).splitlines()[2:]]
-        for make in (tables.optimizers_in_short, tables.optimizers)
-    )
-    assert long == list(tables.OPTIMIZERS.values())
-    assert short == [tables.OPTIMIZERS[name] for name in tables.FORMATS]
-
-
-def test_the_short_table_of_budgets_says_which_flops_are_added():
-    rows = [
-        {"model": model, "variant": variant, "temporary_megabytes": megabytes, "gigaflops": gigaflops}
-        for model in ("GPT-2 124 M, 8 x 1024, scanned", "GPT-2 124 M, 8 x 1024, unrolled")
-        for variant, megabytes, gigaflops in (("by hand", 4000.0, 100.0), ("autocast, budget 0.5", 1230.0, 112.0))
-    ]
-    lines = tables.budgets_in_short(rows).splitlines()
-    assert lines[0] == "|  | by hand | autocast, budget 0.5 |"
-    assert lines[2:] == ["| GPT-2 124 M | 4 | 1.23 (+12 %) |"]
-
-
 def test_a_gpu_table_has_a_column_for_each_card_and_says_what_did_not_compile():
     row = lambda name, milliseconds: {
         "name": name,

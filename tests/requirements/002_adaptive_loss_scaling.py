@@ -2,7 +2,7 @@
 
     python tests/requirements/002_adaptive_loss_scaling.py
 
-The usage examples of `AdaptiveLossScaleUpdateCell`, translated. docs/appendix/mindspore.md explains the windows.
+The usage examples of `AdaptiveLossScaleUpdateCell`, translated. docs/from-mindspore.md explains the windows.
 """
 
 import jax

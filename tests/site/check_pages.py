@@ -23,7 +23,7 @@ MODULES = ["jamp", *(x.name for x in pkgutil.walk_packages(jamp.__path__, "jamp.
 # Their programs are run, and more is asserted of them, by tests of their own.
 ELSEWHERE = {
     "distributed.md": "distributed/test_mapped.py",
-    "appendix/mindspore.md": "test_mindspore.py",
+    "from-mindspore.md": "test_mindspore.py",
 }
 
 
