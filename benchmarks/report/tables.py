@@ -52,7 +52,7 @@ def gigabytes(row: dict[str, Any]) -> str:
 
 
 def time_and_memory(row: dict[str, Any] | None) -> str:
-    return f"{row['milliseconds']:.1f} ms, {row['temporary_gigabytes']:.1f} GB" if is_timed(row) else ""
+    return f"{row['milliseconds']:.1f}&nbsp;ms, {row['temporary_gigabytes']:.1f}&nbsp;GB" if is_timed(row) else ""
 
 
 WAYS = {
@@ -221,6 +221,6 @@ def memory(rows: dict[str, Any], *variants: str) -> list[str]:
     cells = []
     for row in map(rows.get, variants):
         flops = row["gigaflops"] / rows["by hand"]["gigaflops"] if row else 1
-        again = f" (+{100 * (flops - 1):.0f} %)" if flops > 1.005 else ""
+        again = f" (+{100 * (flops - 1):.0f}&nbsp;%)" if flops > 1.005 else ""
         cells.append(number(row["temporary_megabytes"] / 1e3) + again if row else "")
     return cells

@@ -136,8 +136,8 @@ def test_the_gpu_tables_hold_ratios_and_memory():
     ]
     table = tables.models(rows)
     assert table.splitlines()[0] == "|  | ViT-B/16 |"
-    assert "| bfloat16 by hand | 4.0 ms, 12.0 GB |" in table
-    assert "| autocast (budget 1.0) | 2.0 ms, 12.0 GB |" in table
+    assert "| bfloat16 by hand | 4.0&nbsp;ms, 12.0&nbsp;GB |" in table
+    assert "| autocast (budget 1.0) | 2.0&nbsp;ms, 12.0&nbsp;GB |" in table
 
 
 def test_a_gpu_table_has_a_column_for_each_card_and_says_what_did_not_compile():
