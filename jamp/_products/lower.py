@@ -64,7 +64,7 @@ def with_products(closed: ClosedJaxpr) -> ClosedJaxpr:
     def rule(eqn: JaxprEqn, _: Body) -> list[JaxprEqn] | Replaced | None:
         if eqn.primitive is scaled_sums:  # The product is scaled.
             return Replaced([], eqn.invars[:1])
-        if eqn.primitive is not _attach or ir.params(eqn)["vmaps"]:
+        if eqn.primitive is not _attach or ir.params(eqn).get("vmaps"):
             return None
         product: Product = dataclasses.replace(ir.params(eqn)["product"], kept_as="")
         read, operands = _parts(product, eqn.invars[1:])
