@@ -35,6 +35,11 @@ class Context(NamedTuple):
         return next((eqn for eqn in reversed(self.around) if ir.name(eqn) == "shard_map"), None)
 
     @property
+    def in_loop(self) -> bool:
+        """Whether a scan is around."""
+        return any(ir.name(eqn) == "scan" for eqn in self.around)
+
+    @property
     def is_manual(self) -> bool:
         """Whether a shard_map is around, in the jaxpr of the function or not."""
         return self.in_shard_map or self.shard_map is not None

@@ -38,7 +38,8 @@ from jamp._recompute.segments import (
 from jamp._recompute.stores import Store, Stores
 
 MemoryBudget: TypeAlias = float | str
-Place: TypeAlias = tuple[int, ...]  # of a segment: the number of a part, of a body in it, of a part in that, and so on
+# Of a segment: the number of a part, of a body in it, of a part in that, and so on. Without the last one, of a body.
+Place: TypeAlias = tuple[int, ...]
 Chosen: TypeAlias = dict[Place, Stores]
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -84,7 +85,7 @@ class Value:
     Attributes:
       size: Its bytes in all steps of the loops around it.
       aval: Its type.
-      nest: The constructs around it.
+      context: The constructs around it.
       eqn: The equation that computes it. None for an argument or a constant, which is in memory anyway.
       slots: For each `cond` around it, outermost first: the cond, the type in which it returns the value, the branch.
         JAX returns what the branches keep in the same arrays, so of each type the branch that keeps the most counts. A
@@ -94,22 +95,10 @@ class Value:
 
     size: float
     aval: Any
-    nest: "Nest"
+    context: Context
     eqn: JaxprEqn | None = None
     slots: tuple[tuple[Place, Any, int], ...] = ()
     store: Store = Store.ITSELF
-
-
-class Nest(NamedTuple):
-    """The nest of loops and other constructs around a value.
-
-    Attributes:
-      constructs: The constructs.
-      branches: For each cond, outermost first: its place, the number of the branch, and the lengths of the scans in it.
-    """
-
-    constructs: Context = Context()
-    branches: tuple[tuple[Place, int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(eq=False)
@@ -162,34 +151,32 @@ class MemoryPlan:
         self._known = known
         self._coded: dict[Value, Value] = {}
         self._slots: dict[Any, dict[int, float]] = {}
+        self._contexts: dict[Place, Context] = {(): Context()}  # of the bodies
         jaxpr = body.closed.jaxpr
         arguments = {v: _given(v) for v in (*jaxpr.constvars, *jaxpr.invars)}
-        self._add_body(body, arguments, (), Nest(), {})
+        self._add_body(body, arguments, (), {})
 
-    def _add_body(
-        self, body: SplitJaxpr, values: dict[Any, Value], place: Place, nest: Nest, fixed: dict[Any, Nest]
-    ) -> None:
-        """Add a jaxpr. `values` are the values of its inputs, and of the outputs that have one already.
+    def _add_body(self, body: SplitJaxpr, values: dict[Any, Value], place: Place, fixed: dict[Any, Place]) -> None:
+        """Add the jaxpr at a place. `values` are the values of its inputs, and of the outputs that have one already.
 
-        JAX keeps a value that is the same in each step of a scan once, outside. `fixed` are such inputs, and the
-        constructs around the equations that compute them.
+        JAX keeps a value that is the same in each step of a scan once, outside. `fixed` are such inputs, and the places
+        where they are computed.
         """
         plain: list[CodedRule | JaxprEqn] = []
         for i, part in enumerate(body.parts):
             if not isinstance(part, (Segment, SplitConstruct)):
                 plain.append(part)
                 continue
-            self._add_plain(plain, body, values, nest, fixed)
+            self._add_plain(plain, body, values, place, fixed)
             plain = []
             if isinstance(part, Segment):
-                self._add_segment(part, values, (*place, i), nest, fixed)
+                self._add_segment(part, values, (*place, i), fixed)
             else:
-                self._add_construct(part, values, (*place, i), nest, fixed)
-        self._add_plain(plain, body, values, nest, fixed)
+                self._add_construct(part, values, (*place, i), fixed)
+        self._add_plain(plain, body, values, place, fixed)
 
-    def _add_segment(
-        self, segment: Segment, values: dict[Any, Value], place: Place, nest: Nest, fixed: dict[Any, Nest]
-    ) -> None:
+    def _add_segment(self, segment: Segment, values: dict[Any, Value], place: Place, fixed: dict[Any, Place]) -> None:
+        body = place[:-1]
         key = segment.key(sources=False)
         if key not in self._known.residuals:
             self._known.residuals[key] = Residuals(segment)
@@ -198,7 +185,8 @@ class MemoryPlan:
         stored = lambda i, value: self._in_8_bits(value) if i in residuals.coded else value
         places = {-1 - i: fixed[v] for i, v in enumerate(segment.inputs) if v in fixed}
 
-        computed_at = lambda i: _computed(*residuals.computed[i], _innermost(residuals.sources(i), places) or nest)
+        at = lambda i: _innermost(residuals.sources(i), places, body)
+        computed_at = lambda i: self._computed(*residuals.computed[i], at(i))
         # A call in the segment may return a constant, an input, or one value several times.
         numbers_of_outputs = residuals.numbers(residuals.flat.outputs)
         for v, number in zip(segment.outputs, numbers_of_outputs, strict=True):
@@ -210,66 +198,66 @@ class MemoryPlan:
             known[i] = computed_at(i)
         known = {i: stored(i, value) for i, value in known.items()}
         choice = residuals.choice(residuals.kept, frozenset())
-        self.occurrences[place] = Occurrence(segment, residuals, known, nest.constructs.times, computed, choice)
-        self._read(self.occurrences[place], 1)
+        occurrence = Occurrence(segment, residuals, known, self._contexts[body].times, computed, choice)
+        self.occurrences[place] = occurrence
+        self._read(occurrence, 1)
 
     def _add_construct(
-        self, construct: SplitConstruct, values: dict[Any, Value], place: Place, nest: Nest, fixed: dict[Any, Nest]
+        self, construct: SplitConstruct, values: dict[Any, Value], place: Place, fixed: dict[Any, Place]
     ) -> None:
+        outside = place[:-1]
         eqn, name, carry = construct.eqn, ir.name(construct.eqn), constructs.carry(construct.eqn)
-        self.others.append((eqn, nest.constructs.times))
+        self.others.append((eqn, self._contexts[outside].times))
         for j, (body, places) in enumerate(zip(construct.bodies, constructs.operands_of_bodies(eqn), strict=True)):
             jaxpr = body.closed.jaxpr
-            branches = nest.branches
-            if name == "scan":
-                branches = tuple((cond, k, (*lengths, constructs.iterations(eqn))) for cond, k, lengths in branches)
-            here = Nest(nest.constructs.inside(eqn), branches)
+            here = *place, j
+            self._contexts[here] = self._contexts[outside].inside(eqn)
             inner = {v: _given(v) for v in jaxpr.constvars}
             if name == "cond":  # It returns the values that it keeps, in some versions of JAX also its operands.
-                here = here._replace(branches=(*branches, (place, j, ())))
                 for v, i in zip(jaxpr.invars, places, strict=True):
                     is_copied = ir.is_literal(eqn.invars[i]) or constructs.cond_copies_operands()
-                    inner[v] = _computed(v, eqn, here) if is_copied else values[eqn.invars[i]]
-                self._add_body(body, inner, (*place, j), here, {})
+                    inner[v] = self._computed(v, eqn, here) if is_copied else values[eqn.invars[i]]
+                self._add_body(body, inner, here, {})
                 continue
             for v, i in zip(jaxpr.invars, places, strict=True):
                 atom = eqn.invars[i]
                 if ir.is_literal(atom) or (name == "shard_map" and values[atom].eqn is None):
                     inner[v] = _given(v)
                 elif i in carry or name == "shard_map":  # one for each step; the bytes of one device
-                    inner[v] = _computed(v, eqn, here)
+                    inner[v] = self._computed(v, eqn, here)
                 else:
                     inner[v] = values[atom]
             # The stacked results of a scan are the values of all steps.
             for v, outer in list(zip(jaxpr.outvars, eqn.outvars, strict=True))[len(carry) :]:
                 if not ir.is_literal(v) and v not in inner:
-                    inner[v] = values.setdefault(outer, _computed(v, eqn, here))
+                    inner[v] = values.setdefault(outer, self._computed(v, eqn, here))
                 elif not carry and not ir.is_literal(v):
                     values.setdefault(outer, inner[v])
             # The constants of a scan are fixed in it. So are operands of another construct that are fixed outside.
             atoms: list[Any] = [eqn.invars[i] for i in places]
             is_fixed = lambda i, v: i < carry.start if name == "scan" else v in fixed
             given = {
-                v: fixed.get(atom, nest)
+                v: fixed.get(atom, outside)
                 for v, i, atom in zip(jaxpr.invars, places, atoms, strict=True)
                 if not ir.is_literal(atom) and is_fixed(i, atom)
             }
-            self._add_body(body, inner, (*place, j), here, given)
+            self._add_body(body, inner, here, given)
         for outer in eqn.outvars:
-            values.setdefault(outer, _computed(outer, eqn, nest))
+            values.setdefault(outer, self._computed(outer, eqn, outside))
 
     def _add_plain(
         self,
         parts: list[CodedRule | JaxprEqn],
         body: SplitJaxpr,
         values: dict[Any, Value],
-        nest: Nest,
-        fixed: dict[Any, Nest],
+        place: Place,
+        fixed: dict[Any, Place],
     ) -> None:
         """Add equations that are in no segment. The residuals that JAX has for them are kept."""
         eqns = [part.eqn if isinstance(part, CodedRule) else part for part in parts]
         coded = {v for part in parts if isinstance(part, CodedRule) for v in part.coded}
-        self.others.extend((eqn, nest.constructs.times) for eqn in eqns)
+        context = self._contexts[place]
+        self.others.extend((eqn, context.times) for eqn in eqns)
         made = {v for eqn in eqns for v in eqn.outvars}
         defined = {v: eqn for eqn in eqns for v in eqn.outvars if not ir.is_ref(v)}
         reads: list[Any] = [v for eqn in eqns for v in eqn.invars]
@@ -279,13 +267,13 @@ class MemoryPlan:
         perturbed = tuple(body.origins[v].perturbed and is_inexact(v.aval) for v in inputs)
         alive = tuple(v in body.alive for v in defined)
         for v, eqn in defined.items():
-            values.setdefault(v, _computed(v, eqn, nest))
+            values.setdefault(v, self._computed(v, eqn, place))
         if not any(perturbed):
             return
         key = equality.fingerprint(inputs, [*defined], eqns, sources=False), perturbed, alive
         if key not in self._known.plain:
             closed = build.closed_jaxpr({}, inputs, [*defined], eqns)
-            self._known.plain[key] = with_residuals(closed, perturbed, alive, nest.constructs.shard_map)
+            self._known.plain[key] = with_residuals(closed, perturbed, alive, context.shard_map)
         found = self._known.plain[key]
         results = found.jaxpr.outvars[: len(defined)]
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
@@ -294,10 +282,20 @@ class MemoryPlan:
         sources = dataflow.sources(found) if places else {}
         for v in dict.fromkeys(v for v in found.jaxpr.outvars[len(defined) :] if not ir.is_literal(v)):
             if v in known or v in producers:  # A constant of the rule of a primitive is there anyway.
-                place = _innermost(sources.get(v, frozenset()), places)
-                is_made = v in producers and (v not in known or place is not None)
-                value = _computed(v, producers[v], place or nest) if is_made else values[known[v]]
+                at = _innermost(sources.get(v, frozenset()), places, place)
+                is_made = v in producers and (v not in known or at != place)
+                value = self._computed(v, producers[v], at) if is_made else values[known[v]]
                 self._count(self._in_8_bits(value) if known.get(v) in coded else value, 1)
+
+    def _computed(self, v: Any, eqn: JaxprEqn, place: Place) -> Value:
+        """The value that an equation computes in the body at a place."""
+        context = self._contexts[place]
+        slots: list[tuple[Place, Any, int]] = []
+        for d, cond in enumerate(context.around):
+            if ir.name(cond) == "cond":
+                lengths = [constructs.iterations(e) for e in context.around[d + 1 :] if ir.name(e) == "scan"]
+                slots.append((place[: 2 * d + 1], ((*lengths, *v.aval.shape), v.aval.dtype), place[2 * d + 1]))
+        return Value(device_bytes(v) * context.times, v.aval, context, eqn, tuple(slots))
 
     def _in_8_bits(self, value: Value) -> Value:
         """What is kept of a value in 8 bits. What is in memory anyway is read as it is."""
@@ -306,7 +304,7 @@ class MemoryPlan:
         if value not in self._coded:
             share = Store.INT8.nbytes(value.aval) / Store.ITSELF.nbytes(value.aval)
             slots = tuple((cond, (Store.INT8, kind), branch) for cond, kind, branch in value.slots)
-            coded = Value(value.size * share, value.aval, value.nest, value.eqn, slots, Store.INT8)
+            coded = Value(value.size * share, value.aval, value.context, value.eqn, slots, Store.INT8)
             self._coded[value] = coded
         return self._coded[value]
 
@@ -405,19 +403,14 @@ def _price(x: Choice, y: Choice) -> float:
     return more / freed if freed > 0 or more == math.inf else UNKNOWN + more
 
 
-def _innermost(sources: frozenset[Any], places: dict[Any, Nest]) -> Nest | None:
-    """The innermost nest in which a source of a value is fixed. None if not all its sources are fixed."""
+def _innermost(sources: frozenset[Any], places: dict[Any, Place], here: Place) -> Place:
+    """Where a value is computed: the innermost place of its sources, if all are fixed in the loops `here`."""
     is_fixed = sources and sources <= places.keys()
-    return max((places[i] for i in sources), key=lambda x: len(x.constructs.around)) if is_fixed else None
+    return max((places[i] for i in sources), key=len) if is_fixed else here
 
 
 def _given(v: Any) -> Value:
-    return Value(device_bytes(v), v.aval, Nest())
-
-
-def _computed(v: Any, eqn: JaxprEqn, nest: Nest) -> Value:
-    slots = [(cond, ((*lengths, *v.aval.shape), v.aval.dtype), branch) for cond, branch, lengths in nest.branches]
-    return Value(device_bytes(v) * nest.constructs.times, v.aval, nest, eqn, tuple(slots))
+    return Value(device_bytes(v), v.aval, Context())
 
 
 def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> MemoryPlan:

@@ -42,6 +42,7 @@ from jax.interpreters import ad
 from jamp._cast import is_complex, is_floating, is_inexact
 from jamp._jaxprs import build, constructs, dataflow, equality, inline, ir, walk
 from jamp._jaxprs.cache import Cache
+from jamp._jaxprs.context import Context
 from jamp._jaxprs.dataflow import Flags
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import is_partial
@@ -76,13 +77,6 @@ _SMALL = 0.1  # of the bytes that cross a cut: the most that may be kept in the 
 _LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
 
 
-class SegmentContext(NamedTuple):
-    """What a segment needs to know of the constructs around it: whether one is a scan, and the innermost shard_map."""
-
-    in_loop: bool = False
-    shard_map: JaxprEqn | None = None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
     """Straight-line code.
@@ -103,7 +97,7 @@ class Segment:
     outputs: tuple[Var, ...]
     origins: tuple[Origin, ...]
     alive: tuple[bool, ...]
-    context: SegmentContext
+    context: Context
     is_worth_it: bool
     convolves: bool
     is_end: bool
@@ -117,7 +111,7 @@ class Segment:
     def key(self, sources: bool) -> Any:
         """A key that is equal for equal segments. With `sources`, they also come from the same lines."""
         code = equality.fingerprint(self.inputs, self.outputs, self.eqns, sources)
-        return code, self.origins, self.alive, self.context, self.is_worth_it, self.coding
+        return code, self.origins, self.alive, *_read(self.context), self.is_worth_it, self.coding
 
 
 class Coding(NamedTuple):
@@ -158,7 +152,7 @@ class CodedRule(NamedTuple):
     rule: Rule
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    context: SegmentContext
+    context: Context
 
     @property
     def coded(self) -> list[Any]:
@@ -184,7 +178,7 @@ class SplitJaxpr(NamedTuple):
     parts: list[Part]
     origins: dict[Var, Origin]
     alive: Set[Var]
-    context: SegmentContext
+    context: Context
 
 
 class FlatSegment(NamedTuple):
@@ -296,7 +290,7 @@ class Split:
         self._has_products = any(map(holds_product, closed.jaxpr.eqns))
         arguments = [Origin(argument=True, perturbed=is_inexact(aval)) for aval in closed.in_avals]
         alive = [True] * len(closed.out_avals)
-        return self._body(closed, arguments, alive, _said_nothing(closed), SegmentContext(), is_function=True)
+        return self._body(closed, arguments, alive, _said_nothing(closed), Context(), is_function=True)
 
     def _body(
         self,
@@ -304,11 +298,11 @@ class Split:
         inputs: Sequence[Origin],
         outputs: Sequence[bool],
         around: Around,
-        context: SegmentContext,
+        context: Context,
         is_function: bool = False,
     ) -> SplitJaxpr:
         """A jaxpr in parts. The tangents of some `outputs` reach a result of the function."""
-        key = tuple(inputs), tuple(outputs), *map(tuple, around), context
+        key = tuple(inputs), tuple(outputs), *map(tuple, around), *_read(context)
         return self._cache(closed, key, lambda: self._parts(closed, inputs, outputs, around, context, is_function))
 
     def _parts(
@@ -317,7 +311,7 @@ class Split:
         inputs: Sequence[Origin],
         outputs: Sequence[bool],
         around: Around,
-        context: SegmentContext,
+        context: Context,
         is_function: bool,
     ) -> SplitJaxpr:
         closed = _without_large_calls(traced)
@@ -362,14 +356,12 @@ class Split:
                 is_coded = i < end and any(v in alive for v in eqn.outvars)
                 parts.append((_rule(eqn, coded, context) if is_coded else None) or eqn)
                 continue
-            is_manual = ir.name(eqn) == "shard_map"
-            inner = SegmentContext(context.in_loop or ir.name(eqn) == "scan", eqn if is_manual else context.shard_map)
             into = self._origins.into(eqn, origins)
             itself = _read_as_well(eqn.invars, coded, jaxpr.eqns) if coded else set[Var]()
             around_bodies = self._around(eqn, bodies, wide | dict.fromkeys(itself, True), precise)
             out_of = self._alive.into(eqn, alive)
             of_bodies = zip(bodies, into, out_of, around_bodies, strict=True)
-            parts.append(SplitConstruct(eqn, [self._body(*x, inner) for x in of_bodies]))
+            parts.append(SplitConstruct(eqn, [self._body(*x, context.inside(eqn)) for x in of_bodies]))
         close(len(jaxpr.eqns))
         return SplitJaxpr(closed, parts, origins, alive, context)
 
@@ -382,11 +374,16 @@ class Split:
         return list(map(Around, self._wide.into(eqn, wide), self._precise.into(eqn, precise)))
 
 
+def _read(context: Context) -> tuple[bool, JaxprEqn | None]:
+    """What a segment reads of its context. Equal bodies are split once where it is equal."""
+    return context.in_loop, context.shard_map
+
+
 def _said_nothing(closed: ClosedJaxpr) -> Around:
     return Around([False] * len(closed.in_avals), [False] * len(closed.out_avals))
 
 
-def _rule(eqn: JaxprEqn, coded: Set[Var], context: SegmentContext) -> CodedRule | None:
+def _rule(eqn: JaxprEqn, coded: Set[Var], context: Context) -> CodedRule | None:
     """A derivative rule that keeps values in 8 bits. None if there are none."""
     if coded.isdisjoint(x for x in (*eqn.invars, *eqn.outvars) if not ir.is_literal(x)):
         return None
@@ -490,7 +487,7 @@ def _segment(
     outputs: tuple[Var, ...],
     origins: dict[Var, Origin],
     alive: Set[Var],
-    context: SegmentContext,
+    context: Context,
     is_end: bool,
     has_products: bool,
 ) -> Segment:

@@ -154,7 +154,7 @@ def _report(
     for value, is_kept, flops in _values(plan):
         eqn = value.eqn
         assert eqn is not None  # An argument is in no row.
-        line = user_line(eqn) or value.nest.constructs.line or "line unknown"
+        line = user_line(eqn) or value.context.line or "line unknown"
         shape = ",".join(map(str, value.aval.shape))
         store = value.store.value if is_kept else "again"
         key = operation(eqn), f"{value.aval.dtype}[{shape}]", is_kept, store, line
@@ -167,7 +167,7 @@ def _report(
             store,
             sum(value.size for value, _ in members),
             sum(flops for _, flops in members),
-            sum(value.nest.constructs.times for value, _ in members),
+            sum(value.context.times for value, _ in members),
             line,
             pattern(filter(None, (_scope(value) for value, _ in members))),
         )
@@ -179,7 +179,7 @@ def _report(
 
 def _scope(value: Value) -> str:
     assert value.eqn is not None
-    return scope(value.eqn, value.nest.constructs.scope)
+    return scope(value.eqn, value.context.scope)
 
 
 def _values(plan: MemoryPlan) -> list[tuple[Value, bool, float]]:
