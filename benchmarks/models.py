@@ -36,8 +36,11 @@ def cast(x: Any, dtype: Any) -> Any:
     return x if dtype is None else x.astype(dtype)
 
 
-def dense(p: Any, x: Any, dtype: Any) -> jax.Array:
-    return cast(x, dtype) @ cast(p["w"], dtype) + cast(p["b"], dtype)
+def dense(layers: Any, name: str, x: Any, dtype: Any) -> jax.Array:
+    """The layer of a name, in a name scope, as a layer of Flax is."""
+    p = layers[name]
+    with jax.named_scope(name):
+        return cast(x, dtype) @ cast(p["w"], dtype) + cast(p["b"], dtype)
 
 
 def layer_norm(p: Any, x: jax.Array, dtype: Any, axes: Any = -1, epsilon: float = 1e-6) -> jax.Array:
@@ -122,8 +125,8 @@ def attend_written_out(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -
 
 def attention(p: Any, x: jax.Array, shape: Shape, dtype: Any, attend: Attend = attend_written_out) -> jax.Array:
     heads = (*x.shape[:2], shape.heads, shape.width // shape.heads)
-    q, k, v = (y.reshape(heads) for y in jnp.split(dense(p["qkv"], x, dtype), 3, -1))
-    return dense(p["out"], attend(q, k, v, causal=not shape.patch).reshape(x.shape), dtype)
+    q, k, v = (y.reshape(heads) for y in jnp.split(dense(p, "qkv", x, dtype), 3, -1))
+    return dense(p, "out", attend(q, k, v, causal=not shape.patch).reshape(x.shape), dtype)
 
 
 def loss_fn(params: Any, batch: tuple[jax.Array, jax.Array], **options: Any) -> jax.Array:
@@ -154,12 +157,14 @@ def logits(
 
     def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         x = cast(x + attention(p, layer_norm(p["norm1"], x, dtype), shape, dtype, attend), stream)
-        y = jax.nn.gelu(dense(p["up"], layer_norm(p["norm2"], x, dtype), dtype))
-        return cast(x + dense(p["down"], y, dtype), stream), None
+        y = jax.nn.gelu(dense(p, "up", layer_norm(p["norm2"], x, dtype), dtype))
+        return cast(x + dense(p, "down", y, dtype), stream), None
 
     x = layer_norm(params["norm"], stacked(block, x, params["blocks"], shape, policy), dtype)
+    if shape.patch:
+        return dense(params, "head", x[:, 0], dtype)
     with jax.named_scope("head"):
-        return dense(params["head"], x[:, 0], dtype) if shape.patch else x @ cast(params["embed"], dtype).T
+        return x @ cast(params["embed"], dtype).T
 
 
 def stacked(block: Any, x: jax.Array, blocks: Any, shape: Shape, policy: Any) -> jax.Array:
@@ -173,7 +178,8 @@ def stacked(block: Any, x: jax.Array, blocks: Any, shape: Shape, policy: Any) ->
     if shape.scanned:
         return jax.lax.scan(wrapped[0], x, blocks)[0]
     for i, p in enumerate(blocks):
-        x, _ = wrapped[i % len(wrapped)](x, p)
+        with jax.named_scope(f"block_{i}"):
+            x, _ = wrapped[i % len(wrapped)](x, p)
     return x
 
 

@@ -73,8 +73,9 @@ def text() -> tuple[jax.Array, jax.Array]:
 def init(key: jax.Array, shape: models.Shape) -> Any:
     """GPT-2's: what is added to the residual stream starts smaller, the more layers add to it."""
     params = models.init(key, shape)
-    for name in ("out", "down"):
-        params["blocks"][name]["w"] *= (2 * shape.layers) ** -0.5
+    for block in [params["blocks"]] if shape.scanned else params["blocks"]:
+        for name in ("out", "down"):
+            block[name]["w"] *= (2 * shape.layers) ** -0.5
     return params
 
 

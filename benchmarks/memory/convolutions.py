@@ -54,7 +54,7 @@ def resnet_loss(params: Any, batch: Any, *, dtype: Any = None, policy: Any = Non
     block, first = checkpointed(bottleneck, policy), {sum(STAGES[:i]) for i in range(1, len(STAGES))}
     for i, p in enumerate(params["blocks"]):
         x = block(p, x, 2 if i in first else 1, dtype)
-    return cross_entropy(dense(params["head"], x.mean((1, 2)), dtype), batch[1])
+    return cross_entropy(dense(params, "head", x.mean((1, 2)), dtype), batch[1])
 
 
 def residual(p: Any, x: jax.Array, groups: int, dtype: Any) -> jax.Array:
