@@ -81,13 +81,12 @@ CHEAP = (MOVES | COPIES | ARITHMETIC | IDENTITIES) - {"gather"}
 MOVING = MOVES | TRANSFERS | COPIES | GATHERS | IDENTITIES
 # A small error of an operand may be a large one of what they compute, or choose: an error of an exponent is a factor.
 AMPLIFYING = _names(
-    "acos acosh approx_top_k asin atan2 atanh cbrt ceil cholesky cos cosh cummax cummin digamma erf_inv erfc exp exp2 "
-    "expm1 floor igamma igammac lgamma log log1p lu polygamma pow reduce_max reduce_min reduce_prod reduce_window_max "
-    "reduce_window_min round rsqrt select_and_gather_add select_and_scatter_add sin sinh sort sqrt tan top_k "
-    "triangular_solve"
-)
+    "acos acosh approx_top_k asin atan2 atanh cbrt ceil cos cosh cummax cummin digamma erf_inv erfc exp exp2 expm1 "
+    "floor igamma igammac lgamma log log1p polygamma pow reduce_max reduce_min reduce_prod reduce_window_max "
+    "reduce_window_min round rsqrt select_and_gather_add select_and_scatter_add sin sinh sort sqrt tan top_k"
+) | frozenset(CUBIC)
 # Their results may differ by orders of magnitude.
-EXPONENTIALS = _names("cosh cumprod exp exp2 expm1 pow sinh")
+WIDE = _names("cosh cumlogsumexp cumprod cumsum exp exp2 expm1 pow sinh") | frozenset(CUBIC)
 # An element of the result is computed from one element of each operand, of which it has about the errors. A cumulative
 # sum has all of them.
 ELEMENTWISE = (MOVES | COPIES | _names("abs add add_any clamp cumsum div integer_pow max min mul neg square sub")) - {

@@ -334,6 +334,11 @@ class MemoryPlan:
         self._read(occurrence, 1)
 
     @property
+    def is_coded(self) -> bool:
+        """Whether it keeps a value in 8 bits."""
+        return bool(self._coded)
+
+    @property
     def flops(self) -> float:
         """The FLOPs that are computed again."""
         return sum(x.times * x.choice.flops for x in self.occurrences.values())
@@ -416,12 +421,31 @@ def _given(v: Any) -> Value:
 def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> MemoryPlan:
     """The plan for a function, with the split of it for which the backward pass computes least again.
 
-    A budget is a share of what is kept without one, as it is. `residuals` is how large activations are kept.
-
-    Gathers and whole constructs are computed again if that pays. Segments are merged, if the budget is not reached, as
-    long as the sum of the kept bytes and the bytes that the largest segment computes again at once becomes smaller.
+    A budget is a share of what is kept without one, as it is. `residuals` is how large activations are kept, if that
+    takes fewer bytes: codes of what other code reads as it is come on top.
     """
     known = Known({}, {})
+    without = MemoryPlan(Split().function(closed), known)
+    if budget == 1.0:
+        if residuals is Store.ITSELF:
+            return without
+        coded = MemoryPlan(Split(residuals=residuals).function(closed), known)
+        return coded if coded.total < without.total else without
+    target = bytes_of(budget, without.total)
+    found = _within(closed, target, residuals, known)
+    if residuals is not Store.ITSELF and found.total > target:
+        found = min(found, _within(closed, target, Store.ITSELF, known), key=lambda x: x.total)
+    if found.total > target and budget != 0:
+        _warn(found, target, without.total)
+    return found
+
+
+def _within(closed: ClosedJaxpr, target: float, residuals: Store, known: Known) -> MemoryPlan:
+    """The plan that keeps no more than the `target` bytes, or else the fewest.
+
+    Gathers and whole constructs are computed again if that pays. Segments are merged, if the target is not reached, as
+    long as the sum of the kept bytes and the bytes that the largest segment computes again at once becomes smaller.
+    """
 
     def plan(
         whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT, cut: bool = True
@@ -429,13 +453,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.I
         return MemoryPlan(Split(products, whole, cut, residuals).function(closed), known)
 
     best = plan(cut=False)
-    if budget == 1.0:
-        return best
-    total = best.total
-    if residuals is not Store.ITSELF and not isinstance(budget, str):
-        total = MemoryPlan(Split().function(closed), known).total
-    target = bytes_of(budget, total)
-    if total <= target:
+    if best.total <= target:
         return best
     # Models that name most values, for checkpoints that are not there, would keep them all.
     named, closed = closed, opened(closed, keep_names=False)
@@ -464,8 +482,6 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.I
         if other.total + other.largest >= best.total + best.largest:
             break
         best = other
-    if best.total > target and budget != 0:
-        _warn(best, target, total)
     return best
 
 

@@ -57,6 +57,8 @@ def recompute(closed: ClosedJaxpr, budget: MemoryBudget | None, residuals: Store
     if budget == 1.0 and residuals is Store.ITSELF:
         return _Checkpointer({}).run(Split().function(closed), ())
     plan = choose(closed, budget, residuals)
+    if budget == 1.0 and not plan.is_coded:
+        return _Checkpointer({}).run(plan.body, ())
     return _Checkpointer(plan.chosen).run(plan.body, ())
 
 

@@ -12,6 +12,7 @@ The results of products and other expensive operations are kept. For cheap opera
 A memory budget (`budget.py`) keeps fewer values than these.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -25,7 +26,7 @@ from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import constructs, ir, walk
 from jamp._jaxprs.dataflow import Backward, Forward
 from jamp._jaxprs.ir import JaxprEqn, Var
-from jamp._jaxprs.primitives import AMPLIFYING, CHEAP, ELEMENTWISE, EXPONENTIALS, IDENTITIES, MOVING
+from jamp._jaxprs.primitives import AMPLIFYING, CHEAP, ELEMENTWISE, IDENTITIES, MOVING, WIDE
 from jamp._jaxprs.source import in_scope
 from jamp._products.quantized import QUANTIZE
 from jamp._recompute.stores import BLOCK, Store, fits_8_bits
@@ -33,6 +34,7 @@ from jamp._recompute.stores import BLOCK, Store, fits_8_bits
 _READS = 4  # a value is computed again if that reads at most this many times its size
 _READS_OF_NO_PRODUCT = 1.5
 _COMPARISONS = frozenset(["abs", "clamp", "ge", "gt", "le", "lt", "max", "min", "sign"])
+_LARGE_MASK = 4096  # elements
 _VERY_LARGE = 1e4  # a constant of this size fills masked places
 
 
@@ -74,15 +76,16 @@ def _join(x: Origin, y: Origin) -> Origin:
 def wide() -> Forward[bool]:
     """The analysis of which values may differ by orders of magnitude: exponentials, or -1e9 where a mask is.
 
-    In a block, the other numbers would have no digits left.
+    In a block, the other numbers would have no digits left. Cumulative sums and the factors of a matrix are among
+    them: of the first, later code often takes small differences, and the others must fit each other.
     """
     return Forward(_is_wide, operator.or_, _is_very_large, constructs.has_own_rule)
 
 
 def _is_wide(eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
     if any(operands):
-        return all(ir.name(e) in ELEMENTWISE | EXPONENTIALS for e in walk.through_calls(eqn))
-    return ir.name(eqn) in EXPONENTIALS
+        return all(ir.name(e) in ELEMENTWISE | WIDE for e in walk.through_calls(eqn))
+    return ir.name(eqn) in WIDE
 
 
 def _is_very_large(value: Any) -> bool:
@@ -123,13 +126,28 @@ def coded_values(of_values: Mapping[Var, Origin], wide: Mapping[Var, bool], prec
     return {v for v, origin in of_values.items() if is_coded(v, origin) and fits_8_bits(v.aval)}
 
 
-def decisions(eqns: Sequence[JaxprEqn], of_values: Mapping[Var, Origin]) -> set[Var]:
-    """The integers that are computed from activations, such as indices. From decoded values they might be others."""
-    is_decided = lambda eqn: any(
-        is_inexact(v.aval) and of_values[v].perturbed for v in eqn.invars if not ir.is_literal(v)
-    )
-    is_integer = lambda v: jnp.issubdtype(v.aval.dtype, jnp.integer)
-    return {v for eqn in eqns if is_decided(eqn) for v in eqn.outvars if is_integer(v)}
+def decisions(eqns: Sequence[JaxprEqn], outputs: Iterable[Any], of_values: Mapping[Var, Origin]) -> set[Var]:
+    """What is decided from activations: indices, and small bools, such as the predicate of a cond.
+
+    From decoded values they might be others. A large mask is computed again. Of the integers that are computed from
+    bools, as `(x[..., None] > edges).sum(-1)` is, those are kept that other code than sums of integers reads.
+    """
+    of_floats = lambda v: is_inexact(v.aval) and of_values[v].perturbed
+    is_a: Any = lambda v, kind: hasattr(v.aval, "dtype") and jnp.issubdtype(v.aval.dtype, kind)
+    is_integer, is_bool = functools.partial(is_a, kind=jnp.integer), functools.partial(is_a, kind=jnp.bool_)
+    decided, found = set[Var](), set[Var]()
+    last = {v for v in outputs if not ir.is_literal(v)}
+    for eqn in eqns:
+        reads: list[Any] = [v for v in eqn.invars if not ir.is_literal(v)]
+        results = [v for v in eqn.outvars if is_integer(v) or is_bool(v)]
+        if not all(map(is_integer, eqn.outvars)):
+            last.update(reads)
+        if any(map(of_floats, reads)):
+            found.update(v for v in results if is_integer(v) or _size(v) < _LARGE_MASK)
+            decided.update(results)
+        elif not decided.isdisjoint(reads):
+            decided.update(results)
+    return found | {v for v in decided & last if is_integer(v)}
 
 
 def values_to_keep(

@@ -120,10 +120,7 @@ class Residuals:
         sources = dataflow.sources(closed)
         self._sources = {i: frozenset(map(self._inputs.get, sources.get(v, ()))) for v, i in known.items()}
         self._in_checkpoint = frozenset(self._numbers[v] for v in self.flat.kept)
-        self._decided = frozenset[int]()
-        if segment.coding:
-            is_decided = lambda i: jnp.issubdtype(ir.avals([values[i]])[0].dtype, jnp.integer)
-            self._decided = frozenset(filter(is_decided, self._in_checkpoint))
+        self._decided = frozenset(self._numbers[v] for v in self.flat.decided)
         is_statistic = lambda i: is_cheap(self.computed[i][1]) and i not in self.coded | self._decided
         self._statistics = sorted(filter(is_statistic, self._in_checkpoint)) if self.coded else []
         self.kept = self._in_checkpoint = self._consistent(self._in_checkpoint)

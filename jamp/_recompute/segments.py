@@ -188,6 +188,7 @@ class FlatSegment(NamedTuple):
       kept: The values in it that are kept.
       reaching: Which inputs have tangents that reach an output that is alive.
       coded: The values in it that are kept in 8 bits, if they are kept.
+      decided: The values in it that are always kept, because they might be others if they were computed again.
     """
 
     eqns: list[JaxprEqn]
@@ -196,6 +197,7 @@ class FlatSegment(NamedTuple):
     kept: set[Var]
     reaching: Flags
     coded: Set[Var] = frozenset()
+    decided: Set[Var] = frozenset()
 
 
 def key_of(eqn: JaxprEqn) -> Any:
@@ -216,9 +218,9 @@ def flatten_segment(segment: Segment) -> FlatSegment:
         of_inputs = dict(zip(segment.inputs, coding.wide, strict=True))
         coded = coded_values(of_values, wide().over(eqns, of_inputs), precise().over(eqns, given))
         coded = (coded - {*segment.inputs}).union(itertools.compress(segment.inputs, coding.coded))
-        chosen = decisions(eqns, of_values)
+        chosen = decisions(eqns, outputs, of_values)
     kept = values_to_keep(eqns, segment.inputs, of_values, coded) | chosen
-    return FlatSegment(eqns, segment.inputs, outputs, kept, reaching, coded)
+    return FlatSegment(eqns, segment.inputs, outputs, kept, reaching, coded, chosen)
 
 
 def with_names(flat: FlatSegment, names: Mapping[Var, str], stored: Set[Var] = frozenset()) -> ClosedJaxpr:
@@ -232,7 +234,9 @@ def with_names(flat: FlatSegment, names: Mapping[Var, str], stored: Set[Var] = f
         eqns.append(eqn.replace(outvars=results))
         for value, v in zip(results, eqn.outvars, strict=True):
             if v in names:
-                name = ir.with_name_for(_name_equation(names[v]), v.aval).replace(invars=[value], outvars=[v])
+                name = ir.with_name_for(_name_equation(names[v], ir.is_next_checkpoint()), v.aval).replace(
+                    invars=[value], outvars=[v]
+                )
                 eqns.append(build.located(name, eqn))
     return build.closed_jaxpr({}, flat.inputs, flat.outputs, eqns)
 
@@ -248,7 +252,9 @@ def computed_twice(flat: FlatSegment) -> set[Var]:
 
 
 @functools.cache
-def _name_equation(name: str) -> JaxprEqn:
+def _name_equation(name: str, is_next: bool) -> JaxprEqn:
+    """The equation of a `checkpoint_name`, which is another one under JAX's next checkpoint."""
+    del is_next
     eqn = jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0).eqns[0]
     if eqn.primitive.name == "name":  # JAX has no such rule, and jax.linear_transpose would fail.
         ad.primitive_transposes.setdefault(eqn.primitive, lambda cotangent, x, **_: [cotangent])
@@ -459,8 +465,9 @@ def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
 def _alive(scales: bool) -> dataflow.Backward:
     """The analysis of which values have tangents that reach a result.
 
-    A product has none of the `scales` of its 8-bit operands, and neither have its scaled sums. Where they count all the same, the segment that encodes
-    them is not stopped: with JAX's default checkpoint, what is kept is then what a budget counts.
+    A product has none of the `scales` of its 8-bit operands, and neither have scaled sums. Where they count all the
+    same, the segment that encodes them is not stopped: with JAX's default checkpoint, what is kept is then what a
+    budget counts.
     """
     return dataflow.Backward(functools.partial(_passes_tangents, scales), constructs.has_own_rule)
 
