@@ -41,6 +41,7 @@ from ._step.gradients import grad as grad, value_and_grad as value_and_grad
 from ._step.loss_scaled import loss_scaled as loss_scaled
 from ._step.scale_unscale import scale_loss as scale_loss, unscale_and_check as unscale_and_check
 from ._step.scaled import scaled as scaled
+from ._step.skip_nonfinite import skip_nonfinite as skip_nonfinite
 from ._transforms.autocast import autocast as autocast, full_precision as full_precision
 from ._transforms.autocast_report import autocast_report as autocast_report
 from ._transforms.memory_report import memory_report as memory_report
@@ -58,8 +59,8 @@ __all__ = [
     "check_castable", "check_health", "chunked_sum", "convert_loss_scale", "debug", "full_precision",
     "get_grads_finite", "get_loss_scale", "get_stats", "grad", "grad_scaler", "history", "interop", "loss_scale_for",
     "loss_scale_from_config", "loss_scaled", "master_params", "memory_report", "metrics", "optimizers",
-    "quantized_state", "recompute", "reset", "scale_loss", "scaled", "set_loss_scale", "stochastic_rounding",
-    "unscale_and_check", "value_and_grad",
+    "quantized_state", "recompute", "reset", "scale_loss", "scaled", "set_loss_scale", "skip_nonfinite",
+    "stochastic_rounding", "unscale_and_check", "value_and_grad",
 ]  # fmt: skip
 
 

@@ -38,9 +38,9 @@ class Call:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._tree: Any
-        flat, self._tree = tree_flatten_with_path((args, kwargs), is_leaf=_is_box)
+        flat, self._tree = tree_flatten_with_path((args, kwargs), is_leaf=is_box)
         nodes = [x for _, x in flat]
-        self._boxes = list({id(x): x for x in nodes if _is_box(x)}.values())
+        self._boxes = list({id(x): x for x in nodes if is_box(x)}.values())
         self._structures: list[Any] = [jax.tree.structure(box) for box in self._boxes]
         self._nodes = nodes
         self._arrays = [i for i, x in enumerate(nodes) if is_array(x)]
@@ -126,8 +126,8 @@ class Call:
 
     def _check_boxes(self, fun: Callable[..., Any], after: Any, boxes: dict[int, Any]) -> None:
         """Raise if the function added, replaced or removed a box, or changed static parts of an object with boxes."""
-        nodes, tree = jax.tree.flatten(after, is_leaf=_is_box)
-        are_same = {id(x) for x in nodes if _is_box(x)} == {id(x) for x in boxes.values()}
+        nodes, tree = jax.tree.flatten(after, is_leaf=is_box)
+        are_same = {id(x) for x in nodes if is_box(x)} == {id(x) for x in boxes.values()}
         if self._boxes and not (are_same and tree == self._tree):
             raise ValueError(
                 f"{_name(fun)} added, replaced or removed a Variable or an attribute of a module, which would be lost. "
@@ -136,7 +136,7 @@ class Call:
 
     def _replaced(self, before: Sequence[Any], after: Any) -> list[Any]:
         """The arrays that the function put in place of others, such as attributes of a module. Keep their paths."""
-        if jax.tree.structure(after, is_leaf=_is_box) != self._tree:
+        if jax.tree.structure(after, is_leaf=is_box) != self._tree:
             return []
         places = list(zip(self.paths, before, strict=True))[: len(self._arrays)]
         new = [(path, x) for path, old in places if (x := _at(after, path)) is not old and is_array(x)]
@@ -255,7 +255,7 @@ def parameter_paths(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return [name + path if path else "" for name, path in leaf_names(fun, args, kwargs)]
 
 
-def _is_box(x: Any) -> bool:
+def is_box(x: Any) -> bool:
     """Whether a leaf is a Flax NNX `Variable`. Other classes may have its methods, so only its type tells."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Variable)
@@ -267,7 +267,7 @@ def nnx_state(x: Any) -> str:
     if nnx is None:
         return ""
     kinds = nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate
-    found = (type(y).__name__ for y in jax.tree.leaves(x, is_leaf=_is_box) if isinstance(y, kinds))
+    found = (type(y).__name__ for y in jax.tree.leaves(x, is_leaf=is_box) if isinstance(y, kinds))
     return ", ".join(dict.fromkeys(found))
 
 

@@ -1,4 +1,4 @@
-"""Convert states from and to the loss scalers of other libraries. None of them is imported.
+"""Convert states from and to the loss scalers of other libraries, and jmp's policies. None of them is imported.
 
 A GradScaler holds a configuration (`scaler.loss_scale`) and a state (`scaler.state`). To use them with an optimizer:
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._checkpoint import check_checkpoint_config as check_checkpoint_config, checkpoint_config as checkpoint_config
+from jamp._jmp_policy import autocast_from_jmp as autocast_from_jmp
 from jamp._leaves import contains
 from jamp._loss_scale.adaptive import AdaptiveLossScale, AdaptiveLossScaleState
 from jamp._loss_scale.checks import INT32_MAX, TINY
@@ -27,9 +28,9 @@ from jamp._step.find import find_loss_scale_state
 from jamp.grad_scaler import GradScaler
 
 __all__ = [
-    "check_checkpoint_config", "checkpoint_config", "dequantize_state", "from_flax", "from_jmp", "from_mindformers",
-    "from_torch", "join_masters", "quantize_state", "split_masters", "to_mindformers", "to_torch", "unwrap_state",
-    "wrap_state",
+    "autocast_from_jmp", "check_checkpoint_config", "checkpoint_config", "dequantize_state", "from_flax", "from_jmp",
+    "from_mindformers", "from_torch", "join_masters", "quantize_state", "split_masters", "to_mindformers", "to_torch",
+    "unwrap_state", "wrap_state",
 ]  # fmt: skip
 __dir__ = lambda: __all__
 

@@ -1,13 +1,14 @@
 """`loss_scaled`, `master_params` and `GradScaler` keep the contract. The frameworks' adapters: integrations."""
 
 import pytest
-from contract import ADAPTERS, CHECKS, check_skips
+from contract import ADAPTERS, CHECKS, check_noop, check_skips
 
-WHOLE = {"loss_scaled", "split masters", "scaled", "GradScaler"}  # The others are variants of the first.
+WHOLE = {"loss_scaled", "split masters", "scaled", "GradScaler", "skip_nonfinite"}  # The others are variants.
 CASES = [
     pytest.param(name, check, marks=[pytest.mark.slow] * (name not in WHOLE and check is not check_skips))
     for name in ADAPTERS
     for check in CHECKS
+    if ADAPTERS[name].adapts or check is not check_noop
 ]
 
 

@@ -74,7 +74,7 @@ def test_what_the_page_says_of_jax_debug_nans(tmp_path):
 
 @pytest.mark.promotes("Optax")
 def test_a_loss_that_is_nan_with_finite_gradients_is_seen_if_the_flag_includes_it():
-    tx, params = jamp.loss_scaled(optax.sgd(0.1), jamp.StaticLossScale(1.0)), jnp.ones(3)
+    tx, params = jamp.skip_nonfinite(optax.sgd(0.1)), jnp.ones(3)
     loss_fn = lambda params, x: jnp.sum(params * x) + jax.lax.stop_gradient(jnp.log(x.min()))
     batch, opt_state = jnp.float32([-1, 2, 3]), tx.init(params)
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -87,7 +87,7 @@ def test_a_loss_that_is_nan_with_finite_gradients_is_seen_if_the_flag_includes_i
 
 
 def test_an_update_that_overflows_is_found():
-    tx, params = jamp.loss_scaled(optax.sgd(1e30), jamp.StaticLossScale(1.0)), {"w": jnp.ones(3)}
+    tx, params = jamp.skip_nonfinite(optax.sgd(1e30)), {"w": jnp.ones(3)}
     opt_state, grads = tx.init(params), {"w": jnp.full(3, 1e20)}
     search = find_nonfinite(lambda grads: tx.update(grads, opt_state, params)[0])(grads)
     assert search.finding.primitive == "mul"
@@ -116,7 +116,7 @@ def test_inside_shard_map_the_report_says_to_search_what_it_maps():
 
 def test_the_flag_of_replicas_is_one():
     """All replicas skip if the gradient of one is not finite."""
-    tx, params = jamp.loss_scaled(optax.sgd(0.1), jamp.StaticLossScale(1.0)), jnp.ones(3)
+    tx, params = jamp.skip_nonfinite(optax.sgd(0.1)), jnp.ones(3)
     opt_state = tx.init(params)
 
     def step(x):

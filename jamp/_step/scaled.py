@@ -27,7 +27,7 @@ def scaled(fun: Callable[P, R], scale: float = 2.0**15, *, retries: int = 2) -> 
     `custom_vjp` that clips its cotangents clips the scaled ones.
 
     Put `autocast` inside: `jamp.scaled(jamp.autocast(loss_fn, jnp.float16))`. Gradients that no try repairs stay inf or
-    NaN. Skip such steps with `jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))`. With another loss scale, `update`
+    NaN. Skip such steps with `jamp.skip_nonfinite(tx)`. With another loss scale, `update`
     raises an error if it gets the gradients as they are, but does not recognize the results of a `jit` of the
     gradient, or of arithmetic with it.
 

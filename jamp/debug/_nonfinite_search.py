@@ -118,7 +118,7 @@ class Finding:
 # What to do if inputs hold inf or NaN.
 _KEEP = {
     "parameters": "if an earlier step made these, pass the parameters from before it. To keep them, in any precision: "
-    "tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0)). It skips a step whose gradients are not finite, and "
+    "tx = jamp.skip_nonfinite(tx). It skips a step whose gradients are not finite, and "
     "jamp.get_grads_finite(opt_state) is then false",
     "batch": "repair the example or leave it out of the batch",
 }

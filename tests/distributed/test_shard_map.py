@@ -168,7 +168,7 @@ STEPS = {
     "unscale": trains(unscaling, lambda fun, s: jax.grad(lambda *args: jamp.scale_loss(fun(*args), s))),
     "unscale_and_check": manual,
     "scaled": trains(
-        lambda axes: jamp.loss_scaled(SGD, jamp.StaticLossScale(1.0), axis_name=axes),
+        lambda axes: jamp.skip_nonfinite(SGD, axis_name=axes),
         lambda fun, _: jax.grad(jamp.scaled(jamp.autocast(fun, jnp.float16))),
     ),
     "GradScaler": with_grad_scaler,

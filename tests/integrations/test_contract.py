@@ -168,7 +168,7 @@ def test_gradients_of_a_scaled_loss_give_the_steps_of_true_ones():
     for call in (jamp.metrics, lambda tree: jamp.value_and_grad(loss_fn, tree), jamp.get_loss_scale):
         with pytest.raises(ValueError, match=r"jamp\.nnx\.Optimizer\(model"):
             call(plain)
-    skipping = nnx.Optimizer(models[0], jamp.loss_scaled(INNER, jamp.StaticLossScale(1.0)), wrt=nnx.Param)
+    skipping = nnx.Optimizer(models[0], jamp.skip_nonfinite(INNER), wrt=nnx.Param)
     skipping.update(models[0], nnx.grad(jamp.scaled(net_loss))(models[0], BATCHES["inf"]))  # as a trainer does it
     assert (int(jamp.metrics(skipping)["overflow_steps"]), bool(jamp.get_grads_finite(skipping))) == (1, False)
     unscaled = nnx.Optimizer(models[1], INNER, wrt=nnx.Param)

@@ -83,7 +83,7 @@ def make_trainer(way, folder, steps=100, batch=BATCH, seed=0, config=CONFIG):
     optimizer, mp, microbatch = AdamConfig(learning_rate=1e-3, lr_schedule="constant").build(100), "f32", batch
     loss_fn = loss_function
     if way.startswith("float16"):
-        optimizer = jamp.loss_scaled(optimizer, jamp.StaticLossScale(1.0))
+        optimizer = jamp.skip_nonfinite(optimizer)
         loss_fn = jamp.scaled(jamp.autocast(loss_function, jnp.float16))
         microbatch = batch // 4 if way.endswith("accumulated") else batch
     elif way == "bfloat16":

@@ -123,7 +123,7 @@ def patch(way):
     pre_train.vocab_tiling_nnx_loss = vocab_tiling_nnx_loss
     if way.startswith("float16"):
         loss_fn = jamp.scaled(jamp.autocast(loss_fn, jnp.float16))
-        wrap = lambda tx: jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
+        wrap = lambda tx: jamp.skip_nonfinite(tx)
         if way == "float16, accumulated":
             settings = {"per_device_batch_size": BATCH // 4, "gradient_accumulation_steps": 4}
     elif way == "bfloat16":

@@ -57,7 +57,7 @@ class Run:
         elbo, tx, dtype = Trace_ELBO(), optax.adam(1e-3), jnp.float32
         if way == "float16":
             elbo.loss = jamp.scaled(jamp.autocast(elbo.loss, jnp.float16))
-            tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
+            tx = jamp.skip_nonfinite(tx)
         elif way == "bfloat16":
             elbo.loss = jamp.autocast(elbo.loss, jnp.bfloat16)
         elif way == "8 bit":

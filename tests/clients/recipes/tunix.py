@@ -70,7 +70,7 @@ class LogLossScale(hooks.TrainingHooks):
 def make_trainer(way, **config):
     tx, dtype = optax.adamw(1e-3), jnp.float32
     if way == "float16":
-        tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
+        tx = jamp.skip_nonfinite(tx)
     elif way == "bfloat16 parameters":
         tx, dtype = jamp.stochastic_rounding(tx), jnp.bfloat16
     config = peft_trainer.TrainingConfig(eval_every_n_steps=1000, pbar_description=None, **config)

@@ -102,7 +102,7 @@ class LogLossScale(hooks.TrainingHooks):
 def make_learner(way, seed=0, **config):
     tx = optax.adamw(3e-4)
     if way == "float16":
-        tx = jamp.loss_scaled(tx, jamp.StaticLossScale(1.0))
+        tx = jamp.skip_nonfinite(tx)
     elif way == "bfloat16 parameters":
         tx = jamp.stochastic_rounding(tx)
     cluster = rl_cluster.RLCluster(
