@@ -18,12 +18,13 @@ ROUGHLY = {"README.md", "walk-through.md"}  # Processors differ in losses after 
 def programs(page):
     """Its `python` blocks, also those in tabs, each with the `text` that follows it, which is what it prints.
 
-    Those that include a file are run as examples and tests. Those for Haiku need it to be installed.
+    Those that include a file are run as examples and tests. Those for Haiku, and for `jax.export`, which serializes with
+    flatbuffers, need it to be installed.
     """
     pattern = r"^( *)```python.*?\n(.*?)^\1```(?:\n\n\1```text\n(.*?)^\1```)?"
     blocks = re.findall(pattern, README if page == "README.md" else PAGES[page], re.MULTILINE | re.DOTALL)
-    missing = [] if importlib.util.find_spec("haiku") else ["import haiku"]
-    skipped = ["--8<--", *missing]
+    needs = {"import haiku": "haiku", "from jax import export": "flatbuffers"}
+    skipped = ["--8<--", *(line for line, package in needs.items() if not importlib.util.find_spec(package))]
     return [(dedent(block), dedent(printed)) for _, block, printed in blocks if not any(x in block for x in skipped)]
 
 
