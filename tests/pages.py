@@ -18,7 +18,7 @@ ROUGHLY = {"README.md", "walk-through.md"}  # Processors differ in losses after 
 def programs(page):
     """Its `python` blocks, also those in tabs, each with the `text` that follows it, which is what it prints.
 
-    Those that include a file are run as examples and tests. Those for Haiku, and for `jax.export`, which serializes with
+    Those that include a file are run as examples and tests. Those for Haiku and for `jax.export`, which serializes with
     flatbuffers, need it to be installed.
     """
     pattern = r"^( *)```python.*?\n(.*?)^\1```(?:\n\n\1```text\n(.*?)^\1```)?"
