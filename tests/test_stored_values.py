@@ -355,3 +355,21 @@ def test_a_statistic_outside_of_a_rule_is_of_the_scores_that_the_rule_reads(way)
     _, pull_back = jax.vjp(jax.jit(TRANSFORMED[way](f)), Q, K, 0.0)
     largest_sum = pull_back(jnp.float32(1))[2]
     np.testing.assert_allclose(largest_sum, 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_a_16_bit_argument_is_kept_as_it_came_and_not_a_rounded_copy_of_it(budget):
+    """A frozen base of LoRA: XLA:TPU would keep the copies of all its weights."""
+
+    def fun(adapter, weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w.astype(jnp.float32) + (x @ adapter) @ adapter.T)
+        return jnp.sum(x**2)
+
+    weights = [jax.random.normal(jax.random.key(i), (32, 32)).astype(jnp.bfloat16) for i in range(3)]
+    mixed = jamp.autocast(fun, jnp.bfloat16, memory_budget=budget)
+    residuals = lambda adapter, weights: jax.vjp(lambda a: mixed(a, weights, jnp.ones((64, 32))), adapter)[1]
+    jaxpr = jax.make_jaxpr(residuals)(jnp.ones((32, 16)), weights).jaxpr
+    kept = [v for v in jaxpr.outvars if v.aval.shape == (32, 32)]
+    assert len(kept) >= 2  # the gradient of the adapter needs no product with the first
+    assert set(kept) <= set(jaxpr.invars)

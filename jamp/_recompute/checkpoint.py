@@ -40,7 +40,7 @@ from jamp._recompute.segments import (
 )
 from jamp._recompute.stored import round_stored, rounding, with_rounding
 from jamp._recompute.stores import Store, Stores
-from jamp._rounded import may_be_wider
+from jamp._rounded import may_be_wider, rounded
 
 
 def recompute(closed: ClosedJaxpr, budget: MemoryBudget | None, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
@@ -79,12 +79,12 @@ class _Checkpointer:
         stored = self._stored(body, inside, is_function=not place)
         given = {v: core.Var(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars) if not place and v in stored}
         given = {v: x for v, x in given.items() if may_be_wider(v.aval)}
-        eqns = [rounding(source, v) for v, source in given.items()]
+        eqns: list[JaxprEqn] = []
         codes = _Codes(body, inside)
         eqns.extend(codes.of([*jaxpr.constvars, *jaxpr.invars]))
         for i, part in enumerate(body.parts):
             if isinstance(part, Segment):
-                eqns.extend(self._segment(part, inside.get((i,)), stored, codes))
+                eqns.extend(self._segment(part, inside.get((i,)), stored, given, codes))
             elif isinstance(part, SplitConstruct):
                 new = [self.run(inner, (*place, i, j)) for j, inner in enumerate(part.bodies)]
                 eqns.append(build.with_bodies(part.eqn, new, part.eqn.invars, part.eqn.outvars))
@@ -93,6 +93,10 @@ class _Checkpointer:
             else:
                 eqns.extend(with_rounding([part], stored))
             eqns.extend(codes.of(_results(part)))
+        read = {v for eqn in eqns for v in eqn.invars if not ir.is_literal(v)}.union(
+            v for v in jaxpr.outvars if not ir.is_literal(v)
+        )
+        eqns = [*(rounding(source, v) for v, source in given.items() if v in read), *eqns]
         constants = {given.get(v, v): x for v, x in zip(jaxpr.constvars, body.closed.consts, strict=True)}
         inputs = [given.get(v, v) for v in jaxpr.invars]
         new_body = build.closed_jaxpr(constants, inputs, jaxpr.outvars, eqns)
@@ -113,25 +117,34 @@ class _Checkpointer:
                 found.update(part.inputs)
         return found
 
-    def _segment(self, segment: Segment, chosen: Stores | None, stored: set[Any], codes: "_Codes") -> list[JaxprEqn]:
-        """The equations of a segment, as they are or in one call."""
+    def _segment(
+        self, segment: Segment, chosen: Stores | None, stored: set[Any], given: dict[Var, Var], codes: "_Codes"
+    ) -> list[JaxprEqn]:
+        """The equations of a segment, as they are or in one call.
+
+        A call reads the arguments of the function, which are `given` as they come, and rounds them itself. A rounded
+        argument would be another array, such as a copy of each 16-bit weight, which XLA:TPU keeps.
+        """
         if not _is_call(segment, chosen):
             return with_rounding(segment.eqns, stored)
         inputs = _coded_inputs(segment, chosen)
         outputs = codes.made_by(segment)
-        key = segment.key(sources=True), chosen, tuple(outputs)
+        is_coded = bool(inputs or outputs) or Store.INT8 in dict(chosen or ()).values()
+        unrounded = () if is_coded else tuple(i for i, v in enumerate(segment.inputs) if v in given)
+        key = segment.key(sources=True), chosen, tuple(outputs), unrounded
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             scoped, flat = jax.named_scope(SEGMENT), flatten_segment(segment)
-            if inputs or outputs or Store.INT8 in dict(chosen or ()).values():
+            if is_coded:
                 inner = _in_checkpoint(coded_segment(segment, flat, dict(chosen or ()), inputs, outputs), segment)
             else:
-                inner = _checkpointed(segment, flat, chosen)
+                inner = _checkpointed(segment, flat, chosen, unrounded)
             # The scope is of the call, and of the checkpoint in it.
             call: Callable[..., list[Array]] = scoped(jax.jit(scoped(inner)))
             call = _with_barrier(call, segment, flat, has_barrier=chosen is not None and not segment.context.in_loop)
             types = ir.avals([*segment.inputs, *codes.read([segment.inputs[i] for i in inputs])])
             self._segments[key] = trace_inside(segment.context.shard_map, call, types)
-        reads = [*segment.inputs, *codes.read([segment.inputs[i] for i in inputs])]
+        reads = [given[v] if i in unrounded else v for i, v in enumerate(segment.inputs)]
+        reads += codes.read([segment.inputs[i] for i in inputs])
         writes = [*segment.outputs, *codes.write([segment.outputs[i] for i in outputs])]
         return inline.inline(self._segments[key], reads, writes)
 
@@ -217,15 +230,22 @@ def _with_barrier(
     return with_barrier if behind or without else call
 
 
-def _checkpointed(piece: Segment, flat: FlatSegment, chosen: Stores | None) -> Callable[..., list[Array]]:
-    """A segment as a function that keeps some of its values, as they are, for the backward pass."""
+def _checkpointed(
+    piece: Segment, flat: FlatSegment, chosen: Stores | None, unrounded: Sequence[int]
+) -> Callable[..., list[Array]]:
+    """A segment as a function that keeps some of its values, as they are, for the backward pass.
+
+    It rounds its `unrounded` inputs.
+    """
     values = [v for eqn in flat.eqns for v in eqn.outvars]
     kept = flat.kept if chosen is None else {values[i] for i, _ in chosen}
     body = with_names(flat, dict.fromkeys(kept, KEPT), kept | computed_twice(flat))
     reaches = [x or not is_inexact(v.aval) for x, v in zip(flat.reaching, piece.inputs, strict=True)]
 
     def segment(*args: Array) -> list[Array]:
-        args = tuple(stopped(args, reaches))  # in here, because outside it would be another array, which is kept
+        # In here, because outside it would be another array, which is kept.
+        args = build.replaced(args, unrounded, [rounded.bind(args[i]) for i in unrounded])
+        args = tuple(stopped(args, reaches))
         return stopped(interpret.call(body, args), piece.alive)
 
     # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
