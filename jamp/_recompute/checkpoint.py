@@ -244,9 +244,8 @@ def _checkpointed(
 
     def segment(*args: Array) -> list[Array]:
         # In here, because outside it would be another array, which is kept.
-        args = build.replaced(args, unrounded, [rounded.bind(args[i]) for i in unrounded])
-        args = tuple(stopped(args, reaches))
-        return stopped(interpret.call(body, args), piece.alive)
+        given = build.replaced(args, unrounded, [rounded.bind(args[i]) for i in unrounded])
+        return stopped(interpret.call(body, tuple(stopped(given, reaches))), piece.alive)
 
     # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
     has_own_barrier = piece.convolves and chosen is None and not ir.is_next_checkpoint()
