@@ -286,24 +286,82 @@ def test_a_statistic_of_other_code_and_what_it_belongs_to_are_of_the_same_values
     np.testing.assert_allclose(y.mean(-1), 0, atol=1e-5)
 
 
-def test_an_index_that_is_computed_from_activations_is_computed_once():
+INDICES = {
+    "floor": lambda h: jnp.floor(20 * h).astype(jnp.int32) % 64,
+    "a sum of comparisons": lambda h: jnp.searchsorted(jnp.linspace(-1, 1, 63), h, method="compare_all"),
+}
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_an_index_that_is_computed_from_activations_is_computed_once(index):
     def loss(table, w, x):
         h = jnp.tanh(x @ w)
-        picked = table[jnp.floor(20 * h).astype(jnp.int32) % 64]
-        return jnp.sum(picked * (h @ w)[..., None])
+        return jnp.sum(table[INDICES[index](h)] * (h @ w)[..., None])
 
-    table, x = jnp.ones((64, 2)), X
-    expected, found = (
-        jax.jit(jax.grad(jamp.recompute(loss, 1.0, residuals=residuals)))(table, W, x) for residuals in (None, I8)
-    )
-    # Of another index, a row of the table would get a part of the gradient of another one.
-    assert error(found, expected) < 0.005
+    for budget in (1.0, 0.5):
+        expected, found = (
+            quietly(jax.jit(jax.grad(jamp.recompute(loss, budget, residuals=r))), jnp.ones((64, 2)), W, X)
+            for r in (None, I8)
+        )
+        # Of another index, a row of the table would get a part of the gradient of another one.
+        assert error(found, expected) < 0.005
+
+
+def by_cond(is_odd, w, h):
+    return lax.cond(is_odd, lambda h: jnp.tanh(h) @ w.T, lambda h: -jax.nn.gelu(h @ w), h)
+
+
+def by_where(is_odd, w, h):
+    return jnp.where(is_odd, jnp.tanh(h) @ w.T, -jax.nn.gelu(h @ w))
+
+
+@pytest.mark.parametrize("branch", [by_cond, by_where])
+def test_the_backward_pass_takes_the_branch_that_the_forward_pass_took(branch):
+    def loss(w, x):
+        for i in range(8):
+            h = x @ w
+            x = x + branch(jnp.sum(h[i]) * 100 % 2 > 1, w, h)
+        return jnp.mean((x @ w) ** 2)
+
+    for budget in (1.0, 0.5, 0):
+        expected, found = (grads(jamp.recompute(loss, budget, residuals=r), W, X)[1] for r in (None, I8))
+        assert max(map(error, found, expected)) < 0.02
+
+
+def test_factors_of_a_matrix_stay_as_they_are():
+    def loss(w, x):
+        h = (x @ w).reshape(-1, 16, 16)
+        values, vectors = jnp.linalg.eigh(h + jnp.swapaxes(h, -1, -2))
+        y = vectors * jnp.tanh(values)[:, None] @ jnp.swapaxes(vectors, -1, -2)
+        return jnp.sum((y.reshape(N, D) @ w) ** 2)
+
+    expected, found = (grads(jamp.recompute(loss, 1.0, residuals=r), W, X)[1] for r in (None, I8))
+    assert max(map(error, found, expected)) < 0.02
+
+
+def test_no_more_bytes_than_without_residuals():
+    def dropout(w, x):
+        for i in range(4):
+            h = jax.nn.gelu(x @ w)
+            x = x + jnp.where(jax.random.bernoulli(jax.random.key(i), 0.9, h.shape), h / 0.9, 0) @ w.T
+        return jnp.mean(x**2)
+
+    def of_channels(w, x):
+        for _ in range(3):
+            x = jax.nn.relu(norm_over(0, x @ w))
+        return jnp.mean(x**2)
+
+    for loss, budgets in ((dropout, (0.1, 0, "10kB")), (of_channels, (1.0,))):
+        for budget in budgets:
+            kept = [quietly(kept_by_jax, jamp.recompute(loss, budget, residuals=r), W, X) for r in (I8, None)]
+            assert kept[0] <= kept[1]
 
 
 WIDE = {
     "exponentials": lambda h: jnp.exp(6 * h),
     "scaled exponentials": lambda h: jnp.exp(6 * h) * 3,
     "masked values": lambda h: jnp.where(jnp.arange(D) % 3 == 0, -1e9, h),
+    "cumulative sums": lambda h: jnp.cumsum(jnp.where(jnp.arange(D) < 16, 1e-3 * h, 100 * h), -1),
 }
 
 
