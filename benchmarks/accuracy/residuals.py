@@ -62,8 +62,6 @@ def problems(quick: bool) -> Iterator[tuple[str, Any, Any, Any]]:
         mixture.init(key, loose),
         models.data(key, loose, 4),
     )
-    pictures = jax.random.normal(key, (4, 32, 32, 3)), jax.random.normal(jax.random.key(1), (4, 32, 32, 3))
-    yield "U-Net", convolutions.unet_loss, convolutions.unet_params(), pictures
     yield on_text(STUDY, 512)
     name, loss, params, batch = on_text(STUDY, 512, batch=1024)
     parts = jax.tree.map(lambda x: x.reshape(64, 16, *x.shape[1:]), batch)

@@ -211,6 +211,16 @@ def residuals(h200: Rows) -> str:
     return table(["", *ways.values(), "bytes moved, int8 / autocast"], body)
 
 
+def residual_gradients(rows: Rows) -> str:
+    """The largest error of a parameter's gradient without and with residuals in 8 bits, and the ratios of errors."""
+    body = []
+    for row in rows:
+        made = "" if row["weights"] == "as made" else f", {row['weights']}"
+        errors = [number(row[way]) for way in ("bfloat16", "int8")]
+        body.append([row["model"] + made, *errors, f"{row['ratio']:.2f}, {row['median_ratio']:.2f}"])
+    return table(["", "bfloat16", "with int8 residuals", "ratio of a parameter, largest and median"], body)
+
+
 def title_of(model: str) -> str:
     name, *rest = model.split(", ")
     return ", ".join([name, *(part for part in rest if part in ("unrolled", "cuDNN's attention"))])

@@ -58,10 +58,12 @@ def recompute(
         and at least 4096 elements in 8 bits, with a bfloat16 scale for each 16 along the last axis: 1.125 bytes an
         element. Where 16 does not divide it, blocks are of 15 to 8, and where none does, a value stays as it is. No
         product is computed again for it. The forward pass is the same. The backward pass computes from decoded values
-        alone, so the rows of a softmax sum to 1. Weights and integers stay as they are. So do arguments of
-        exponentials, roots, divisors, sines and maxima, such as scores of attention (a budget below 1.0 computes these
-        again), and what is normalised over other axes than the last, as in batch norm. Of a `custom_vjp`, residuals
-        that are its operands or results are kept in 8 bits. What your own `jax.checkpoint` keeps is not changed.
+        alone, so the rows of a softmax sum to 1. Weights and integers stay as they are. So do indices and predicates
+        that are computed from activations, cumulative sums, factors of matrices, arguments of exponentials, roots,
+        divisors, sines and maxima, such as scores of attention (a budget below 1.0 computes these again), and what is
+        normalised over other axes than the last, as in batch norm. No more bytes are kept than without `residuals`. Of
+        a `custom_vjp`, residuals that are its operands or results are kept in 8 bits. What your own `jax.checkpoint`
+        keeps is not changed.
 
     Returns:
       A function like `fun`, with the same results and gradients, but XLA may round values that are computed again
