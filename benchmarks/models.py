@@ -216,7 +216,7 @@ def resnet_loss(params: Any, batch: Any, *, dtype: Any = None) -> jax.Array:
         y = jax.nn.relu(batch_norm(p["norm1"], conv(p["conv1"], x, stride, dtype), dtype))
         y = batch_norm(p["norm2"], conv(p["conv2"], y, 1, dtype), dtype)
         x = jax.nn.relu(y + (conv(p["project"], x, stride, dtype) if "project" in p else x))
-    return cross_entropy(dense(params["head"], x.mean((1, 2)), dtype), batch[1])
+    return cross_entropy(dense(params, "head", x.mean((1, 2)), dtype), batch[1])
 
 
 def resnet_params(width: int) -> Any:

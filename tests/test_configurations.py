@@ -109,6 +109,7 @@ USES = {
     "scaled": lambda: gradients(jamp.scaled),
     "scaled that tries again": lambda: gradients(lambda fun: jamp.scaled(fun, 2.0**126)),
     "loss_scaled": lambda: [two_steps(jamp.loss_scaled(SGD, x)) for x in SCALES[:-1]],
+    "skip_nonfinite": lambda: two_steps(jamp.skip_nonfinite(SGD)),
     "loss_scaled, unscale": lambda: scale_and_step(jamp.loss_scaled(SGD, unscale=True)),
     "master_params": lambda: two_steps(jamp.loss_scaled(jamp.master_params(SGD)), params=LOW),
     "master_params, split": split_masters,

@@ -256,7 +256,7 @@ def test_errors_say_what_to_do():
     fun = lambda w, x: jnp.log(x @ w - 1e9).mean()
     with pytest.raises(ValueError, match="find_nonfinite"):
         jamp.debug.rounding_report(fun, jnp.float16)(WEIGHTS[0], X)
-    with pytest.raises(ValueError, match=r"pass an instance, jamp.Float8\(\)"):
+    with pytest.raises(ValueError, match=r"Pass jamp.Float8\(\)"):
         jamp.debug.rounding_report(fun, jamp.Float8)
     with pytest.raises(ValueError, match="compute_dtype must be float16, bfloat16 or float32, got int8"):
         jamp.debug.rounding_report(fun, jnp.int8)

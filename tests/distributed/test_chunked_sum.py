@@ -138,7 +138,7 @@ def test_what_a_function_in_a_shard_map_closes_over_is_an_error():
 
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     shard = jax.shard_map(mapped, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P("d"))
-    with pytest.raises(ValueError, match="closure"):
+    with pytest.raises(ValueError, match="closed-over"):
         jax.eval_shape(shard, W, X, Y)
 
 
