@@ -235,7 +235,7 @@ _PASSES = {
     "right": " for the gradient of the right operand",
 }
 _LEGEND = "Relative errors of a row alone: of value and gradients, predicted; of the gradients, measured"
-_OF_OPERANDS = '. The pass "d left" is the gradient of the left operand of a product'
+_OF_OPERANDS = '. The pass "d left" is the gradient of the left operand of a matmul'
 
 
 def _cells(row: RoundingRow) -> list[str]:

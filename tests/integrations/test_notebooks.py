@@ -16,7 +16,7 @@ CELLS = [
     "def loss(w):\n    h = w @ w\n    return jnp.log(h - h).sum()\n",
     "print(jamp.debug.find_nonfinite(loss)(jnp.ones((4, 4))))",
     "def l2(w):\n    h = jnp.tanh(w @ w)\n    return jnp.sum(jnp.tanh(h @ w))\n",
-    "print({x.source for x in jamp.debug.rounding_report(l2, 'bfloat16')(jnp.eye(4) / 3).rows if not x.backward})",
+    "print({x.source for x in jamp.debug.rounding_report(l2, 'bfloat16')(jnp.eye(64) / 3).rows if not x.backward})",
 ]
 LINES = "  line    In[2]:3 (loss)", "In[4]:2 (l2)", "In[4]:3 (l2)"
 
