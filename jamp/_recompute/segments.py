@@ -465,9 +465,8 @@ def _with_refs(eqns: Sequence[JaxprEqn]) -> range:
 def _alive(scales: bool) -> dataflow.Backward:
     """The analysis of which values have tangents that reach a result.
 
-    A product has none of the `scales` of its 8-bit operands, and neither have scaled sums. Where they count all the
-    same, the segment that encodes them is not stopped: with JAX's default checkpoint, what is kept is then what a
-    budget counts.
+    A product has none of the `scales` of its 8-bit operands. Where they count all the same, the segment that encodes
+    them is not stopped: with JAX's default checkpoint, what is kept is then what a budget counts.
     """
     return dataflow.Backward(functools.partial(_passes_tangents, scales), constructs.has_own_rule)
 
@@ -480,10 +479,8 @@ def _passes_tangents(scales: bool, eqn: JaxprEqn, results: Flags) -> bool | Flag
     if any(map(ir.is_ref, eqn.invars)):
         return True
     is_any = any(x and is_inexact(v.aval) for v, x in zip(eqn.outvars, results, strict=True))
-    if not scales and (product := of(eqn)):
+    if (product := of(eqn)) and not scales:
         return [is_any and i < product.arity for i in range(len(eqn.invars))]
-    if not scales and ir.name(eqn) == "scaled_sums":
-        return [is_any, False, False]
     return is_any and ir.name(eqn) != "stop_gradient"
 
 
