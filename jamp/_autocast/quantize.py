@@ -1,7 +1,6 @@
 """Quantize: the operands of the products that `cast` chose become values of 8 bits and scales."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jamp._products import product as _product
 from jamp._products.formats import Format
 from jamp._products.matrix_product import as_matrix_product
 from jamp._products.product import as_traced
-from jamp._products.quantized import QUANTIZE, has_narrow_sums, packed, scaled_result
+from jamp._products.quantized import QUANTIZE, packed
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -62,23 +61,17 @@ class _Quantize:
             arguments=(),
             dtype=ir.avals(eqn.outvars)[0].dtype,
         )
-        new = dataclasses.replace(new, sums=has_narrow_sums(new))
-        inputs, (value,) = [*operands, *packs], eqn.outvars
-        after: list[list[JaxprEqn]] = []
-        with ir.trace_context(eqn):
-            aval = _product.result_type(new, ir.avals(inputs))
-        if matrix.moves[2] is not None:
-            back = self._trace((matrix.moves[2], "back"), matrix.moves[2], [aval], eqn, inside)
-            if back.jaxpr.eqns:
-                moved, value = value, core.Var(aval)
-                after.insert(0, inline.inline(back, [value], [moved]))
-        if new.sums:
-            scaled, value = value, core.Var(aval)
-            scales = packs[1::2]
-            scale = self._trace("scale", scaled_result, [aval, *ir.avals(scales)], eqn, inside)
-            after.insert(0, inline.inline(scale, [value, *scales], [scaled]))
-        before, behind = ([build.located(item, eqn) for item in items] for items in (eqns, itertools.chain(*after)))
-        return [*before, _product.equation(new, inputs, value, eqn), *behind]
+        inputs, move_back = [*operands, *packs], matrix.moves[2]
+        if move_back is None:
+            back, result = None, eqn.outvars[0]
+        else:
+            with ir.trace_context(eqn):
+                aval = _product.result_type(new, ir.avals(inputs))
+            back = trace_inside(inside, _named(move_back), [aval])
+            result = core.Var(aval) if back.jaxpr.eqns else eqn.outvars[0]
+        after = inline.inline(back, [result], eqn.outvars) if back else []
+        located = [[build.located(item, eqn) for item in items] for items in (eqns, after)]
+        return [*located[0], _product.equation(new, inputs, result, eqn), *located[1]]
 
     def _run(
         self,
@@ -89,19 +82,14 @@ class _Quantize:
         like: JaxprEqn,
         inside: JaxprEqn | None,
     ) -> list[Var]:
-        """Add the equations of a function, in the context of another."""
-        new, results = inline.inlined(self._trace(key, fun, ir.avals(operands), like, inside), operands)
-        eqns.extend(new)
-        return results
-
-    def _trace(
-        self, key: Any, fun: Callable[..., Any], avals: Sequence[Any], like: JaxprEqn, inside: JaxprEqn | None
-    ) -> ClosedJaxpr:
-        """Trace a function in the context of an equation, once for the same key and types."""
+        """Add the equations of a function, in the context of another. It is traced once for the same key and types."""
+        avals = ir.avals(operands)
         key = key, *avals, like.ctx, inside
         if key not in self._traced:
             self._traced[key] = trace_inside(inside, ir.in_trace_context(like, _named(fun)), avals)
-        return self._traced[key]
+        new, results = inline.inlined(self._traced[key], operands)
+        eqns.extend(new)
+        return results
 
 
 def _named(fun: Callable[..., Any]) -> Callable[..., Any]:

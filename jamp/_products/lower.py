@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 
 from jamp._jaxprs import build, inline, interpret, ir
@@ -29,11 +30,11 @@ from jamp._jaxprs.define import Vmap, batched_type, define, no_tangent, with_tan
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
 from jamp._jaxprs.primitives import PRODUCTS
-from jamp._jaxprs.rewrite import Body, Rewriter
+from jamp._jaxprs.rewrite import Body, Replaced, Rewriter
 from jamp._products.arithmetic import Arithmetic, Raised, Rounded, moved, others_of
 from jamp._products.formats import Format
 from jamp._products.product import Product, equation, of, product_p
-from jamp._products.quantized import Quantized
+from jamp._products.quantized import Quantized, scaled_sums
 from jamp._rounded import as_stored
 
 
@@ -60,10 +61,12 @@ def with_products(closed: ClosedJaxpr) -> ClosedJaxpr:
     A vmap of a product stays as it is. So do products of 16-bit operands without weights, which are JAX's own.
     """
 
-    def rule(eqn: JaxprEqn, _: Body) -> list[JaxprEqn] | None:
+    def rule(eqn: JaxprEqn, _: Body) -> list[JaxprEqn] | Replaced | None:
+        if eqn.primitive is scaled_sums:  # The product is scaled.
+            return Replaced([], eqn.invars[:1])
         if eqn.primitive is not _attach or ir.params(eqn).get("vmaps"):
             return None
-        product: Product = ir.params(eqn)["product"]
+        product: Product = dataclasses.replace(ir.params(eqn)["product"], kept_as="")
         read, operands = _parts(product, eqn.invars[1:])
         of_codes = isinstance(product.format, Format)
         return [equation(product, read if of_codes else operands, eqn.outvars[0], eqn)]
@@ -85,8 +88,12 @@ def multiplied(product: Product) -> Callable[..., Array]:
         read = arithmetic.read(product, operands)
         detached = list(map(_detached.bind, read))
         attached = lambda out: _attach.bind(out, *read, *operands[: product.arity], product=product)
-        result: Array = attached(arithmetic.value(product, detached))
-        return result if product.sums else as_stored(result)
+        if product.kept_as and isinstance(arithmetic, Quantized):
+            sums = checkpoint_name(attached(arithmetic.sums(product, detached)), product.kept_as)
+            result: Array = scaled_sums.bind(sums, *detached[product.arity + 1 :: 2])
+        else:
+            result = attached(arithmetic.value(product, detached))
+        return as_stored(result)
 
     return multiply
 

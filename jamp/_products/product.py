@@ -36,7 +36,7 @@ class Product:
       arguments: Which operands are read in float32 and cast by the product, so that their gradients are float32.
       dtype: The dtype of the result.
       reason: Why it is not in the format that was asked for.
-      sums: Whether its result is the product of the codes alone, which `scaled_sums` scales.
+      kept_as: The name of its sums, which the backward pass keeps in place of the result that is scaled from them.
     """
 
     primitive: Any
@@ -48,7 +48,7 @@ class Product:
     arguments: tuple[bool, ...]
     dtype: Dtype
     reason: str = ""
-    sums: bool = False
+    kept_as: str = ""
 
     @property
     def arity(self) -> int:

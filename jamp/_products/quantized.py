@@ -52,11 +52,15 @@ class Quantized(NamedTuple):
     def value(self, product: Product, operands: Sequence[Array]) -> Array:
         sizes, packs, params = operands[2 : product.arity], operands[product.arity :], dict(product.params)
         encoded = [self._unpacked(packs[:2]), self._unpacked(packs[2:])]
-        if product.sums:
-            return multiply(product.primitive, [*(x.codes for x in encoded), *sizes], params, product.dtype)
         out = self.format.multiply(multiply, product.primitive, params, encoded, sizes, product.dtype)
         is_wider = self.format.sums(encoded[0].codes, params, product.dtype).itemsize > product.dtype.itemsize
         return _as_result(out, params) if is_wider and product.primitive.name == "dot_general" else out
+
+    def sums(self, product: Product, operands: Sequence[Array]) -> Array:
+        """The product of the codes alone, in the dtype of the result: see `has_narrow_sums`."""
+        sizes, (x, _, y, _) = operands[2 : product.arity], operands[product.arity :]
+        values = [lax.bitcast_convert_type(v, self.format.forward) for v in (x, y)]
+        return multiply(product.primitive, [*values, *sizes], dict(product.params), product.dtype)
 
     def residuals(self, product: Product, operands: Sequence[Array], perturbed: Sequence[int]) -> list[Array]:
         """What the backward products read: the packs of the other operands, or these operands, to encode them again.
@@ -144,11 +148,6 @@ def has_narrow_sums(product: Product) -> bool:
     return is_by_tensor and product.dtype == jnp.bfloat16
 
 
-def scaled_result(sums: Array, x: Array, y: Array) -> Array:
-    """The result of a product from its sums and the scales of its operands."""
-    return as_stored(scaled_sums.bind(sums, x, y))
-
-
 def _others(perturbed: Sequence[int]) -> list[int]:
     """Which of the two operands the tangents of the perturbed ones are multiplied with."""
     return [j for j in range(2) if 1 - j in perturbed]
@@ -159,8 +158,8 @@ def _scaled(sums: Array, x: Array, y: Array) -> Array:
     return scaled_by(sums, at_batch(x), at_batch(y), sums.dtype)
 
 
-# The result of a product from its sums, which have its derivative: its tangents and cotangents are not scaled. The sums
-# are what a GPU writes, and what the backward pass keeps: to scale them again is cheap.
+# The result of a product from its sums, which have its derivative: its tangents and cotangents are not scaled. So the
+# backward pass can keep the sums, as a GPU writes them, and scales them in what reads the result.
 scaled_sums: Any = define(
     "scaled_sums",
     _scaled,

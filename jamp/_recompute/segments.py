@@ -50,7 +50,8 @@ from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS
 from jamp._jaxprs.rewrite import Body, Replaced, Rewriter
 from jamp._jaxprs.source import in_scope
 from jamp._jaxprs.walk import holds_product, is_product
-from jamp._products.product import name_of, of
+from jamp._products.product import equation, name_of, of
+from jamp._products.quantized import has_narrow_sums
 from jamp._recompute.derivative_rules import Rule, forward_rule
 from jamp._recompute.kept import (
     Origin,
@@ -230,6 +231,9 @@ def with_names(flat: FlatSegment, names: Mapping[Var, str], stored: Set[Var] = f
     """
     eqns: list[JaxprEqn] = []
     for eqn in with_rounding(flat.eqns, stored):
+        if (product := of(eqn)) and has_narrow_sums(product) and (v := eqn.outvars[0]) in names:
+            eqns.append(equation(dataclasses.replace(product, kept_as=names[v]), eqn.invars, v, eqn))
+            continue
         results = [core.Var(v.aval) if v in names else v for v in eqn.outvars]
         eqns.append(eqn.replace(outvars=results))
         for value, v in zip(results, eqn.outvars, strict=True):

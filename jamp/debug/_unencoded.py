@@ -77,7 +77,7 @@ class Unencoded(Format):
     carrier = property(lambda self: self.format.carrier)
     scale_dtype = property(lambda self: np.dtype(np.float32))
     min_size = property(lambda self: self.format.min_size)
-    is_by_tensor = False  # so that a product is one equation
+    is_by_tensor = property(lambda self: self.format.is_by_tensor)
     is_differentiable = True
 
     def why_not(self, eqn: JaxprEqn, sizes: Sequence[Any]) -> str:
