@@ -214,7 +214,7 @@ def test_the_outermost_budget_decides_and_opens_the_segments_inside():
     outside = quietly(kept_by_jax, jamp.recompute(jamp.autocast(f, BF16), 0.3), PARAMS, X)
     twice = quietly(kept_by_jax, jamp.recompute(jamp.recompute(jamp.autocast(f, BF16), 0.1), 0.3), PARAMS, X)
     assert outside == twice
-    np.testing.assert_allclose(outside, inside, rtol=0.06 if jax.config.jax_remat3 else 0.02)
+    np.testing.assert_allclose(outside, inside, rtol=0.06 if getattr(jax.config, "jax_remat3", False) else 0.02)
 
 
 def convolutions(weights, x):

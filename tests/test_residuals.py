@@ -421,7 +421,7 @@ def test_the_outermost_call_decides():
     kept = lambda fun: kept_by_jax(fun, W, X)
     both = jamp.autocast(loss, BF16, residuals=I8)
     around = kept(jamp.recompute(jamp.autocast(loss, BF16), 1.0, residuals=I8))
-    assert around == kept(both) or (jax.config.jax_remat3 and around < kept(both))
+    assert around == kept(both) or (getattr(jax.config, "jax_remat3", False) and around < kept(both))
     assert "i8[" not in text(jamp.autocast(in_8_bits, BF16))
 
 
