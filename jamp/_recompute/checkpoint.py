@@ -130,9 +130,7 @@ class _Checkpointer:
         inputs = _coded_inputs(segment, chosen)
         outputs = codes.made_by(segment)
         is_coded = bool(inputs or outputs) or Store.INT8 in dict(chosen or ()).values()
-        # Under JAX's next checkpoint, a rounding in it would lose the manual axes of its cotangents (JAX 0.12.0).
-        is_as_given = is_coded or ir.is_next_checkpoint()
-        unrounded = () if is_as_given else tuple(i for i, v in enumerate(segment.inputs) if v in given)
+        unrounded = () if is_coded else tuple(i for i, v in enumerate(segment.inputs) if v in given)
         key = segment.key(sources=True), chosen, tuple(outputs), unrounded
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
             scoped, flat = jax.named_scope(SEGMENT), flatten_segment(segment)
