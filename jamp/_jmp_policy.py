@@ -42,7 +42,7 @@ def autocast_from_jmp(fun: Callable[P, R], policy: Any, **options: Any) -> Calla
       A function like `fun`.
 
     Raises:
-      ValueError: If the text is not that of a policy, or `autocast` has no such compute dtype.
+      ValueError: If the text is not a policy, or `autocast` has no such compute dtype.
       TypeError: If `fun` is not a function, or `policy` is neither a text nor a policy.
 
     Examples:

@@ -7,7 +7,7 @@
 - bfloat16;
 - Float8: every product that the format takes;
 - "first and last": Float8, with the first and the last block and the head in bfloat16, as recipes say;
-- "rules": Float8 with the rules of `rounding_report`: those of the least error for which at least as many FLOPs are
+- "rules": Float8 with the rules of `rounding_report`, with the least error for which at least as many FLOPs are
   in 8 bits as with "first and last". The report is made once, after 128 steps in float32 with seed 100 and a batch
   of its own.
 

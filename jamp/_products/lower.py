@@ -35,7 +35,7 @@ from jamp._products.arithmetic import Arithmetic, Raised, Rounded, moved, others
 from jamp._products.formats import Format
 from jamp._products.product import Product, equation, of, product_p
 from jamp._products.quantized import Quantized, scaled_sums
-from jamp._rounded import as_stored
+from jamp._rounded import as_stored, rounded
 
 
 def lower(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -61,13 +61,14 @@ def with_products(closed: ClosedJaxpr) -> ClosedJaxpr:
     A vmap of a product stays as it is. So do products of 16-bit operands without weights, which are JAX's own.
     """
 
-    def rule(eqn: JaxprEqn, _: Body) -> list[JaxprEqn] | Replaced | None:
-        if eqn.primitive is scaled_sums:  # The product is scaled.
-            return Replaced([], eqn.invars[:1])
+    def rule(eqn: JaxprEqn, body: Body) -> list[JaxprEqn] | Replaced | None:
+        if eqn.primitive is scaled_sums or (eqn.primitive is rounded and id(eqn.invars[0]) in body.shared):
+            return Replaced([], eqn.invars[:1])  # The product is scaled and rounded.
         if eqn.primitive is not _attach or ir.params(eqn).get("vmaps"):
             return None
         product: Product = dataclasses.replace(ir.params(eqn)["product"], kept_as="")
         read, operands = _parts(product, eqn.invars[1:])
+        body.shared[id(eqn.outvars[0])] = product
         of_codes = isinstance(product.format, Format)
         return [equation(product, read if of_codes else operands, eqn.outvars[0], eqn)]
 

@@ -171,7 +171,7 @@ class Residuals:
 
     def needs(self, kept: frozenset[int]) -> tuple[set[int], float]:
         """The values and inputs that are read in the backward pass if some are kept, and the FLOPs computed again."""
-        if not self._is_worth_it and kept >= self.kept:  # It is no checkpoint.
+        if not self._is_worth_it and kept >= self.kept:  # It is not a checkpoint.
             return set(self._direct), 0.0
         read, total = self._read
         found, more = self._closure(read, kept)

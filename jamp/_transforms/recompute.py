@@ -124,7 +124,7 @@ def traced_with_budget(
 ) -> tuple[Call, ClosedJaxpr]:
     """Return a call and its jaxpr, in which what autocast and recompute made is as it was before it was lowered."""
     call = Call(args, kwargs)
-    closed = opened(with_products(call.trace(fun, caller)))
+    closed = with_products(opened(call.trace(fun, caller)))
     messages = warnings_of_budget(closed, budget, "recompute(loss, memory_budget)")
     for message in [*messages, *warnings_of_policies(closed)]:
         warnings.warn(message, stacklevel=users_stacklevel())
