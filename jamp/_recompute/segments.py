@@ -441,7 +441,7 @@ def _read_as_well(inputs: Sequence[Any], coded: Set[Var], eqns: Sequence[JaxprEq
 
 
 def _without_large_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A jaxpr in which jit calls are inlined that are too large for a segment, and the last call unless it is a product.
+    """A jaxpr in which jit calls are inlined that are too large for a segment, and the last one unless it is a product.
 
     A whole model may be in one call. It would be one segment, or the end.
     """
