@@ -43,6 +43,12 @@ def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)[0], closed.consts)
 
 
+def in_scope_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """An equation of the body of a call, with the scopes of the call around its own."""
+    stack = call.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def located(eqn: JaxprEqn, like: JaxprEqn) -> JaxprEqn:
     """An equation with the line and the mesh of another, and its scopes around its own."""
     stack = like.source_info.name_stack + eqn.source_info.name_stack

@@ -24,23 +24,13 @@ from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import is_transposed, user_line, users_stacklevel
 from jamp._numbers import as_number
+from jamp._recompute.cut import PRODUCTS_OF_A_SEGMENT
+from jamp._recompute.opened import opened
 from jamp._recompute.residuals import UNKNOWN, Choice, Residuals, cost, device_bytes, is_gather, with_residuals
-from jamp._recompute.segments import (
-    PRODUCTS_OF_A_SEGMENT,
-    CodedRule,
-    Segment,
-    Split,
-    SplitConstruct,
-    SplitJaxpr,
-    key_of,
-    opened,
-)
-from jamp._recompute.stores import Store, Stores
+from jamp._recompute.segments import Chosen, CodedRule, Place, Segment, Split, SplitConstruct, SplitJaxpr, key_of
+from jamp._recompute.stores import Store
 
 MemoryBudget: TypeAlias = float | str
-# Of a segment: the number of a part, of a body in it, of a part in that, and so on. Without the last one, of a body.
-Place: TypeAlias = tuple[int, ...]
-Chosen: TypeAlias = dict[Place, Stores]
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -187,13 +177,10 @@ class MemoryPlan:
 
         at = lambda i: _innermost(residuals.sources(i), places, body)
         computed_at = lambda i: self._computed(*residuals.computed[i], at(i))
-        # A call in the segment may return a constant, an input, or one value several times.
-        numbers_of_outputs = residuals.numbers(residuals.flat.outputs)
-        for v, number in zip(segment.outputs, numbers_of_outputs, strict=True):
-            if number is not None and number >= 0:
-                known.setdefault(number, values.get(v) or computed_at(number))
-            values.setdefault(v, _given(v) if number is None else known[number])
-        computed = frozenset(i for i in numbers_of_outputs if i is not None and i >= 0)
+        computed = frozenset(segment.numbers[v] for v in segment.outputs)
+        for v in segment.outputs:
+            number = segment.numbers[v]
+            known[number] = values[v] = values.get(v) or computed_at(number)
         for i in residuals.kept - computed:
             known[i] = computed_at(i)
         known = {i: stored(i, value) for i, value in known.items()}

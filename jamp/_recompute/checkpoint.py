@@ -4,69 +4,51 @@
 values that `kept.py` chooses and that `budget.py` does not drop. They have a name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
+from jax import lax
 from jax.extend import core
 
-from jamp._cast import is_inexact
-from jamp._compiler_hints import cotangents_behind_barrier, unless_tpu
-from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs import build, inline, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import trace_inside
-from jamp._recompute.budget import Chosen, MemoryBudget, Place, choose
-from jamp._recompute.coded import coded_segment
+from jamp._recompute.budget import MemoryBudget, choose
 from jamp._recompute.derivative_rules import coded_rule
+from jamp._recompute.opened import CODED_RULE, opened
 from jamp._recompute.policies import check_version
-from jamp._recompute.residuals import stopped
-from jamp._recompute.segments import (
-    CODED_RULE,
-    KEPT,
-    SEGMENT,
-    CodedRule,
-    FlatSegment,
-    Part,
-    Segment,
-    Split,
-    SplitConstruct,
-    SplitJaxpr,
-    computed_twice,
-    flatten_segment,
-    opened,
-    with_names,
-)
+from jamp._recompute.segment_call import as_call, coded_inputs
+from jamp._recompute.segments import Chosen, CodedRule, Part, Place, Segment, Split, SplitConstruct, SplitJaxpr
 from jamp._recompute.stored import round_stored, rounding, with_rounding
 from jamp._recompute.stores import Store, Stores
-from jamp._rounded import may_be_wider, rounded
+from jamp._rounded import may_be_wider
 
 
-def recompute(closed: ClosedJaxpr, budget: MemoryBudget | None, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
+def recompute(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
     """The same function, whose backward pass computes values again, and keeps large ones as `residuals` says.
 
     Within a budget of 1.0 these are the results of cheap operations. No product, random number or collective is
-    computed twice. Without a budget, nothing is computed again. The outermost budget decides, also about the segments
-    that another one made in the function.
+    computed twice. The outermost budget decides, also about the segments that another one made in the function.
     """
-    if budget is None:
-        return round_stored(closed)
     check_version(budget)
     closed = round_stored(opened(closed))
-    if budget == 1.0 and residuals is Store.ITSELF:
-        return _Checkpointer({}).run(Split().function(closed), ())
-    plan = choose(closed, budget, residuals)
-    if budget == 1.0 and not plan.is_coded:
-        return _Checkpointer({}).run(plan.body, ())
-    return _Checkpointer(plan.chosen).run(plan.body, ())
+    if budget != 1.0 or residuals is not Store.ITSELF:
+        plan = choose(closed, budget, residuals)
+        if budget != 1.0 or plan.is_coded:
+            return _Checkpointer(plan.chosen, drops=True).run(plan.body, ())
+    body = Split().function(closed)
+    return _Checkpointer(body.kept(), drops=False).run(body, ())
 
 
 class _Checkpointer:
-    """Rewrites a body. A segment keeps the values that are `chosen` for it, else the choice of `kept.py`."""
+    """Rewrites a body. A segment is a call that keeps what is `chosen` for it. If nothing is, it is as it was.
 
-    def __init__(self, chosen: Chosen):
-        self._chosen = chosen
+    `drops` says whether a budget may have dropped values.
+    """
+
+    def __init__(self, chosen: Chosen, drops: bool):
+        self._chosen, self._drops = chosen, drops
         self._bodies: dict[Any, tuple[SplitJaxpr, ClosedJaxpr]] = {}
         self._segments: dict[Any, ClosedJaxpr] = {}
 
@@ -113,40 +95,32 @@ class _Checkpointer:
         for i, part in enumerate(body.parts):
             if isinstance(part, SplitConstruct):
                 found.update(v for v in part.eqn.invars if not ir.is_literal(v))
-            elif isinstance(part, Segment) and _is_call(part, chosen.get((i,))):
+            elif isinstance(part, Segment) and (i,) in chosen:
                 found.update(part.inputs)
         return found
 
     def _segment(
-        self, segment: Segment, chosen: Stores | None, stored: set[Any], given: dict[Var, Var], codes: "_Codes"
+        self, segment: Segment, stores: Stores | None, stored: set[Any], given: dict[Var, Var], codes: "_Codes"
     ) -> list[JaxprEqn]:
         """The equations of a segment, as they are or in one call.
 
         A call reads the arguments of the function, which are `given` as they come, and rounds them itself. A rounded
         argument would be another array, such as a copy of each 16-bit weight, which XLA:TPU keeps.
         """
-        if not _is_call(segment, chosen):
+        if stores is None:
             return with_rounding(segment.eqns, stored)
-        inputs = _coded_inputs(segment, chosen)
+        coded = [segment.inputs[i] for i in coded_inputs(segment, stores)]
         outputs = codes.made_by(segment)
-        is_coded = bool(inputs or outputs) or Store.INT8 in dict(chosen or ()).values()
+        is_coded = bool(outputs) or Store.INT8 in dict(stores).values()
         unrounded = () if is_coded else tuple(i for i, v in enumerate(segment.inputs) if v in given)
-        key = segment.key(sources=True), chosen, tuple(outputs), unrounded
+        key = segment.key(sources=True), stores, tuple(outputs), unrounded
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
-            scoped, flat = jax.named_scope(SEGMENT), flatten_segment(segment)
-            if is_coded:
-                inner = _in_checkpoint(coded_segment(segment, flat, dict(chosen or ()), inputs, outputs), segment)
-            else:
-                inner = _checkpointed(segment, flat, chosen, unrounded)
-            # The scope is of the call, and of the checkpoint in it.
-            call: Callable[..., list[Array]] = scoped(jax.jit(scoped(inner)))
-            call = _with_barrier(call, segment, flat, has_barrier=chosen is not None and not segment.context.in_loop)
-            types = ir.avals([*segment.inputs, *codes.read([segment.inputs[i] for i in inputs])])
+            call = as_call(segment, stores, outputs, unrounded, self._drops)
+            types = ir.avals([*segment.inputs, *codes.read(coded)])
             self._segments[key] = trace_inside(segment.context.shard_map, call, types)
         reads = [given[v] if i in unrounded else v for i, v in enumerate(segment.inputs)]
-        reads += codes.read([segment.inputs[i] for i in inputs])
         writes = [*segment.outputs, *codes.write([segment.outputs[i] for i in outputs])]
-        return inline.inline(self._segments[key], reads, writes)
+        return inline.inline(self._segments[key], [*reads, *codes.read(coded)], writes)
 
     def _rule(self, part: CodedRule, codes: "_Codes") -> list[JaxprEqn]:
         eqn = part.eqn
@@ -165,7 +139,7 @@ class _Codes:
         self._inside = body.context.shard_map
         for i, part in enumerate(body.parts):
             if isinstance(part, Segment):
-                self._wanted.update(part.inputs[j] for j in _coded_inputs(part, chosen.get((i,))))
+                self._wanted.update(part.inputs[j] for j in coded_inputs(part, chosen.get((i,), frozenset())))
             elif isinstance(part, CodedRule):
                 self._wanted.update(part.coded)
 
@@ -197,93 +171,3 @@ def _results(part: Part) -> Sequence[Any]:
     if isinstance(part, Segment):
         return part.outputs
     return part.eqn.outvars if isinstance(part, (SplitConstruct, CodedRule)) else part.outvars
-
-
-def _coded_inputs(segment: Segment, chosen: Stores | None) -> list[int]:
-    """Which inputs of a segment its backward pass reads in 8 bits."""
-    return sorted(-1 - i for i, store in chosen or () if i < 0 and store is Store.INT8)
-
-
-def _is_call(segment: Segment, chosen: Stores | None) -> bool:
-    """Whether a segment becomes a call. Else computing something in it again would free nothing."""
-    return chosen is not None or segment.is_worth_it
-
-
-def _with_barrier(
-    call: Callable[..., list[Array]], segment: Segment, flat: FlatSegment, has_barrier: bool
-) -> Callable[..., list[Array]]:
-    """A segment, perhaps with the cotangents of its inputs behind a barrier.
-
-    Without one, XLA:GPU computes cotangents where they are added to others, later, and the values that were computed
-    again stay in memory (for an H200, jaxlib 0.10.2). Inputs whose tangents reach no result get no barrier. The
-    barrier, and JAX's next checkpoint, would give them cotangents of zeros, which JAX then sends through operations
-    that it cannot transpose.
-    """
-    behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and flat.reaching[i]]
-    without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and not flat.reaching[i]]
-    without = without if ir.is_next_checkpoint() else []
-
-    def with_barrier(*args: Array) -> list[Array]:
-        given = build.replaced(args, without, [lax.stop_gradient(args[i]) for i in without])
-        return call(*build.replaced(given, behind, cotangents_behind_barrier([given[i] for i in behind])))
-
-    return with_barrier if behind or without else call
-
-
-def _checkpointed(
-    piece: Segment, flat: FlatSegment, chosen: Stores | None, unrounded: Sequence[int]
-) -> Callable[..., list[Array]]:
-    """A segment as a function that keeps some of its values, as they are, for the backward pass.
-
-    It rounds its `unrounded` inputs.
-    """
-    values = [v for eqn in flat.eqns for v in eqn.outvars]
-    kept = flat.kept if chosen is None else {values[i] for i, _ in chosen}
-    body = with_names(flat, dict.fromkeys(kept, KEPT), kept | computed_twice(flat))
-    reaches = [x or not is_inexact(v.aval) for x, v in zip(flat.reaching, piece.inputs, strict=True)]
-
-    def segment(*args: Array) -> list[Array]:
-        # In here, because outside it would be another array, which is kept.
-        given = build.replaced(args, unrounded, [rounded.bind(args[i]) for i in unrounded])
-        return stopped(interpret.call(body, tuple(stopped(given, reaches))), piece.alive)
-
-    # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
-    has_own_barrier = piece.convolves and chosen is None and not ir.is_next_checkpoint()
-    call = _in_checkpoint(segment, piece, has_own_barrier)
-    return _behind_barrier_unless_tpu(call) if has_own_barrier else call
-
-
-def _in_checkpoint(
-    fun: Callable[..., list[Array]], piece: Segment, has_own_barrier: bool = False
-) -> Callable[..., list[Array]]:
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-    # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
-    call: Callable[..., list[Array]] = jax.checkpoint(
-        fun, policy=policy, prevent_cse=not (piece.context.in_loop or has_own_barrier)
-    )
-    return call
-
-
-def _behind_barrier_unless_tpu(fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """A function whose backward pass gets its residuals behind a barrier, except on TPUs.
-
-    For convolutions, XLA:TPU needs 1.4 times the memory with a barrier (ResNet-18, for a v5e, jaxlib 0.10.2).
-    """
-
-    @jax.custom_jvp
-    def call(*args: Array) -> list[Array]:
-        return fun(*args)
-
-    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-        perturbed = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i])]
-        of_perturbed = lambda *xs: fun(*build.replaced(primals, perturbed, xs))
-        results, push_forward = jax.linearize(of_perturbed, *(primals[i] for i in perturbed))
-        values, structure = jax.tree.flatten(push_forward)
-        # Inputs are in memory anyway. Behind the barrier they would be other arrays, which are kept.
-        inner = [i for i, x in enumerate(values) if not any(x is given for given in primals)]
-        values = build.replaced(values, inner, unless_tpu([values[i] for i in inner]))
-        push_forward = jax.tree.unflatten(structure, values)
-        return results, push_forward(*(tangents[i] for i in perturbed))
-
-    call.defjvp(rule, symbolic_zeros=True)
-    return call

@@ -14,28 +14,22 @@ A memory budget (`budget.py`) keeps fewer values than these.
 
 import functools
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import constructs, ir, walk
-from jamp._jaxprs.dataflow import Backward, Forward
+from jamp._jaxprs.dataflow import Forward
 from jamp._jaxprs.ir import JaxprEqn, Var
-from jamp._jaxprs.primitives import AMPLIFYING, CHEAP, ELEMENTWISE, IDENTITIES, MOVING, WIDE
-from jamp._jaxprs.source import in_scope
-from jamp._products.quantized import QUANTIZE
-from jamp._recompute.stores import BLOCK, Store, fits_8_bits
+from jamp._jaxprs.primitives import CHEAP, IDENTITIES, MOVING
+from jamp._recompute.stores import Store
 
 _READS = 4  # a value is computed again if that reads at most this many times its size
 _READS_OF_NO_PRODUCT = 1.5
 _COMPARISONS = frozenset(["abs", "clamp", "ge", "gt", "le", "lt", "max", "min", "sign"])
 _LARGE_MASK = 4096  # elements
-_VERY_LARGE = 1e4  # a constant of this size fills masked places
 
 
 class Origin(NamedTuple):
@@ -71,59 +65,6 @@ def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
 
 def _join(x: Origin, y: Origin) -> Origin:
     return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed)
-
-
-def wide() -> Forward[bool]:
-    """The analysis of which values may differ by orders of magnitude: exponentials, or -1e9 where a mask is.
-
-    In a block, the other numbers would have no digits left. Cumulative sums and the factors of a matrix are among
-    them: of the first, later code often takes small differences, and the others must fit each other.
-    """
-    return Forward(_is_wide, operator.or_, _is_very_large, constructs.has_own_rule)
-
-
-def _is_wide(eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
-    if any(operands):
-        return all(ir.name(e) in ELEMENTWISE | WIDE for e in walk.through_calls(eqn))
-    return ir.name(eqn) in WIDE
-
-
-def _is_very_large(value: Any) -> bool:
-    is_known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    is_number = is_known and not np.ndim(value) and (isinstance(value, float) or is_floating(value))
-    # By NumPy, because a function of JAX would be traced here.
-    return bool(is_number and abs(float(np.asarray(value))) > _VERY_LARGE)
-
-
-def precise() -> Backward:
-    """The analysis of which values must be kept as they are: arguments of exponentials, roots, divisors and maxima.
-
-    They reach one by operations on single elements. A sum over the last axis, as in a norm, averages their errors. A
-    sum over others, as in a batch norm, does not: a block may hold a small channel beside a large one. From an operand
-    that is quantized in both passes, a scale is found in both.
-    """
-    return Backward(_asks_for_precision)
-
-
-def _asks_for_precision(eqn: JaxprEqn, results: list[bool]) -> bool | list[bool]:
-    name = ir.name(eqn)
-    if in_scope(eqn, QUANTIZE):
-        return False
-    if name in AMPLIFYING or (name == "integer_pow" and ir.exponent(eqn) < 0):
-        return True
-    if name == "div":
-        return [any(results), True]
-    if name == "reduce_sum":
-        (operand,) = ir.avals(eqn.invars)
-        is_over_blocks = operand.ndim - 1 in ir.params(eqn)["axes"] and operand.shape[-1] >= BLOCK
-        return any(results) and not is_over_blocks
-    return any(results) and name in ELEMENTWISE
-
-
-def coded_values(of_values: Mapping[Var, Origin], wide: Mapping[Var, bool], precise: Set[Var]) -> set[Var]:
-    """The values that are kept in 8 bits, if they are kept: large activations, but not wide or precise ones."""
-    is_coded = lambda v, x: x.activation and x.perturbed and not wide[v] and v not in precise
-    return {v for v, origin in of_values.items() if is_coded(v, origin) and fits_8_bits(v.aval)}
 
 
 def decisions(eqns: Sequence[JaxprEqn], outputs: Iterable[Any], of_values: Mapping[Var, Origin]) -> set[Var]:

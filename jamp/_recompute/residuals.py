@@ -43,7 +43,9 @@ from jamp._jaxprs.primitives import (
 from jamp._products.flops import flops
 from jamp._products.product import name_of
 from jamp._recompute.kept import is_cheap, nbytes
-from jamp._recompute.segments import KEPT, FlatSegment, Segment, flatten_segment, with_names
+from jamp._recompute.names import with_names
+from jamp._recompute.opened import KEPT
+from jamp._recompute.segments import Segment
 from jamp._recompute.stores import Store, Stores
 
 _NEVER_AGAIN = COLLECTIVES | frozenset(
@@ -73,7 +75,6 @@ class Residuals:
     that only the derivative computes have the numbers after these.
 
     Attributes:
-      flat: The segment.
       computed: The values, and the equation of each.
       sizes: The bytes of each value, as it is kept.
       coded: The numbers of the values, and of the inputs, that are kept in 8 bits, if they are kept.
@@ -82,25 +83,23 @@ class Residuals:
     """
 
     def __init__(self, segment: Segment):
-        self.flat = flatten_segment(segment)
-        self.computed = [(v, eqn) for eqn in self.flat.eqns for v in eqn.outvars]
-        values = [v for v, _ in self.computed]
-        self._numbers = {v: -1 - i for i, v in enumerate(self.flat.inputs)} | {v: i for i, v in enumerate(values)}
-        self.coded = frozenset(self._numbers[v] for v in self.flat.coded)
-        self.sizes = [device_bytes(v, self.store(i)) for i, v in enumerate(values)]
-        closed = _derivative(self.flat, segment)
+        self.computed = [(v, eqn) for eqn in segment.eqns for v in eqn.outvars]
+        numbered = lambda variables: frozenset(segment.numbers[v] for v in variables)
+        self.coded = numbered(segment.coded)
+        self.sizes = [device_bytes(v, self.store(i)) for i, v in enumerate(segment.values)]
+        closed = _derivative(segment)
         self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
         self._inputs = {v: -1 - i for i, v in enumerate(closed.jaxpr.invars)}
         self._constants = {*closed.jaxpr.constvars}
         is_moved = lambda eqn, operands: all(operands) and ir.name(eqn) in MOVING
         of_arguments = dataflow.Forward(is_moved, operator.and_, lambda value: True)
         # The values that are arguments of the function, perhaps cast, moved or gathered.
-        self._of_arguments = of_arguments(closed, [x.argument for x in segment.origins])
+        self._of_arguments = of_arguments(closed, [segment.origins[v].argument for v in segment.inputs])
         of_prefix = lambda prefix: {e.outvars[0]: n for e in closed.jaxpr.eqns if (n := _number(e, prefix)) is not None}
         self._named = of_prefix(KEPT)
         # The named values and the inputs that each value is computed from, and the FLOPs in between.
         self._needs = {number: self._reads_and_flops(self._producers[v].invars) for v, number in self._named.items()}
-        residuals = [v for v in closed.jaxpr.outvars[len(self.flat.outputs) :] if not ir.is_literal(v)]
+        residuals = [v for v in closed.jaxpr.outvars[len(segment.outputs) :] if not ir.is_literal(v)]
         # A construct, such as a cond, may compute a named value and a residual. Where the named one is kept, it reads
         # only the operands that the residual needs.
         given = [*closed.jaxpr.constvars, *closed.jaxpr.invars, *self._named]
@@ -119,8 +118,8 @@ class Residuals:
         self.live = sum(self.sizes[i] for i in self._direct if i >= 0)
         sources = dataflow.sources(closed)
         self._sources = {i: frozenset(map(self._inputs.get, sources.get(v, ()))) for v, i in known.items()}
-        self._in_checkpoint = frozenset(self._numbers[v] for v in self.flat.kept)
-        self._decided = frozenset(self._numbers[v] for v in self.flat.decided)
+        self._in_checkpoint = numbered(segment.kept)
+        self._decided = numbered(segment.decided)
         is_statistic = lambda i: is_cheap(self.computed[i][1]) and i not in self.coded | self._decided
         self._statistics = sorted(filter(is_statistic, self._in_checkpoint)) if self.coded else []
         self.kept = self._in_checkpoint = self._consistent(self._in_checkpoint)
@@ -128,10 +127,6 @@ class Residuals:
             self.kept |= {i for i in self._direct if i >= 0}
         self._is_worth_it = segment.is_worth_it
         self._choices: dict[frozenset[int], list[Choice]] = {}
-
-    def numbers(self, variables: Iterable[Any]) -> list[int | None]:
-        """The numbers of some variables of the code. A literal has none."""
-        return [None if ir.is_literal(v) else self._numbers[v] for v in variables]
 
     def store(self, i: int) -> Store:
         """How a value is kept, if it is kept."""
@@ -238,14 +233,14 @@ def _pareto(choices: list[Choice]) -> list[Choice]:
     return found
 
 
-def _derivative(flat: FlatSegment, segment: Segment) -> ClosedJaxpr:
+def _derivative(segment: Segment) -> ClosedJaxpr:
     """The results and the residuals of a segment, as a function of its inputs.
 
     Its values have names, of two kinds: those that may be kept, and others.
     """
-    may_be_kept = flat.kept.union(v for v in flat.outputs if not ir.is_literal(v))
-    values = enumerate(v for eqn in flat.eqns for v in eqn.outvars)
-    closed = with_names(flat, {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in values})
+    may_be_kept = segment.kept.union(segment.outputs)
+    names = {v: f"{KEPT if v in may_be_kept else _OTHER} {i}" for i, v in enumerate(segment.values)}
+    closed = with_names(segment, names)
     return with_residuals(closed, segment.perturbed, segment.alive, segment.context.shard_map)
 
 

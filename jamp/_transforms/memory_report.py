@@ -22,7 +22,6 @@ from jamp._recompute.budget import (
     choose,
     megabytes,
 )
-from jamp._recompute.segments import flatten_segment
 from jamp._recompute.stores import Store, as_store
 from jamp._transforms.recompute import traced_with_budget
 
@@ -186,7 +185,7 @@ def _values(plan: MemoryPlan) -> list[tuple[Value, bool, float]]:
     """The values that are kept or dropped: whether they are kept, and the FLOPs of computing them again."""
     found: dict[Value, tuple[bool, float]] = {}
     for x in plan.occurrences.values():
-        for i, eqn in enumerate(e for e in flatten_segment(x.segment).eqns for _ in e.outvars):
+        for i, eqn in enumerate(e for e in x.segment.eqns for _ in e.outvars):
             if i in x.values:
                 x.values[i].eqn = eqn  # of its own lines: an equal layer may have given the kind
         for i, flops in _dropped(x).items():

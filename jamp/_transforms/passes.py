@@ -24,6 +24,7 @@ from jamp._products.lower import lower
 from jamp._products.product import products
 from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.checkpoint import recompute
+from jamp._recompute.stored import round_stored
 from jamp._recompute.stores import Store
 
 NO_CONTEXT = "The function comes first."
@@ -61,7 +62,7 @@ class Passes(NamedTuple):
     def to_evaluate(self, recomputes: bool, budget: MemoryBudget = 1.0, residuals: Store = Store.ITSELF) -> ClosedJaxpr:
         """Return the jaxpr to evaluate."""
         if not self.is_cast and budget == 1.0 and residuals is Store.ITSELF:
-            return recompute(self.traced, None)
+            return round_stored(self.traced)
         return finished(self.decided, budget if recomputes else None, residuals)
 
 
@@ -70,7 +71,8 @@ def finished(closed: ClosedJaxpr, budget: MemoryBudget | None = None, residuals:
 
     Without a budget, JAX and the author of a rule decide what is kept.
     """
-    return lower(recompute(quantize(closed), budget, residuals))
+    quantized = quantize(closed)
+    return lower(round_stored(quantized) if budget is None else recompute(quantized, budget, residuals))
 
 
 Trace: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Passes]

@@ -18,8 +18,8 @@ from jamp._recompute.budget import (
     check_budget,
     warnings_of_budget,
 )
+from jamp._recompute.opened import opened
 from jamp._recompute.policies import warnings_of_policies
-from jamp._recompute.segments import opened
 from jamp._recompute.stores import as_store
 from jamp._transforms.passes import finished
 

@@ -25,7 +25,7 @@ from jamp._jaxprs import constructs, interpret, ir
 from jamp._jaxprs.ir import JaxprEqn
 from jamp._jaxprs.primitives import REARRANGES, operation
 from jamp._jaxprs.source import in_scope, pattern
-from jamp._recompute.segments import SEGMENT
+from jamp._recompute.opened import SEGMENT
 from jamp.debug._cause import explain
 from jamp.debug._evaluate import bind
 from jamp.debug._made import Made, all_finite, filled, find_changed, find_explained, find_made, is_bad, where

@@ -1,0 +1,54 @@
+"""Straight-line code out of calls: the user's jit calls, and the segments that jamp made before."""
+
+from jamp._jaxprs import build, constructs, inline, ir, walk
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.rewrite import Body, Replaced, Rewriter
+from jamp._jaxprs.source import in_scope
+from jamp._recompute.stored import is_split
+
+SEGMENT = "jamp.segment"  # the name scope of a call that `segment_call.py` made
+CODED_RULE = "jamp.coded_rule"  # the name scope of a derivative rule that keeps values in 8 bits
+KEPT = "jamp.kept"  # the name of the values that a segment keeps
+
+
+def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
+    """Return a function without jit calls, in which the segments that jamp made keep and code nothing.
+
+    Calls that pin a sharding stay. Without `keep_names`, the user's `checkpoint_name`s go too, but for those in a
+    `jax.checkpoint`.
+    """
+
+    def rule(eqn: JaxprEqn, _: Body) -> Replaced | None:
+        name = ir.name(eqn)
+        is_dropped = name == "name" and (not keep_names or ir.params(eqn)["name"] == KEPT)
+        if is_dropped or name == "cotangents_behind_barrier":
+            return Replaced([], eqn.invars)
+        if name == "with_tangents_of":  # What has the tangents is computed as the function is.
+            n = len(eqn.outvars)
+            return Replaced([], eqn.invars[n : 2 * n])
+        body, is_ours = constructs.inlinable(eqn), False
+        if name == "jit" and in_scope(eqn, SEGMENT):
+            body, is_ours = _segment_body(eqn), True
+        if name == "custom_vjp_call" and in_scope(eqn, CODED_RULE):
+            body, is_ours = constructs.body_of_call(eqn), True
+        if body is None:
+            return None
+        eqns, results = inline.inlined(rewriter(body), eqn.invars)
+        return Replaced(eqns if is_ours else [build.in_scope_of(x, eqn) for x in eqns], results)
+
+    rewriter = Rewriter(rule, enters=is_split)
+    found = rewriter(closed)
+    if any(ir.name(eqn) == "with_tangents_of" for eqn in walk.all_equations(closed.jaxpr)):
+        found = build.without_dead_code(found)  # The codes are read by nothing now.
+    return found
+
+
+def _segment_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The code of a segment that jamp made, in the calls around it."""
+    body = constructs.body_of_call(eqn)
+    while body and len(body.jaxpr.eqns) == 1 and ir.name(body.jaxpr.eqns[0]) in ("custom_jvp_call", "remat2"):
+        (inner,) = body.jaxpr.eqns
+        if list(inner.invars) != list(body.jaxpr.invars) or list(inner.outvars) != list(body.jaxpr.outvars):
+            return None
+        body = constructs.body_of_call(inner)
+    return body

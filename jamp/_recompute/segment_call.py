@@ -1,0 +1,183 @@
+"""A segment as a call, whose backward pass reads what is kept of it, and computes the rest again.
+
+A segment that keeps values as they are is a `jax.checkpoint`, whose policy knows their name. One that keeps values in
+8 bits has two chains of equations. The first computes the results, from exact inputs, and what is kept. The second
+starts from what was kept. Only its tangents are used, so the results of its products are dead code:
+
+    x -> s = x @ w -> y = gelu(s)               results, and the codes of s; x comes with its codes
+    decode(x) -> decode(s) -> y' = gelu(s)      y' is not used, but its derivative is, at the decoded values
+    with_tangents_of([y'], [y])
+
+So the forward pass is exact, and all that the backward pass computes is computed from decoded values alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+
+from jamp._cast import is_inexact
+from jamp._compiler_hints import cotangents_behind_barrier, unless_tpu
+from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
+from jamp._recompute.names import computed_twice, with_names
+from jamp._recompute.opened import KEPT, SEGMENT
+from jamp._recompute.residuals import stopped
+from jamp._recompute.segments import Segment
+from jamp._recompute.stored import with_rounding
+from jamp._recompute.stores import Store, Stores, probe, with_tangents_of
+from jamp._rounded import rounded
+
+Call = Callable[..., list[Array]]
+
+
+def coded_inputs(segment: Segment, stores: Stores) -> list[int]:
+    """Which inputs of a segment its backward pass reads in 8 bits."""
+    return sorted(-1 - i for i, store in stores if i < 0 and store is Store.INT8)
+
+
+def as_call(segment: Segment, stores: Stores, outputs: Sequence[int], unrounded: Sequence[int], drops: bool) -> Call:
+    """A segment as a function of its inputs, and of the codes of those that it reads in 8 bits.
+
+    It also returns codes, of some `outputs`. It rounds its `unrounded` inputs itself. `drops` says whether a budget may
+    drop what it would keep without one.
+    """
+    scoped = jax.named_scope(SEGMENT)
+    if outputs or Store.INT8 in dict(stores).values():
+        inner = _in_checkpoint(_coded(segment, stores, outputs), segment)
+    else:
+        inner = _plain(segment, stores, unrounded, drops)
+    # The scope is of the call, and of the checkpoint in it.
+    call: Call = scoped(jax.jit(scoped(inner)))
+    return _with_barrier(call, segment, has_barrier=drops and not segment.context.in_loop)
+
+
+def _with_barrier(call: Call, segment: Segment, has_barrier: bool) -> Call:
+    """A segment, perhaps with the cotangents of its inputs behind a barrier.
+
+    Without one, XLA:GPU computes cotangents where they are added to others, later, and the values that were computed
+    again stay in memory (for an H200, jaxlib 0.10.2). Inputs whose tangents reach no result get no barrier. The
+    barrier, and JAX's next checkpoint, would give them cotangents of zeros, which JAX then sends through operations
+    that it cannot transpose.
+    """
+    behind = [i for i, x in enumerate(segment.perturbed) if has_barrier and x and segment.reaching[i]]
+    without = [i for i, v in enumerate(segment.inputs) if is_inexact(v.aval) and not segment.reaching[i]]
+    without = without if ir.is_next_checkpoint() else []
+
+    def with_barrier(*args: Array) -> list[Array]:
+        given = build.replaced(args, without, [lax.stop_gradient(args[i]) for i in without])
+        return call(*build.replaced(given, behind, cotangents_behind_barrier([given[i] for i in behind])))
+
+    return with_barrier if behind or without else call
+
+
+def _plain(segment: Segment, stores: Stores, unrounded: Sequence[int], drops: bool) -> Call:
+    """A segment as a function that keeps some of its values, as they are, for the backward pass."""
+    kept = {segment.values[i] for i, _ in stores}
+    body = with_names(segment, dict.fromkeys(kept, KEPT), kept | computed_twice(segment))
+
+    def run(*args: Array) -> list[Array]:
+        # In here, because outside it would be another array, which is kept.
+        given = build.replaced(args, unrounded, [rounded.bind(args[i]) for i in unrounded])
+        return stopped(interpret.call(body, tuple(stopped(given, _reaches(segment)))), segment.alive)
+
+    # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
+    has_own_barrier = segment.convolves and not drops and not ir.is_next_checkpoint()
+    call = _in_checkpoint(run, segment, has_own_barrier)
+    return _behind_barrier_unless_tpu(call) if has_own_barrier else call
+
+
+def _in_checkpoint(fun: Call, segment: Segment, has_own_barrier: bool = False) -> Call:
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    # Outside of a loop, XLA would merge the recomputation with the forward pass (CSE).
+    prevent_cse = not (segment.context.in_loop or has_own_barrier)
+    call: Call = jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+    return call
+
+
+def _reaches(segment: Segment) -> list[bool]:
+    """Which inputs of a segment may have tangents in it."""
+    return [x or not is_inexact(v.aval) for x, v in zip(segment.reaching, segment.inputs, strict=True)]
+
+
+def _behind_barrier_unless_tpu(fun: Call) -> Call:
+    """A function whose backward pass gets its residuals behind a barrier, except on TPUs.
+
+    For convolutions, XLA:TPU needs 1.4 times the memory with a barrier (ResNet-18, for a v5e, jaxlib 0.10.2).
+    """
+
+    @jax.custom_jvp
+    def call(*args: Array) -> list[Array]:
+        return fun(*args)
+
+    def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
+        perturbed = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and is_inexact(primals[i])]
+        of_perturbed = lambda *xs: fun(*build.replaced(primals, perturbed, xs))
+        results, push_forward = jax.linearize(of_perturbed, *(primals[i] for i in perturbed))
+        values, structure = jax.tree.flatten(push_forward)
+        # Inputs are in memory anyway. Behind the barrier they would be other arrays, which are kept.
+        inner = [i for i, x in enumerate(values) if not any(x is given for given in primals)]
+        values = build.replaced(values, inner, unless_tpu([values[i] for i in inner]))
+        push_forward = jax.tree.unflatten(structure, values)
+        return results, push_forward(*(tangents[i] for i in perturbed))
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call
+
+
+def _coded(segment: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
+    """A segment as a function that keeps some of its values in 8 bits, to be differentiated in a checkpoint."""
+    kept = {segment.values[i]: store for i, store in stores if 0 <= i < len(segment.values)}
+    eqns = with_rounding(segment.eqns, kept.keys() | computed_twice(segment))
+    exact = build.closed_jaxpr({}, segment.inputs, [*segment.outputs, *kept], eqns)
+    inputs, n = coded_inputs(segment, stores), len(segment.outputs)
+
+    def run(*args: Array) -> list[Array]:
+        codes = iter(args[len(segment.inputs) :])
+        args = tuple(stopped(args[: len(segment.inputs)], _reaches(segment)))
+        found = interpret.call(exact, stopped(args, [False] * len(args)))
+        parts = {(v, store): store.encode(x) for (v, store), x in zip(kept.items(), found[n:], strict=True)}
+        for i in outputs:
+            key = segment.outputs[i], Store.INT8
+            parts[key] = parts.get(key) or Store.INT8.encode(found[i])
+        parts = {key: _named(held) for key, held in parts.items()}
+        probes = _named([probe(x) for x in args if is_inexact(x)])
+        given = list(args)
+        for i in inputs:
+            decoded = Store.INT8.decode([next(codes), next(codes)], segment.inputs[i].aval)
+            (given[i],) = with_tangents_of([args[i]], [decoded], probes)
+        known = [store.decode(parts[v, store], v.aval) for v, store in kept.items()]
+        tangents = _given(segment, eqns, list(kept), [jax.typeof(x) for x in probes])
+        derived = stopped(interpret.call(tangents, [*given, *known, *probes]), segment.alive)
+        places = [i for i, x in enumerate(derived) if is_inexact(x)]
+        held = [] if segment.context.in_loop else [x for held in parts.values() for x in held]
+        exact_of, derived_of = ([xs[i] for i in places] for xs in (found, derived))
+        results = build.replaced(found[:n], places, with_tangents_of(derived_of, exact_of, probes, held))
+        return [*results, *(x for i in outputs for x in parts[segment.outputs[i], Store.INT8])]
+
+    return run
+
+
+def _named(values: Sequence[Array]) -> list[Array]:
+    return [checkpoint_name(x, KEPT) for x in values]
+
+
+def _given(segment: Segment, eqns: Sequence[JaxprEqn], kept: Sequence[Var], types: Sequence[Any]) -> ClosedJaxpr:
+    """A segment as a function of its inputs, some of its values, which it gives their tangents, and the probes."""
+    # An integer has no tangent. What is kept of it takes its place.
+    given = {v: core.Var(v.aval) if is_inexact(v.aval) else v for v in kept}
+    probes = list(map(core.Var, types))
+    new: list[JaxprEqn] = []
+    for eqn in eqns:
+        results = [core.Var(v.aval) if v in given else v for v in eqn.outvars]
+        new.append(eqn.replace(outvars=results))
+        for computed, v in zip(results, eqn.outvars, strict=True):
+            if v in given and is_inexact(v.aval):
+                chosen = jax.make_jaxpr(lambda x, y, *probes: with_tangents_of([x], [y], probes))
+                closed = chosen(v.aval, v.aval, *types)
+                new.extend(inline.inline(closed, [computed, given[v], *probes], [v]))
+    return build.closed_jaxpr({}, [*segment.inputs, *given.values(), *probes], segment.outputs, new)
