@@ -86,7 +86,7 @@ AMPLIFYING = _names(
     "reduce_window_min round rsqrt select_and_gather_add select_and_scatter_add sin sinh sort sqrt tan top_k"
 ) | frozenset(CUBIC)
 # Their results may differ by orders of magnitude.
-WIDE = _names("cosh cumlogsumexp cumprod cumsum exp exp2 expm1 pow sinh") | frozenset(CUBIC)
+WIDE_RANGE = _names("cosh cumlogsumexp cumprod cumsum exp exp2 expm1 pow sinh") | frozenset(CUBIC)
 # An element of the result is computed from one element of each operand, of which it has about the errors. A cumulative
 # sum has all of them.
 ELEMENTWISE = (MOVES | COPIES | _names("abs add add_any clamp cumsum div integer_pow max min mul neg square sub")) - {

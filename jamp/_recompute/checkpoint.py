@@ -14,7 +14,8 @@ from jax.extend import core
 from jamp._jaxprs import build, inline, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import trace_inside
-from jamp._recompute.budget import MemoryBudget, choose
+from jamp._recompute.budget import MemoryBudget
+from jamp._recompute.choose import choose
 from jamp._recompute.derivative_rules import coded_rule
 from jamp._recompute.opened import CODED_RULE, opened
 from jamp._recompute.policies import check_version

@@ -1,7 +1,7 @@
 """Which values may be kept in 8 bits: large activations whose rounding is a small error of what is computed from them.
 
     scores = q @ k.T            stays as it is: it is *precise*, because its error is one of an exponent
-    p = exp(scores - ...)       stays as it is: it is *wide*, because one block has numbers of all magnitudes
+    p = exp(scores - ...)       stays as it is: it has a *wide range*, because one block has numbers of all magnitudes
     out = p @ v                 8 bits
     size = mean(out**2)         small, and kept as it is
 
@@ -19,7 +19,7 @@ from jamp._cast import is_floating
 from jamp._jaxprs import constructs, ir, walk
 from jamp._jaxprs.dataflow import Backward, Forward
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
-from jamp._jaxprs.primitives import AMPLIFYING, ELEMENTWISE, WIDE
+from jamp._jaxprs.primitives import AMPLIFYING, ELEMENTWISE, WIDE_RANGE
 from jamp._jaxprs.source import in_scope
 from jamp._products.quantized import QUANTIZE
 from jamp._recompute.kept import Origin, is_cheap
@@ -29,9 +29,9 @@ _VERY_LARGE = 1e4  # a constant of this size fills masked places
 
 
 class Around(NamedTuple):
-    """What the code around a jaxpr says of its inputs that are wide, and of its outputs that are precise."""
+    """What the code around a jaxpr says of its inputs with a wide range, and of its outputs that are precise."""
 
-    wide: tuple[bool, ...]
+    wide_range: tuple[bool, ...]
     precise: tuple[bool, ...]
 
 
@@ -43,7 +43,7 @@ def nothing_around(closed: ClosedJaxpr) -> Around:
 class Analyses(NamedTuple):
     """The dataflow analyses that are made once for a function."""
 
-    wide: Forward[bool]
+    wide_range: Forward[bool]
     precise: Backward
 
 
@@ -54,11 +54,12 @@ class Codable:
       values: The values.
     """
 
-    def __init__(self, closed: ClosedJaxpr, origins: Mapping[Var, Origin], around: Around, analyses: "Analyses"):
+    def __init__(self, closed: ClosedJaxpr, origins: Mapping[Var, Origin], around: Around, analyses: Analyses):
         self._analyses = analyses
-        self._wide, self._precise = analyses.wide(closed, around.wide), analyses.precise(closed, around.precise)
+        self._wide_range = analyses.wide_range(closed, around.wide_range)
+        self._precise = analyses.precise(closed, around.precise)
         self._producers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-        is_coded = lambda v, x: x.activation and x.perturbed and not self._wide[v] and v not in self._precise
+        is_coded = lambda v, x: x.activation and x.perturbed and not self._wide_range[v] and v not in self._precise
         self.values = {v for v, origin in origins.items() if is_coded(v, origin) and fits_8_bits(v.aval)}
 
     def of_segment(self, values: Iterable[Var], inputs: Sequence[Var]) -> frozenset[Var]:
@@ -67,10 +68,10 @@ class Codable:
 
     def into(self, eqn: JaxprEqn) -> list[Around]:
         """What is said to each body of a construct."""
-        as_wide = dict.fromkeys(self._with_statistics(eqn.invars), True)
-        wide = self._analyses.wide.into(eqn, self._wide | as_wide)
-        precise = self._analyses.precise.into(eqn, self._precise)
-        return [Around(tuple(x), tuple(y)) for x, y in zip(wide, precise, strict=True)]
+        itself = dict.fromkeys(self._with_statistics(eqn.invars), True)
+        inputs = self._analyses.wide_range.into(eqn, self._wide_range | itself)
+        outputs = self._analyses.precise.into(eqn, self._precise)
+        return [Around(tuple(x), tuple(y)) for x, y in zip(inputs, outputs, strict=True)]
 
     def _with_statistics(self, atoms: Sequence[Any]) -> set[Var]:
         """The inputs of a segment, or a construct, of which it also reads an exact statistic, such as a mean."""
@@ -89,19 +90,19 @@ class Codable:
         return found
 
 
-def wide() -> Forward[bool]:
+def wide_range() -> Forward[bool]:
     """The analysis of which values may differ by orders of magnitude: exponentials, or -1e9 where a mask is.
 
     In a block, the other numbers would have no digits left. Cumulative sums and the factors of a matrix are among
     them: of the first, later code often takes small differences, and the others must fit each other.
     """
-    return Forward(_is_wide, operator.or_, _is_very_large, constructs.has_own_rule)
+    return Forward(_hitself_range, operator.or_, _is_very_large, constructs.has_own_rule)
 
 
-def _is_wide(eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
+def _hitself_range(eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
     if any(operands):
-        return all(ir.name(e) in ELEMENTWISE | WIDE for e in walk.through_calls(eqn))
-    return ir.name(eqn) in WIDE
+        return all(ir.name(e) in ELEMENTWISE | WIDE_RANGE for e in walk.through_calls(eqn))
+    return ir.name(eqn) in WIDE_RANGE
 
 
 def _is_very_large(value: Any) -> bool:

@@ -15,7 +15,8 @@ from jamp._compiler_hints import behind_barrier
 from jamp._jaxprs import build, constructs, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
-from jamp._recompute.stores import Store, differentiated
+from jamp._recompute.stores import Store
+from jamp._recompute.tangents import differentiated
 
 
 class Rule(NamedTuple):

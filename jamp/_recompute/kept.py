@@ -67,7 +67,7 @@ def _join(x: Origin, y: Origin) -> Origin:
     return Origin(x.argument and y.argument, x.activation or y.activation, x.perturbed or y.perturbed)
 
 
-def decisions(eqns: Sequence[JaxprEqn], outputs: Iterable[Any], of_values: Mapping[Var, Origin]) -> set[Var]:
+def discrete_values(eqns: Sequence[JaxprEqn], outputs: Iterable[Any], of_values: Mapping[Var, Origin]) -> set[Var]:
     """What is decided from activations: indices, and small bools, such as the predicate of a cond.
 
     From decoded values they might be others. A large mask is computed again. Of the integers that are computed from

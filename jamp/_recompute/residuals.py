@@ -17,47 +17,26 @@ operands that a product casts, and values that only the derivative computes, suc
 import itertools
 import math
 import operator
-import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jamp._cast import is_inexact
-from jamp._jaxprs import build, constructs, dataflow, inline, interpret, ir, walk
+from jamp._jaxprs import build, dataflow, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
-from jamp._jaxprs.manual_axes import shards_of, trace_inside
 from jamp._jaxprs.primitives import (
-    ARITHMETIC,
-    COLLECTIVES,
-    CUBIC,
-    ENCODED_PRODUCTS,
-    EXPENSIVE,
     MOVING,
-    OTHERS,
-    PRODUCTS,
 )
-from jamp._products.flops import flops
-from jamp._products.product import name_of
-from jamp._recompute.kept import is_cheap, nbytes
+from jamp._recompute.kept import is_cheap
+from jamp._recompute.linearized import with_residuals
 from jamp._recompute.names import with_names
 from jamp._recompute.opened import KEPT
+from jamp._recompute.prices import cost, device_bytes
 from jamp._recompute.segments import Segment
 from jamp._recompute.stores import Store, Stores
 
-_NEVER_AGAIN = COLLECTIVES | frozenset(
-    ("after_all", "create_token", "get", "random_gamma", "rng_bit_generator", "rng_uniform", "swap")
-)
-UNKNOWN = 1e18  # the FLOPs of a primitive that jamp does not know, which is therefore kept until last
 _OTHER = "jamp.other"  # the name of the values of a segment that it computes again
 _GROUPS = 9  # so many values of a segment, or groups of equal ones, are kept or dropped in all combinations
-_RANDOM = 60.0  # FLOPs for 32 random bits: threefry has 20 rounds of three operations for two numbers
-# FLOPs for a byte that is gathered from other devices: as many as one computes meanwhile. By their data sheets, a TPU
-# v5e computes 1,000 in bfloat16, and an H100 on NVLink 2,200.
-_GATHERED = 2000.0
 
 
 class Choice(NamedTuple):
@@ -119,8 +98,8 @@ class Residuals:
         sources = dataflow.sources(closed)
         self._sources = {i: frozenset(map(self._inputs.get, sources.get(v, ()))) for v, i in known.items()}
         self._in_checkpoint = numbered(segment.kept)
-        self._decided = numbered(segment.decided)
-        is_statistic = lambda i: is_cheap(self.computed[i][1]) and i not in self.coded | self._decided
+        self._discrete = numbered(segment.discrete)
+        is_statistic = lambda i: is_cheap(self.computed[i][1]) and i not in self.coded | self._discrete
         self._statistics = sorted(filter(is_statistic, self._in_checkpoint)) if self.coded else []
         self.kept = self._in_checkpoint = self._consistent(self._in_checkpoint)
         if not segment.is_worth_it:
@@ -213,7 +192,7 @@ class Residuals:
 
     def _groups(self, values: frozenset[int]) -> list[frozenset[int]]:
         """The values that may be dropped, each large one by itself. If those are many, equal ones are together."""
-        may_be_dropped = sorted(i for i in values - self._decided if self._needs[i][1] < math.inf)
+        may_be_dropped = sorted(i for i in values - self._discrete if self._needs[i][1] < math.inf)
         least = 0.01 * sum(self.sizes[i] for i in values)
         large = [i for i in may_be_dropped if self.sizes[i] >= least]
         members: dict[Any, set[int]] = {}
@@ -244,155 +223,6 @@ def _derivative(segment: Segment) -> ClosedJaxpr:
     return with_residuals(closed, segment.perturbed, segment.alive, segment.context.shard_map)
 
 
-def with_residuals(
-    closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
-) -> ClosedJaxpr:
-    """A function that also returns its residuals, which its backward pass reads. It may be inside a shard_map.
-
-    `perturbed` are the inputs that may have tangents, and `alive` the results that get cotangents. No gradient goes
-    through an operation that JAX does not differentiate. In place of a Ref, it takes what the Ref holds.
-    """
-    if any(map(ir.is_ref, closed.jaxpr.invars)):
-        held = [v.aval.inner_aval if ir.is_ref(v) else v.aval for v in closed.jaxpr.invars]
-        closed = trace_inside(inside, partial(_on_new_refs, closed), held)
-    try:
-        return _with_residuals(closed, perturbed, alive, inside)
-    except Exception as error:
-        if not _has_no_derivative(error, closed):
-            raise
-        return _with_residuals(_stopped(closed, inside), perturbed, alive, inside)
-
-
-# JAX's messages for a primitive without a derivative, where it does not raise NotImplementedError.
-_WITHOUT_DERIVATIVE = re.compile(
-    r"Reverse-mode differentiation does not work|does not support reverse-mode|callbacks? do(es)? not support JVP"
-    r"|cannot be differentiated|can't apply forward-mode differentiation|JVP rule for \w+ not implemented"
-)
-
-
-def _has_no_derivative(error: Exception, closed: ClosedJaxpr) -> bool:
-    """Whether JAX raised an error because something has no derivative. Other errors come from the user's rules."""
-    if isinstance(error, AssertionError) and not str(error):  # A linear_call asserts that its residuals are constants.
-        return any(ir.name(eqn) == "linear_call" for eqn in walk.all_equations(closed.jaxpr))
-    return isinstance(error, NotImplementedError) or bool(_WITHOUT_DERIVATIVE.search(str(error)))
-
-
-def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
-    """A function in which the operands of operations that JAX does not differentiate have no tangents."""
-    eqns, outputs = inline.flattened(closed)
-    found: list[JaxprEqn] = []
-    for eqn in eqns:
-        inputs: list[Any] = list(dict.fromkeys(v for v in eqn.invars if not ir.is_literal(v)))
-        single = build.closed_jaxpr({}, inputs, eqn.outvars, [eqn])
-        try:
-            _with_residuals(single, [is_inexact(v.aval) for v in inputs], [True] * len(eqn.outvars), inside)
-            found.append(eqn)
-        except Exception as error:
-            if not _has_no_derivative(error, single):
-                raise
-            stopped = trace_inside(inside, partial(_with_stopped_gradients, single), single.in_avals)
-            found.extend(inline.inline(stopped, inputs, eqn.outvars))
-    return build.closed_jaxpr({}, closed.jaxpr.invars, outputs, found)
-
-
-def _on_new_refs(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    """A function on Refs of its own: JAX differentiates what is written to these, but not to a Ref that is given."""
-    refs = [jax.new_ref(x) if ir.is_ref(v) else x for x, v in zip(args, closed.jaxpr.invars, strict=True)]
-    return interpret.call(closed, refs)
-
-
-def _with_stopped_gradients(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    return interpret.call(closed, [jax.lax.stop_gradient(x) for x in args])
-
-
-def _with_residuals(
-    closed: ClosedJaxpr, perturbed: Sequence[bool], alive: Sequence[bool], inside: JaxprEqn | None
-) -> ClosedJaxpr:
-    places = [i for i, x in enumerate(perturbed) if x]
-    n = len(closed.in_avals)
-
-    def of_perturbed(args: Sequence[Any]) -> Callable[..., list[Any]]:
-        return lambda *xs: stopped(interpret.call(closed, build.replaced(args, places, xs)), alive)
-
-    def jvp(*args: Any) -> list[Any]:
-        results, tangents = jax.jvp(of_perturbed(args[:n]), [args[i] for i in places], list(args[n:]))
-        return [*results, *(x for x in tangents if x.dtype != jax.dtypes.float0)]
-
-    def vjp(*args: Any) -> list[Any]:
-        results, pull_back = jax.vjp(of_perturbed(args), *(args[i] for i in places))
-        residuals = jax.tree.leaves(pull_back)  # A rule that writes to a Ref in its backward pass keeps the Ref.
-        return [*results, *(x for x in residuals if not ir.is_ref_type(jax.typeof(x)))]
-
-    # JAX splits constructs, which takes far longer than to see what the tangents of straight-line code read.
-    if any(constructs.has_body(e) and ir.name(e) != "custom_jvp_call" for e in inline.flattened(closed)[0]):
-        return trace_inside(inside, vjp, closed.in_avals)
-    types = [*closed.in_avals, *(closed.in_avals[i] for i in places)]
-    traced = trace_inside(inside, jvp, types)
-    eqns, outputs = inline.flattened(traced)
-    inputs, results = traced.jaxpr.invars[:n], outputs[: len(closed.out_avals)]
-    any_of = lambda eqn, flags: any(flags)
-    spread, reach = dataflow.spreads(any_of), dataflow.Backward(any_of)
-    linear = spread.over(eqns, {v: i >= n for i, v in enumerate(traced.jaxpr.invars)})
-    is_linear = [any(spread.read(linear, eqn.invars)) for eqn in eqns]
-    of_tangents = list(itertools.compress(eqns, is_linear))
-    if any(map(constructs.has_body, of_tangents)):
-        return trace_inside(inside, vjp, closed.in_avals)
-    # Tangents that reach no result are not computed, and zeros read nothing. `flattened` made the constants literals.
-    tangents = itertools.compress(outputs, spread.read(linear, outputs))
-    needed = reach.over(of_tangents, set(tangents))
-    primal = [eqn for eqn, x in zip(eqns, is_linear, strict=True) if not x]
-    reads = [v for v in (*inputs, *(v for eqn in primal for v in eqn.outvars)) if v in needed]
-    return build.closed_jaxpr({}, inputs, [*results, *reads], primal)
-
-
-def stopped(results: Sequence[Any], alive: Sequence[bool]) -> list[Any]:
-    """The results, of which only those that are `alive` have tangents."""
-    return [x if is_alive else jax.lax.stop_gradient(x) for x, is_alive in zip(results, alive, strict=True)]
-
-
 def _number(eqn: JaxprEqn, wanted: str) -> int | None:
     prefix, _, number = str(ir.params(eqn)["name"]).partition(" ") if ir.name(eqn) == "name" else ("", "", "")
     return int(number) if prefix == wanted and number else None
-
-
-def cost(eqn: JaxprEqn, of_arguments: bool = False) -> float:
-    """The FLOPs to compute an equation again, or infinity if it must not be computed again.
-
-    A collective must not, except an all_gather of an argument, as FSDP has for each layer.
-    """
-    name = name_of(eqn)
-    if of_arguments and is_gather(eqn):
-        return _GATHERED * device_bytes(eqn.outvars[0])
-    inside = (e for body, _ in constructs.inner(eqn) for e in walk.all_equations(body))
-    if not all(map(_is_repeatable, (eqn, *inside))):
-        return math.inf
-    if _is_random(eqn):
-        return _RANDOM * sum(nbytes(v) / 4 for v in eqn.outvars)
-    known = ARITHMETIC | CUBIC.keys() | ENCODED_PRODUCTS | EXPENSIVE | MOVING | OTHERS | PRODUCTS
-    is_known = constructs.has_body(eqn) or name in known
-    return flops(eqn) if is_known else UNKNOWN
-
-
-def _is_repeatable(eqn: JaxprEqn) -> bool:
-    """Whether computing an equation again gives the same results. Its bodies are not entered."""
-    if _is_random(eqn):
-        dtypes = [aval.dtype for aval in ir.avals(eqn.invars)]
-        # The bits of other generators may depend on how a program is compiled.
-        return all(str(dtype) == "key<fry>" for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key))
-    return name_of(eqn) not in _NEVER_AGAIN and not eqn.effects
-
-
-def _is_random(eqn: JaxprEqn) -> bool:
-    name = ir.name(eqn)
-    return name.startswith(("random_", "threefry")) and name != "random_gamma"
-
-
-def is_gather(eqn: JaxprEqn) -> bool:
-    """Whether an equation gathers the parts of an array from other devices."""
-    return ir.name(eqn) in ("all_gather", "all_gather_invariant")
-
-
-def device_bytes(v: Any, store: Store = Store.ITSELF) -> float:
-    """The bytes of what is kept of a value on one device, as far as its type says."""
-    is_token = getattr(v.aval, "sharding", None) is None
-    return 0.0 if is_token else store.nbytes(v.aval) / math.prod(shards_of(v.aval))

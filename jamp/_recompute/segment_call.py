@@ -24,12 +24,13 @@ from jamp._cast import is_inexact
 from jamp._compiler_hints import cotangents_behind_barrier, unless_tpu
 from jamp._jaxprs import build, inline, interpret, ir
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
+from jamp._recompute.linearized import stopped
 from jamp._recompute.names import computed_twice, with_names
 from jamp._recompute.opened import KEPT, SEGMENT
-from jamp._recompute.residuals import stopped
 from jamp._recompute.segments import Segment
 from jamp._recompute.stored import with_rounding
-from jamp._recompute.stores import Store, Stores, probe, with_tangents_of
+from jamp._recompute.stores import Store, Stores
+from jamp._recompute.tangents import probe, with_tangents_of
 from jamp._rounded import rounded
 
 Call = Callable[..., list[Array]]

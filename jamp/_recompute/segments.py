@@ -41,7 +41,7 @@ from jamp._jaxprs.dataflow import Flags
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.walk import holds_product
 from jamp._products.product import of
-from jamp._recompute.codable import Analyses, Around, Codable, nothing_around, precise, wide
+from jamp._recompute.codable import Analyses, Around, Codable, nothing_around, precise, wide_range
 from jamp._recompute.cut import (
     PRODUCTS_OF_A_SEGMENT,
     convolves,
@@ -54,7 +54,7 @@ from jamp._recompute.cut import (
     with_refs,
 )
 from jamp._recompute.derivative_rules import Rule, forward_rule
-from jamp._recompute.kept import Origin, decisions, is_cheap, origins, values_to_keep
+from jamp._recompute.kept import Origin, discrete_values, is_cheap, origins, values_to_keep
 from jamp._recompute.stored import is_split
 from jamp._recompute.stores import Store, Stores
 
@@ -111,14 +111,14 @@ class Segment:
         return dataflow.flags(self.inputs, _alive(scales=False).over(self.eqns, outputs))
 
     @functools.cached_property
-    def decided(self) -> set[Var]:
+    def discrete(self) -> set[Var]:
         """The values that are always kept, because they might be others if they were computed from decoded ones."""
-        return decisions(self.eqns, self.outputs, self.origins) if self.coded else set()
+        return discrete_values(self.eqns, self.outputs, self.origins) if self.coded else set()
 
     @functools.cached_property
     def kept(self) -> set[Var]:
         """The values that are kept without a budget."""
-        return values_to_keep(self.eqns, self.inputs, self.origins, self.coded) | self.decided
+        return values_to_keep(self.eqns, self.inputs, self.origins, self.coded) | self.discrete
 
     def key(self, sources: bool) -> Any:
         """A key that is equal for equal segments. With `sources`, they also come from the same lines."""
@@ -210,7 +210,7 @@ class Split:
     ):
         # JAX's next checkpoint gives the scales of 8-bit values cotangents of zeros.
         self._origins, self._alive = origins(), _alive(scales=not ir.is_next_checkpoint())
-        self._of_codes = Analyses(wide(), precise()) if residuals is Store.INT8 else None
+        self._of_codes = Analyses(wide_range(), precise()) if residuals is Store.INT8 else None
         self._cache: Cache[SplitJaxpr] = Cache()
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True

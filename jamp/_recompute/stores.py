@@ -19,11 +19,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jamp._cast import as_dtype, is_floating
-from jamp._compiler_hints import behind_barrier
-from jamp._jaxprs.define import batch_first, define, no_tangent, with_tangents
 from jamp._jaxprs.manual_axes import is_partial, shards_of
 
 _LARGE = 4096  # elements: smaller values stay as they are
@@ -116,77 +114,3 @@ def _block_shape(aval: Any) -> tuple[int, ...]:
             if n // shards[axis] % block == 0:
                 return (*shape[:axis], n // block, block)
     return ()
-
-
-def _with_tangents(primals: Sequence[Any], tangents: Sequence[Any], *, n: int, probes: int) -> tuple[Any, Any]:
-    values, codes = primals[:n], primals[2 * n + probes :]
-    if (
-        codes
-    ):  # Else XLA:GPU computes them late, and keeps in memory what they are computed from (jaxlib 0.10.2, 0.12.0).
-        values = behind_barrier([*values, *codes])[:n]
-    return differentiated([*values, *primals[2 * n : 2 * n + probes]])[:n], list(tangents[n : 2 * n])
-
-
-def _transposed(cotangents: Sequence[Any], *operands: Any, n: int, **_: Any) -> list[Any]:
-    return [None] * n + list(cotangents) + [None] * (len(operands) - 2 * n)
-
-
-def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, n: int, probes: int) -> tuple[Any, Any]:
-    if all(d is None for d in dims[: 2 * n]):
-        return _with_tangents_of.bind(*args, n=n, probes=probes), [None] * n
-    pairs = batch_first(args[: 2 * n], dims[: 2 * n])
-    return _with_tangents_of.bind(*pairs, *args[2 * n :], n=n, probes=probes), [0] * n
-
-
-_with_tangents_of = define(
-    "with_tangents_of",
-    lambda *operands, n, **_: list(operands[:n]),
-    lambda *operands, n, **_: list(operands[:n]),
-    jvp=_with_tangents,
-    transpose=_transposed,
-    batch=_batched,
-    multiple_results=True,
-)
-
-
-def with_tangents_of(
-    sources: Sequence[Any], values: Sequence[Any], probes: Sequence[Any], codes: Sequence[Any] = ()
-) -> list[Any]:
-    """The values, with the tangents of `sources`, which are not computed for it.
-
-    In a derivative, no code reads the values before the `codes` are computed. A second derivative, in which one of the
-    `probes` has a tangent, is an error: what was encoded has none.
-    """
-    operands = *values, *sources, *probes, *codes
-    found: list[Any] = _with_tangents_of.bind(*operands, n=len(values), probes=len(probes))
-    return found
-
-
-def probe(x: Any) -> Any:
-    """Nothing of an array, but with a tangent if the array has one. It takes no memory."""
-    return lax.slice_in_dim(x, 0, 0) if jnp.ndim(x) else lax.slice_in_dim(x.reshape(1), 0, 0)
-
-
-def _second_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    if with_tangents(tangents):
-        raise NotImplementedError(
-            "Residuals in 8 bits have no second derivative. Leave residuals=jnp.int8 out of the jamp.recompute or "
-            "jamp.autocast inside."
-        )
-    return differentiated(primals), list(map(no_tangent, primals))
-
-
-_differentiated: Any = define(
-    "differentiated",
-    lambda *xs: list(xs),
-    lambda *xs: list(xs),
-    jvp=_second_derivative,
-    transpose=lambda cotangents, *xs: [None] * len(xs),
-    multiple_results=True,
-)
-
-
-def differentiated(values: Sequence[Any]) -> list[Any]:
-    """The values, in code that belongs to a derivative already. If they have tangents, that is an error."""
-    found: list[Any] = _differentiated.bind(*values)
-    return found

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp._arguments import check_function
+from jamp._autocast.arguments import is_format_class
 from jamp._autocast.facts import AUTOCAST, FULL_PRECISION
 from jamp._cast import as_dtype, is_dtype
 from jamp._jaxprs import interpret
@@ -18,7 +19,7 @@ from jamp._numbers import as_number
 from jamp._products.formats import Format
 from jamp._recompute.budget import MemoryBudget, check_budget
 from jamp._recompute.stores import Store, as_store
-from jamp._transforms.passes import is_format_class, passes
+from jamp._transforms.passes import passes
 from jamp._transforms.warn import warnings_of
 
 P = ParamSpec("P")
