@@ -1,5 +1,6 @@
 """What JAX keeps of a function for its backward pass."""
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 
 from jamp._cast import is_inexact
-from jamp._jaxprs import build, inline, interpret, ir
+from jamp._jaxprs import build, inline, interpret, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.manual_axes import trace_inside
 
@@ -25,8 +26,24 @@ def with_residuals(
         closed = trace_inside(inside, partial(_on_new_refs, closed), held)
     try:
         return _with_residuals(closed, perturbed, alive, inside)
-    except Exception:  # Something in it has no derivative. If the user asks for one, JAX says so.
+    except Exception as error:
+        if not _has_no_derivative(error, closed):
+            raise
         return _with_residuals(_stopped(closed, inside), perturbed, alive, inside)
+
+
+# JAX's messages for a primitive without a derivative, where it does not raise NotImplementedError.
+_WITHOUT_DERIVATIVE = re.compile(
+    r"Reverse-mode differentiation does not work|does not support reverse-mode|callbacks? do(es)? not support JVP"
+    r"|cannot be differentiated|can't apply forward-mode differentiation|JVP rule for \w+ not implemented"
+)
+
+
+def _has_no_derivative(error: Exception, closed: ClosedJaxpr) -> bool:
+    """Whether JAX raised an error because something has no derivative. Other errors come from the user's rules."""
+    if isinstance(error, AssertionError) and not str(error):  # A linear_call asserts that its residuals are constants.
+        return any(ir.name(eqn) == "linear_call" for eqn in walk.all_equations(closed.jaxpr))
+    return isinstance(error, NotImplementedError) or bool(_WITHOUT_DERIVATIVE.search(str(error)))
 
 
 def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
@@ -39,7 +56,9 @@ def _stopped(closed: ClosedJaxpr, inside: JaxprEqn | None) -> ClosedJaxpr:
         try:
             _with_residuals(single, [is_inexact(v.aval) for v in inputs], [True] * len(eqn.outvars), inside)
             found.append(eqn)
-        except Exception:
+        except Exception as error:
+            if not _has_no_derivative(error, single):
+                raise
             stopped = trace_inside(inside, partial(_with_stopped_gradients, single), single.in_avals)
             found.extend(inline.inline(stopped, inputs, eqn.outvars))
     return build.closed_jaxpr({}, closed.jaxpr.invars, outputs, found)
