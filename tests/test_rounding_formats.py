@@ -235,7 +235,7 @@ def test_a_curve_has_fewer_flops_in_8_bits_for_a_smaller_error():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_the_search_finds_the_most_flops_in_8_bits(seed):
-    """Of all subsets of the rules, for layers of several sizes and sensitivities."""
+    """As many as the best of all subsets of the rules that has a tenth less error. Layers have several sizes."""
     sizes = 64, 128, 32, 96, 64, 160, 32, 64
     keys = jax.random.split(jax.random.key(seed), len(sizes))
     weights = [jax.random.normal(k, (m, n)) / m**0.5 for k, m, n in zip(keys, sizes, sizes[1:], strict=False)]
@@ -254,8 +254,65 @@ def test_the_search_finds_the_most_flops_in_8_bits(seed):
     for target in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
         bound = target * report.gradient_error
         error, share = jamp.debug._rules._TARGETS[0] * bound, search.find(bound).errors.share
-        best = min(sum(x.flops for x in mine) for mine in subsets if search._error(mine) <= error)
+        best = min(sum(x.flops for x in mine) for mine in subsets if search._error(mine) <= 0.9 * error)
         assert share >= report.share - best / flops - 0.004
+
+
+def cancelling(w, x):
+    """With a rule for "six" alone, the errors of the three others do not cancel its own any more."""
+    w, wide = w[:2], w[2]
+    products = [("ten", 10, 0), ("six", 6, 1), ("a", -2, 1), ("b", -2, 1), ("c", -2, 1)]
+    y = 0.0
+    for name, factor, i in products:
+        with jax.named_scope(name):
+            y = y + factor * (x @ w[i])
+    with jax.named_scope("head"):
+        return y @ wide
+
+
+def test_errors_that_cancel_do_not_hide_the_rule_that_is_enough():
+    """The error rises with a second rule, and falls again with the fourth."""
+    report = jamp.debug.rounding_report(cancelling, FLOAT8)(WEIGHTS, X)
+    search = report._search
+    by_key = {x.key: x for x in search._candidates[1]}
+    ten, six, *others = (by_key[f"dot_general[{name}]"] for name in ("ten", "six", "a", "b", "c"))
+    bound = 0.5 * report.value_error
+    errors = [search._error(x) for x in ([ten], [ten, six], [ten, six, *others[:2]])]
+    assert errors[0] < 0.1 * bound
+    assert errors[1] > bound
+    assert errors[2] < 0.85 * bound
+    assert report.rules(error=bound) == {"dot_general[ten]": "accumulate"}
+
+
+def attend(weights, x, y):
+    """Scores have a large part in common, so that their 16-bit results lose the digits that the softmax reads."""
+    offset = jnp.full((64, 1), 40.0)
+    with jax.named_scope("query"):
+        q = jnp.concatenate([x @ weights[0], offset], 1)
+    with jax.named_scope("key"):
+        k = jnp.concatenate([x @ weights[1], offset], 1)
+    with jax.named_scope("scores"):
+        scores = q @ k.T
+    with jax.named_scope("out"):
+        return jnp.mean((jax.nn.softmax(scores / 4) @ x @ weights[2] @ weights[3] - y) ** 2)
+
+
+@pytest.mark.slow_after(1)
+@each_format
+def test_a_product_that_has_16_bit_may_need_a_rule_too(format):
+    """Scores are not in 8 bits. A rule for them costs none of the FLOPs in 8 bits."""
+    report = jamp.debug.rounding_report(attend, format)(WEIGHTS, X, Y)
+    (point,) = report.curve([0.7 * report.gradient_error]).points
+    assert point.rules == {"dot_general[scores]": "accumulate"}
+    assert point.share == report.share
+
+
+def test_rules_that_are_found_go_before_those_of_the_call():
+    given = {"dot_general": "compute"}
+    report = jamp.debug.rounding_report(sensitive, FLOAT8, rules=given)(WEIGHTS, X, Y)
+    rules = report.rules(error=0.6 * report.gradient_error)
+    assert rules == {"dot_general[h_1]": "accumulate"}
+    assert error_of(sensitive, FLOAT8, rules | given, WEIGHTS, X, Y) <= 0.6 * report.gradient_error
 
 
 @pytest.mark.slow
@@ -299,6 +356,24 @@ def test_a_shard_map_in_a_format_is_one_operation():
     fun = lambda w, x, y: jnp.mean((layer(layer(x, w[0]), w[1]) @ w[2] - y) ** 2)
     report = jamp.debug.rounding_report(fun, FLOAT8)(WEIGHTS, X, Y)
     assert "shard_map" in {row.operation for row in report.rows}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("dtype", [FLOAT8, jnp.bfloat16], ids=["float8", "bfloat16"])
+def test_one_row_says_what_residuals_in_8_bits_add(dtype):
+    report = jamp.debug.rounding_report(layers, dtype, residuals=jnp.int8)(WEIGHTS, X, Y)
+    (row,) = [x for x in report.rows if x.operation == "residuals"]
+    without, within = (
+        jax.jit(jax.grad(jamp.autocast(layers, dtype, **more)), compiler_options=EXACT)(WEIGHTS, X, Y)
+        for more in ({}, {"residuals": jnp.int8})
+    )
+    assert row.gradient_error == pytest.approx(norm(within - without) / norm(without), rel=1e-3)
+    assert row.measured == (0.0, row.gradient_error)
+    assert 1e-4 < row.gradient_error < 0.1
+    assert any(line.split()[:2] == ["residuals", "backward"] for line in str(report).splitlines())
+    usual = jamp.debug.rounding_report(layers, dtype)(WEIGHTS, X, Y)
+    assert [x for x in report.rows if x is not row] == list(usual.rows)
+    assert report.gradient_error == usual.gradient_error
 
 
 def test_no_product_of_the_report_is_in_a_program_that_runs():

@@ -315,6 +315,17 @@ def test_equal_segments_are_compiled_once(caplog):
     assert compiled[0] >= compiled[1]
 
 
+def test_a_mask_of_minus_infinity_does_not_overflow():
+    def attend(weights, x, y):
+        scores = (x @ weights[0]) @ jnp.swapaxes(x @ weights[1], 1, 2)
+        scores = jnp.where(jnp.tril(jnp.ones((8, 8), bool)), scores, -jnp.inf)
+        return jnp.mean((jax.nn.softmax(scores) @ x @ weights[2] - y) ** 2)
+
+    report = jamp.debug.rounding_report(attend, jnp.bfloat16)(WEIGHTS, X, Y)
+    assert not any(row.overflows for row in report.rows)
+    assert all(np.isfinite(row.own_error) for row in report.rows)
+
+
 def test_the_table_fits_100_columns_and_says_what_to_do_next():
     def deep(w, x):
         for name in "abcdefgh":

@@ -30,6 +30,8 @@ _LOSS_SCALES = 2.0**15, 2.0**10, 2.0**5, 1.0  # for float16: the first with whic
 class Errors:
     """A call of a function under autocast, with its gradients. `compiled` holds what several of them compile once.
 
+    With `exact`, the results without any rounding are known.
+
     Attributes:
       format: The format of 8 bits, if it is one.
       dtype: The name of the compute dtype, or of the carrier of the format.
@@ -46,8 +48,10 @@ class Errors:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         compiled: dict[Any, Any],
+        exact: list[Array] | None = None,
     ):
         call = Call(args, kwargs)
+        self._cast = functools.partial(autocast, fun, compute_dtype, rules=rules)
         self.format, dtype = None, np.dtype(np.float32)
         if isinstance(compute_dtype, Format):
             self.format, dtype = compute_dtype, np.dtype(compute_dtype.carrier)
@@ -55,29 +59,43 @@ class Errors:
         else:
             dtype = check_floating("compute_dtype", compute_dtype)
         self.dtype, self.wide, self.has_gradients = str(dtype), wide_dtype(dtype), False
-        cast = autocast(fun, compute_dtype, rules=rules, recompute=False)
-        flat = call.traceable(cast)
-        inputs = [i for i in differentiable(args, kwargs, call.leaves) if is_floating(call.leaves[i])]
-
-        def value_and_gradients(scale: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
-            def loss(*xs: Any) -> tuple[Any, list[Any]]:
-                results = [jnp.asarray(x) for x in flat(*build.replaced(leaves, inputs, xs))]
-                self.has_gradients = bool(inputs and results) and is_floating(results[0]) and not results[0].shape
-                return (results[0] * scale if self.has_gradients else jnp.zeros(())), results
-
-            value, pull_back, results = jax.vjp(loss, *[leaves[i] for i in inputs], has_aux=True)
-            if not self.has_gradients:
-                return results, []
-            return results[:1], [g / scale for g in pull_back(jnp.ones_like(value))]
-
+        self._call, self._leaves = call, call.leaves
+        self._inputs = [i for i in differentiable(args, kwargs, call.leaves) if is_floating(call.leaves[i])]
+        value_and_gradients = self._value_and_gradients(autocast(fun, compute_dtype, rules=rules, recompute=False))
         closed, (values, _) = jax.make_jaxpr(value_and_gradients, return_shape=True)(jnp.float32(1), *call.leaves)
-        self._leaves, self._n = call.leaves, len(values)
+        self._n = len(values)
         self._scale = jnp.float32(_LOSS_SCALES[0] if dtype == jnp.float16 else 1)
         wide = min(self.wide, reference_dtype(), key=lambda x: x.itemsize)  # Without x64, there is no float64.
         self.program = RoundedProgram(closed, ["", *parameter_paths(fun, args, kwargs)], wide, compiled)
         if self.format:
             self._name_products(passes(fun, compute_dtype, rules)(args, kwargs))
-        self._exact: tuple[list[Array], dict[Any, Any]] | None = None
+        self._exact: tuple[list[Array], dict[Any, Any]] | None = None if exact is None else (exact, {})
+
+    def _value_and_gradients(self, cast: Callable[..., Any]) -> Callable[..., tuple[list[Any], list[Any]]]:
+        """Return a function of a loss scale and the leaves, which returns the value of `cast` and its gradients."""
+        flat = self._call.traceable(cast)
+
+        def value_and_gradients(scale: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
+            def loss(*xs: Any) -> tuple[Any, list[Any]]:
+                results = [jnp.asarray(x) for x in flat(*build.replaced(leaves, self._inputs, xs))]
+                self.has_gradients = bool(self._inputs and results) and is_floating(results[0]) and not results[0].shape
+                return (results[0] * scale if self.has_gradients else jnp.zeros(())), results
+
+            value, pull_back, results = jax.vjp(loss, *[leaves[i] for i in self._inputs], has_aux=True)
+            if not self.has_gradients:
+                return results, []
+            return results[:1], [g / scale for g in pull_back(jnp.ones_like(value))]
+
+        return value_and_gradients
+
+    def of_residuals(self, residuals: DTypeLike) -> float:
+        """Return the error that residuals in 8 bits add to the gradients of autocast."""
+        options = {"xla_allow_excess_precision": False}  # Else XLA may leave out other roundings in one of the two.
+        without, within = (
+            jax.jit(self._value_and_gradients(cast), compiler_options=options)(self._scale, *self._leaves)[1]
+            for cast in (self._cast(), self._cast(residuals=residuals))
+        )
+        return _distance(list(zip(within, without, strict=True)))
 
     def _name_products(self, found: Passes) -> None:
         """Give the products the names that their rules have. A convolution in 8 bits is a matrix product."""

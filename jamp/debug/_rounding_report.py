@@ -26,6 +26,7 @@ from jamp.debug._run_steps import Damage
 from jamp.debug._steps import Site
 from jamp.debug._usage import called_as, check_concrete, naming_states
 
+_RESIDUALS = "residuals"  # the operation of the row of residuals in 8 bits
 _CHECKED = 2  # rows that are measured, too
 _SHOWN = 12  # rows
 _NUMBER = re.compile(r"\d+")
@@ -39,7 +40,7 @@ class RoundingRow:
     of the value and of the gradients are predicted to first order.
 
     Attributes:
-      operation: The primitive: "dot_general".
+      operation: The primitive: "dot_general". Or "residuals", for what residuals in 8 bits add.
       source: The user's line, "model.py:12 (dense)", and after a `>` the innermost line of a package that it calls.
       scope: The name scopes around it, such as the names of Linen modules: "h_3/attn/query", or "h_*" for many layers.
       parameter: The paths, in the arguments, of the parameters that it reads.
@@ -216,7 +217,8 @@ class RoundingReport:
         )
 
     def _next(self) -> list[str]:
-        first, error = self.rows[0], self.value_error if math.isnan(self.gradient_error) else self.gradient_error
+        first = next(row for row in self.rows if row.operation != _RESIDUALS)
+        error = self.value_error if math.isnan(self.gradient_error) else self.gradient_error
         if first.overflows:
             return [_table.wrapped(f"next: {first.source} overflows: jamp.debug.find_nonfinite, or full_precision", 6)]
         if not error > 0:
@@ -273,7 +275,11 @@ _CALL = "jamp.debug.rounding_report(loss_fn, jnp.bfloat16)(params, batch)"
 
 @called_as(_CALL, functions=1)
 def rounding_report(
-    fun: Callable[..., Any], compute_dtype: DTypeLike | Format, *, rules: Mapping[str, str] | None = None
+    fun: Callable[..., Any],
+    compute_dtype: DTypeLike | Format,
+    *,
+    rules: Mapping[str, str] | None = None,
+    residuals: DTypeLike | None = None,
 ) -> Callable[..., RoundingReport]:
     """Find the operations whose rounding under `autocast` does the most damage to a function and its gradients.
 
@@ -298,6 +304,8 @@ def rounding_report(
       compute_dtype: float16, bfloat16, or for code in float64 float32, or its name. Or a format of 8 bits: a `Float8`,
         `Int8` or `MXFP8`, or one of your own.
       rules: As for `autocast`.
+      residuals: As for `autocast`: with `jnp.int8`, one row "residuals" has the error that residuals in 8 bits add to
+        the gradients, measured by two more gradients. `gradient_error` and the bound of `rules` are without it.
 
     Returns:
       A function of the arguments of `fun` that returns a `RoundingReport`.
@@ -332,12 +340,14 @@ def rounding_report(
     ):
         got = describe(compute_dtype)
         raise TypeError(f"jamp.debug.rounding_report takes a dtype as 'compute_dtype', got {got}. Write {_CALL}.")
-    autocast(fun, compute_dtype, rules=rules)  # checks the arguments
+    autocast(fun, compute_dtype, rules=rules, residuals=residuals)  # checks the arguments
 
     def report(*args: Any, **kwargs: Any) -> RoundingReport:
         check_concrete("rounding_report", Call(args, kwargs).leaves)
         compiled: dict[Any, Any] = {}
-        errors_of = lambda more: Errors(fun, compute_dtype, dict(rules or {}) | more, args, kwargs, compiled)
+        errors_of = lambda more, *exact: Errors(
+            fun, compute_dtype, {**more, **(rules or {}), **more}, args, kwargs, compiled, *exact
+        )
         with naming_states(_CALL, args):
             errors = errors_of({})
         program, total, damages = errors.program, errors.total, errors.damages
@@ -351,11 +361,13 @@ def rounding_report(
         checked = [
             dataclasses.replace(row, measured=errors.of(dict.fromkeys(mine, ON))) for row, mine in pairs[:_CHECKED]
         ]
-        rows = (*checked, *(row for row, _ in pairs[_CHECKED:]))
+        rows = [*checked, *(row for row, _ in pairs[_CHECKED:])]
+        if residuals is not None and errors.has_gradients:
+            rows = sorted([*rows, _row_of_residuals(errors.of_residuals(residuals))], key=lambda row: -row.damage)
         name, search = errors.format.name if errors.format else errors.dtype, RuleSearch(errors, errors_of)
         opaque = tuple(sorted(program.opaque))
         found = lints_of(lambda more: passes(fun, compute_dtype, {**(rules or {}), **more})(args, kwargs))
-        return RoundingReport(rows, name, errors.share, *total, opaque, found, search)
+        return RoundingReport(tuple(rows), name, errors.share, *total, opaque, found, search)
 
     return report
 
@@ -395,6 +407,11 @@ def _row(
         worst=sites[worst].scope if is_one else "",
         format=first.format,
     )
+
+
+def _row_of_residuals(error: float) -> RoundingRow:
+    """Return the row of residuals in 8 bits. They change no value."""
+    return RoundingRow(_RESIDUALS, "", "", "", True, "", "int8", 0.0, error, 0.0, error, measured=(0.0, error))
 
 
 def _predicted(damage: Damage) -> float:

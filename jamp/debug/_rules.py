@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax import Array
 
 from jamp._autocast.rules import ACCUMULATE
 from jamp._jaxprs.primitives import PRODUCTS
@@ -14,11 +15,15 @@ from jamp.debug._program import OFF, ON, OPERANDS
 from jamp.debug._run_steps import Damage, Data, Switches
 from jamp.debug._steps import Site
 
-_TRIED = 20
 # Shares of the bound at which the search aims, in order. Rules that just reach a bound for one batch are beyond it for
 # others, and autocast rounds a little differently from the search.
-_TARGETS = 0.85, 0.7, 0.5, 1.0
-_SURE = 1.5  # times the bound: a predicted error beyond it is not measured
+_TARGETS = 0.85, 1.0
+_SURE = (
+    1.5  # times the bound: what rules leave by the prediction, so that errors that cancel in one batch do not decide
+)
+_LEFT = np.geomspace(1, 1e-6, 256)[1:]  # shares of the damage that sets of rules leave, by the prediction
+_STEP = 8  # sets, between two of which the error is measured first
+_UNITS = 4096  # of FLOPs, in which the cost of rules is counted
 _NAMED = 5  # operations in an error
 
 
@@ -47,9 +52,10 @@ class RuleSearch:
     16 bit.
     """
 
-    def __init__(self, errors: Errors, errors_of: Callable[[Mapping[str, str]], Errors]):
+    def __init__(self, errors: Errors, errors_of: Callable[[Mapping[str, str], list[Array]], Errors]):
         self._errors, self._errors_of = errors, errors_of
         self._measured: dict[frozenset[tuple[str, str]], float] = {}
+        self._runs: dict[frozenset[tuple[str, str]], Errors] = {}
 
     @property
     def _kind(self) -> int:
@@ -58,14 +64,39 @@ class RuleSearch:
 
     @functools.cached_property
     def _candidates(self) -> tuple[list[_Rule], list[_Rule]]:
-        """The rules that cost no FLOPs, and the others, each with the most damage for its FLOPs first."""
+        """The rules that cost no FLOPs, and the others."""
         sites, damages = self._errors.program.sites, self._errors.damages[self._kind]
-        free, wide = _candidates(sites, damages, "" if self._errors.format else str(self._errors.wide))
-        by_damage = lambda x: -x.prevents / (x.flops + 1)
-        return sorted(free, key=by_damage), sorted(wide, key=by_damage)
+        return _candidates(sites, damages, "" if self._errors.format else str(self._errors.wide))
+
+    @functools.cached_property
+    def _sets(self) -> list[tuple[float, list[_Rule]]]:
+        """Sets of rules and the damage that each leaves by the prediction, each with the fewest FLOPs for it.
+
+        Each has more FLOPs in more bits than the one before. The one with all products is not among them.
+        """
+        free, wide = self._candidates
+        of_free, sites = {x.key: x.prevents for x in free}, self._errors.program.sites
+        all_sites = {i for x in wide for i in x.on if sites[i].format or not self._errors.format}
+        # With all free rules, a rule for a product prevents the rest of its damage.
+        rest = [x.prevents - of_free.get(x.key, 0.0) for x in wide]
+        total, cheapest = sum(rest) + sum(of_free.values()), _cheapest(wide, rest)
+        sets: dict[frozenset[str], tuple[float, list[_Rule]]] = {}
+        for left in total * _LEFT:
+            rules = cheapest(total - left - sum(of_free.values()))
+            if all_sites.issubset(i for x in rules for i in x.on):
+                break
+            keys = {x.key for x in rules}
+            rules += [x for x in free if x.key not in keys]
+            now = total - sum(x.prevents for x in rules)
+            for x in sorted(free, key=lambda x: x.prevents):
+                if x in rules and now + x.prevents <= left:
+                    now += x.prevents
+                    rules.remove(x)
+            sets.setdefault(frozenset(x.key + x.category for x in rules), (now, rules))
+        return list(sets.values())
 
     def find(self, bound: float) -> Found:
-        """Return the fewest rules, chosen by the damage that each prevents for its FLOPs, and checked with autocast.
+        """Return rules with few FLOPs in more bits, chosen by the damage that they prevent, and checked with autocast.
 
         If none reach the bound, those for all products, with which the error is least.
         """
@@ -75,25 +106,19 @@ class RuleSearch:
             raise ValueError(f"rules() needs a positive bound and an error to bound: {got}.")
         if errors.total[kind] <= bound:
             return Found({}, errors)
-        sites, (free, wide) = errors.program.sites, self._candidates
-        for target in (share * bound for share in _TARGETS):
-            if self._error(wide) > target:
-                continue
-            needed = self._without_needless(self._fewest(wide, free, target), free, target)
-            needed = self._exchanged(needed, wide, free, target)
-            others = [x for x in free if x.key not in {y.key for y in needed}]
-            kept = self._fewest(others, needed, target)
-            # The first rule that matches decides, so the longer name stands first.
-            chosen = {x.key: x.category for x in sorted([*needed, *kept], key=lambda x: -len(x.key))}
-            is_all = {i for x in needed for i in x.on}.issuperset(i for x in wide for i in x.on)
-            if not is_all and (found := self._errors_of(chosen)).total[kind] <= bound:
-                return Found(chosen, found, _nameless(sites, needed).strip())
+        sites = errors.program.sites
         operations = sorted({x.operation for x in sites} & PRODUCTS)
         everything = dict.fromkeys(operations, ACCUMULATE if errors.format else str(errors.wide))
-        at_full_width = self._errors_of(everything)  # What rounds here too is the code's own, or 16 bit.
+        at_full_width = self._run(everything)  # What rounds here too is the code's own, or 16 bit.
+        sets = [rules for left, rules in self._sets if left <= (_SURE * bound) ** 2]
+        for target in (share * bound for share in _TARGETS) if at_full_width.total[kind] <= bound else ():
+            for rules in sets[self._first(sets, target) :]:
+                chosen = _chosen(rules)
+                if self._error(rules) <= target and (found := self._run(chosen)).total[kind] <= bound:
+                    return Found(chosen, found, _nameless(sites, [x for x in rules if x.flops]).strip())
         narrow = "16 bit" if errors.format else errors.wide
         message = f"No smaller set than all products in {narrow} was found for an error of {bound:g}."
-        return Found(everything, at_full_width, message + _nameless(sites, wide))
+        return Found(everything, at_full_width, message + _nameless(sites, self._candidates[1]))
 
     def unreachable(self, found: Found, bound: float) -> str:
         """Return the message that products at full width are not enough."""
@@ -117,75 +142,86 @@ class RuleSearch:
             self._measured[key] = self._errors.of(on)[self._kind]
         return self._measured[key]
 
-    def _fewest(self, rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> Sequence[_Rule]:
-        """Return the first rules that are enough with the others, given that all of them are."""
-        low, high = -1, len(rules)
+    def _run(self, rules: dict[str, str]) -> Errors:
+        """The function with some rules, as autocast traces it. Its reference is the same."""
+        key = frozenset(rules.items())
+        if key not in self._runs:
+            self._runs[key] = self._errors_of(rules, self._errors.exact()[0])
+        return self._runs[key]
+
+    def _first(self, sets: Sequence[Sequence[_Rule]], bound: float) -> int:
+        """Return the index of the first set that is enough, by steps of several sets and then between two.
+
+        An error may rise with more rules, where errors cancel. So the search does not start with many.
+        """
+        low, high = -1, len(sets)
+        for i in range(0, len(sets), _STEP):
+            if self._error(sets[i]) <= bound:
+                high = i
+                break
+            low = i
         while high - low > 1:
             middle = (low + high) // 2
-            is_enough = self._error([*rules[:middle], *others]) <= bound
-            low, high = (low, middle) if is_enough else (middle, high)
-        return rules[:high]
+            low, high = (low, middle) if self._error(sets[middle]) <= bound else (middle, high)
+        return high
 
-    def _without_needless(self, rules: Sequence[_Rule], others: Sequence[_Rule], bound: float) -> list[_Rule]:
-        """Leave out rules that the others make needless, tried from the most FLOPs on."""
-        kept = list(rules)
-        for rule in sorted(rules, key=lambda x: -x.flops)[:_TRIED]:
-            rest = [x for x in kept if x is not rule]
-            if self._may_do(kept, others, rule.prevents, bound) and self._error([*rest, *others]) <= bound:
-                kept = rest
-        return kept
 
-    def _exchanged(
-        self, rules: Sequence[_Rule], every: Sequence[_Rule], others: Sequence[_Rule], bound: float
-    ) -> list[_Rule]:
-        """Put rules with fewer FLOPs in the place of others where they are enough, the most FLOPs saved first."""
-        kept, tried = list(rules), 0
-        while tried < _TRIED:
-            pairs = [(x, y) for x in kept for y in every if y not in kept and y.flops < x.flops]
-            for x, y in sorted(pairs, key=lambda pair: pair[1].flops - pair[0].flops):
-                if tried == _TRIED or not self._may_do(kept, others, x.prevents - y.prevents, bound):
-                    continue
-                tried += 1
-                new = [*(z for z in kept if z is not x), y]
-                if self._error([*new, *others]) <= bound:
-                    kept = new
-                    break
-            else:
-                break
-        return kept
+def _chosen(rules: Sequence[_Rule]) -> dict[str, str]:
+    """Return rules as autocast takes them. The first one that matches decides, so the longer name stands first."""
+    return {x.key: x.category for x in sorted(rules, key=lambda x: -len(x.key))}
 
-    def _may_do(self, rules: Sequence[_Rule], others: Sequence[_Rule], more: float, bound: float) -> bool:
-        """Whether an error may be within the bound with more damage than with some rules, by the prediction."""
-        return self._error([*rules, *others]) ** 2 + more <= (_SURE * bound) ** 2
+
+def _cheapest(rules: Sequence[_Rule], values: Sequence[float]) -> Callable[[float], list[_Rule]]:
+    """Return a function that returns the rules with the fewest FLOPs whose values add up to a sum, or all rules."""
+    unit = sum(x.flops for x in rules) / _UNITS or 1.0
+    costs = [round(x.flops / unit) for x in rules]
+    most, takes = np.zeros(sum(costs) + 1), []  # the largest sum for each cost, and whether it takes each rule
+    for cost, value in zip(costs, values, strict=True):
+        with_it = most.copy()
+        with_it[cost:] = most[: len(most) - cost] + value
+        takes.append(with_it > most)
+        most = np.maximum(most, with_it)
+
+    def chosen(total: float) -> list[_Rule]:
+        at = min(int(np.searchsorted(most, total)), len(most) - 1)
+        found = []
+        for rule, cost, taken in reversed(list(zip(rules, costs, takes, strict=True))):
+            if taken[at]:
+                found.append(rule)
+                at -= cost
+        return found
+
+    return chosen
 
 
 def _candidates(sites: Sequence[Site], damages: Mapping[int, Damage], dtype: str) -> tuple[list[_Rule], list[_Rule]]:
-    """Return the rules that keep results of products as they are accumulated, and rules for products in a dtype.
+    """Return the rules that keep results of products as they are accumulated, and those that widen products to a dtype.
 
-    Without a dtype, only rules that keep products of 8 bits in 16 bit.
+    Without a dtype, those that keep products of 8 bits in 16 bit. The first ones are for products that have 16 bit.
     """
-    accumulate, wide = [], []
-    keys = dict.fromkeys((x.operation, x.scope) for x in sites if x.operation in PRODUCTS and (dtype or x.format))
-    for name, scope in keys:
+    free, wide = [], []
+    for name, scope in dict.fromkeys((x.operation, x.scope) for x in sites if x.operation in PRODUCTS):
         inside = lambda x, scope=scope: not scope or f"/{scope}/" in f"/{x.scope}/"
         covered = [i for i, x in enumerate(sites) if x.operation == name and inside(x)]
-        forward = [i for i in covered if not sites[i].is_backward]
+        forward, eight = (
+            [i for i in covered if f(sites[i])] for f in (lambda x: not x.is_backward, lambda x: x.format)
+        )
         squares = lambda field, mine: sum(float(np.sum(getattr(damages[i], field))) for i in mine if i in damages)
         key = f"{name}[{scope}]" if scope else name
         # A rule for a scope covers all sites in it. A site with a scope of its own has its own rule, too.
         own = [i for i in covered if sites[i].scope == scope]
         of_results = squares("result", [i for i in own if i in forward])
+        flops = sum(sites[i].flops for i in (covered if dtype else eight))
+        if not eight:
+            free.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, OPERANDS), of_results, 0.0))
         if dtype:
-            flops = sum(sites[i].flops for i in covered)
-            accumulate.append(_Rule(key, ACCUMULATE, dict.fromkeys(forward, OPERANDS), of_results, 0.0))
             prevents = squares("operands", own) + squares("result", own)
             wide.append(_Rule(key, dtype, dict.fromkeys(covered, OFF), prevents, flops))
-        else:
-            flops = sum(sites[i].flops for i in covered if sites[i].format)
+        elif eight:
             on = {i: (OPERANDS if i in forward else ON)._replace(codes=OFF.codes) for i in covered}
             prevents = squares("operands", [i for i in own if sites[i].format]) + of_results
             wide.append(_Rule(key, ACCUMULATE, on, prevents, flops))
-    return accumulate, wide
+    return free, wide
 
 
 def _switches(sites: int, rules: Sequence[_Rule]) -> Data:

@@ -60,8 +60,9 @@ Data = Mapping[int, Any]  # by the index of the site: `Switches` to round, or a 
 def measure_damage(y: Array, with_operands: Array, cotangent: Array, dtype: np.dtype[Any] | None) -> Damage:
     """Return the damage of rounding operands, with which `y` is `with_operands`, and of rounding the result."""
     errors = [with_operands - y, round_to(with_operands, dtype) - with_operands]
-    is_finite = jnp.isfinite(errors[0]) & jnp.isfinite(errors[1])
-    errors = [jnp.where(is_finite, error, 0) for error in errors]
+    is_finite = jnp.isfinite(y)  # A mask of -inf does not overflow.
+    overflows = is_finite & ~jnp.isfinite(errors[0] + errors[1])
+    errors = [jnp.where(is_finite & ~overflows, error, 0) for error in errors]
     products = [cotangent * error for error in errors]
     # Errors are independent, with two exceptions: those from the rounding of one element of an operand, which are in
     # a row or a column, and the errors of equal rows.
@@ -71,9 +72,9 @@ def measure_damage(y: Array, with_operands: Array, cotangent: Array, dtype: np.d
         number(products[0] + products[1]),
         _expected_square(products[0], operands),
         _expected_square(products[1], operands[-1:]),
-        number(~is_finite),
+        number(overflows),
         number((errors[0] + errors[1]) ** 2),
-        number(y**2),
+        number(jnp.where(is_finite, y, 0) ** 2),
     )
 
 
