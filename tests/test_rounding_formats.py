@@ -278,7 +278,7 @@ def test_errors_that_cancel_do_not_hide_the_rule_that_is_enough():
     ten, six, *others = (by_key[f"dot_general[{name}]"] for name in ("ten", "six", "a", "b", "c"))
     bound = 0.5 * report.value_error
     errors = [search._error(x) for x in ([ten], [ten, six], [ten, six, *others[:2]])]
-    assert errors[0] < 0.1 * bound
+    assert errors[0] < 0.25 * bound
     assert errors[1] > bound
     assert errors[2] < 0.85 * bound
     assert report.rules(error=bound) == {"dot_general[ten]": "accumulate"}
@@ -403,6 +403,74 @@ def test_a_planted_product_of_a_decoder_is_named_first(planted, name):
 @pytest.mark.parametrize("planted", PLANTED[2:])
 def test_other_planted_products_of_a_decoder_are_named_too(planted):
     test_a_planted_product_of_a_decoder_is_named_first(planted, ("float8", "int8")[PLANTED.index(planted) % 2])
+
+
+def with_feature(is_planted, product, h, w):
+    """A product whose operand has a feature of 300 times the others, without the feature's part of the result."""
+    if not is_planted:
+        return product(h, w)
+    large = jnp.zeros(h.shape[-1]).at[3].set(300.0)
+    return product(h.at[..., 3].set(300.0), w) - product(jnp.broadcast_to(large, h.shape), lax.stop_gradient(w))
+
+
+def vision(planted, weights, x, y):
+    """Patches, and two blocks that look at all of them."""
+    image = x.reshape(1, 32, 32, 4)
+    with jax.named_scope("patches"):
+        h = image.reshape(8, 4, 8, 4, 4).transpose(0, 2, 1, 3, 4).reshape(64, 64)
+        h = with_feature(planted == "patches", jnp.matmul, h, weights[0])
+    for i, w in enumerate(weights[1:3]):
+        with jax.named_scope(f"block_{i}"):
+            mixed = jax.nn.softmax(h @ h.T / 8) @ h
+            with jax.named_scope("mlp"):
+                h = h + jnp.tanh(with_feature(planted == f"block_{i}/mlp", jnp.matmul, mixed, w))
+    with jax.named_scope("head"):
+        return jnp.mean((h.mean(0) @ weights[3] - y[0]) ** 2)
+
+
+def mixture(planted, weights, x, y):
+    """Two experts of two layers, whose results a gate weights."""
+    gate, many = jax.nn.softmax(x[:, :2]), jnp.broadcast_to(x, (2, *x.shape))
+    with jax.named_scope("experts"):
+        with jax.named_scope("up"):
+            h = jax.nn.relu(with_feature(planted == "experts/up", jnp.matmul, many, weights[:2]))
+        with jax.named_scope("down"):
+            h = with_feature(planted == "experts/down", jnp.matmul, h, weights[2:])
+    with jax.named_scope("head"):
+        return jnp.mean((jnp.einsum("etd,te->td", h, gate) @ weights[0] - y) ** 2)
+
+
+def pointwise(planted, weights, x, y):
+    """1 x 1 convolutions, with a mean over neighbours between them."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    conv = lambda h, w: lax.conv_general_dilated(h, w[None, None], (1, 1), "SAME", dimension_numbers=numbers)
+    h = x.reshape(1, 8, 8, 64)
+    for i, w in enumerate(weights[:3]):
+        with jax.named_scope(f"conv_{i}"):
+            h = jnp.tanh(with_feature(planted == f"conv_{i}", conv, (h + jnp.roll(h, 1, 1)) / 2, w))
+    with jax.named_scope("head"):
+        return jnp.mean((h.reshape(64, 64) @ weights[3] - y) ** 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["float8", "int8"])
+@pytest.mark.parametrize(
+    ("model", "planted"),
+    [
+        (vision, "patches"),
+        (vision, "block_1/mlp"),
+        (mixture, "experts/up"),
+        (mixture, "experts/down"),
+        (pointwise, "conv_1"),
+    ],
+)
+def test_planted_products_of_other_models_are_named_first(model, planted, name):
+    report = jamp.debug.rounding_report(functools.partial(model, planted), FORMATS[name])(WEIGHTS, X, Y)
+    first = report.rows[0]
+    assert (first.worst or first.scope, first.format) == (planted, FORMATS[name].name)
+    assert first.damage > 2 * max(row.damage for row in report.rows if planted not in (row.scope, row.worst))
+    rules = report.rules(error=0.5 * report.gradient_error)
+    assert [key for key in rules if f"[{planted}]" in key]
 
 
 @pytest.mark.slow

@@ -107,18 +107,19 @@ class RuleSearch:
         if errors.total[kind] <= bound:
             return Found({}, errors)
         sites = errors.program.sites
-        operations = sorted({x.operation for x in sites} & PRODUCTS)
-        everything = dict.fromkeys(operations, ACCUMULATE if errors.format else str(errors.wide))
-        at_full_width = self._run(everything)  # What rounds here too is the code's own, or 16 bit.
+        free, wide = self._candidates
         sets = [rules for left, rules in self._sets if left <= (_SURE * bound) ** 2]
-        for target in (share * bound for share in _TARGETS) if at_full_width.total[kind] <= bound else ():
+        for target in (share * bound for share in _TARGETS) if self._error([*wide, *free]) <= bound else ():
             for rules in sets[self._first(sets, target) :]:
                 chosen = _chosen(rules)
                 if self._error(rules) <= target and (found := self._run(chosen)).total[kind] <= bound:
                     return Found(chosen, found, _nameless(sites, [x for x in rules if x.flops]).strip())
+        operations = sorted({x.operation for x in sites} & PRODUCTS)
+        everything = dict.fromkeys(operations, ACCUMULATE if errors.format else str(errors.wide))
+        at_full_width = self._run(everything)  # What rounds here too is the code's own, or 16 bit.
         narrow = "16 bit" if errors.format else errors.wide
         message = f"No smaller set than all products in {narrow} was found for an error of {bound:g}."
-        return Found(everything, at_full_width, message + _nameless(sites, self._candidates[1]))
+        return Found(everything, at_full_width, message + _nameless(sites, wide))
 
     def unreachable(self, found: Found, bound: float) -> str:
         """Return the message that products at full width are not enough."""
