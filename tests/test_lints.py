@@ -11,6 +11,7 @@ from jax import lax
 import jamp
 import jamp.debug
 from benchmarks import mixture, models
+from benchmarks.memory import convolutions, llama
 
 X = jax.random.normal(jax.random.key(0), (512, 32))
 W = jax.random.normal(jax.random.key(1), (32, 32)) / 6
@@ -123,25 +124,37 @@ def test_a_mean_of_many_elements_in_float16_may_overflow():
     assert "adds 65536 terms in float16, which overflows if their mean is 1 or more" in found
 
 
+TRANSFORMERS = [(mixture, "GPT-2 124 M"), (models, "ViT-B/16"), (models, "GPT-2 124 M"), (llama, "GPT-2 124 M")]
+
+
 @pytest.mark.slow_after(2)
 @pytest.mark.promotes("a number from NumPy scales 16-bit queries")
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-@pytest.mark.parametrize(("module", "name"), [(mixture, "GPT-2 124 M"), (models, "ViT-B/16"), (models, "GPT-2 124 M")])
+@pytest.mark.parametrize(("module", "name"), TRANSFORMERS)
 def test_the_models_of_the_benchmarks_have_no_lint(module, name, dtype):
     """At their real sizes, in float32 and by hand in 16 bit, forward and with their gradients."""
-    loss, params, batch = models.problem(module, models.SHAPES[name], 8, scanned=module is models)
+    loss, params, batch = models.problem(module, models.SHAPES[name], 8, scanned=module is not mixture)
+    has_no_lint(loss, params, batch, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.promotes("16-bit products have float32 biases")
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["ResNet-18", "ResNet-50", "U-Net"])
+def test_the_convolutional_networks_of_the_benchmarks_have_no_lint(name, dtype):
+    images, labels = jax.ShapeDtypeStruct((32, 64, 64, 3), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.int32)
+    loss, made, batch = {
+        "ResNet-18": (models.resnet_loss, lambda: models.resnet_params(64), (images, labels)),
+        "ResNet-50": (convolutions.resnet_loss, convolutions.resnet_params, (images, labels)),
+        "U-Net": (convolutions.unet_loss, convolutions.unet_params, (images, images)),
+    }[name]
+    has_no_lint(loss, jax.eval_shape(made), batch, dtype)
+
+
+def has_no_lint(loss, params, batch, dtype):
     loss = functools.partial(loss, dtype=dtype)
     for fun in (loss, jax.grad(loss if dtype else jamp.autocast(loss, jnp.bfloat16))):
         assert jamp.autocast_report(fun, jnp.bfloat16)(params, batch).lints == ()
-
-
-@pytest.mark.promotes("16-bit products have float32 biases")
-def test_a_resnet_has_no_lint():
-    params = jax.eval_shape(lambda: models.resnet_params(64))
-    batch = jax.ShapeDtypeStruct((64, 64, 64, 3), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
-    for dtype in (None, jnp.bfloat16):
-        loss = functools.partial(models.resnet_loss, dtype=dtype)
-        assert jamp.autocast_report(loss, jnp.bfloat16)(params, batch).lints == ()
 
 
 def test_a_lint_is_in_both_tables():

@@ -282,6 +282,8 @@ def test_errors_that_cancel_do_not_hide_the_rule_that_is_enough():
     assert errors[1] > bound
     assert errors[2] < 0.85 * bound
     assert report.rules(error=bound) == {"dot_general[ten]": "accumulate"}
+    assert errors[0] < 0.3 * 0.85 * report.value_error  # but its prediction is not below this bound
+    assert {six.key, *(x.key for x in others[:2])} & report.rules(error=0.3 * report.value_error).keys()
 
 
 def attend(weights, x, y):

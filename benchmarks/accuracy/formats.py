@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jamp
 import jamp.debug
@@ -53,12 +54,17 @@ def chosen(study: Study) -> dict[str, Any]:
     curve = every.curve([bound * every.gradient_error for bound in BOUNDS])
     enough = [point for point in curve.points if point.share >= first_and_last.share]
     best = min(enough, key=lambda point: point.error)
+    in_16_bit = jamp.debug.rounding_report(loss, jnp.bfloat16)(params, batch).gradient_error
     ways = {
+        "bfloat16": ({}, 0.0, in_16_bit),
         "Float8": ({}, every.share, every.gradient_error),
         "first and last": (folklore(study.shape), first_and_last.share, first_and_last.gradient_error),
         "rules": (best.rules, best.share, best.error),
     }
+    parts = [tuple(x[i : i + 4] for x in batch) for i in range(0, 16, 4)]
     return {
+        "alone": {"row": every.rows[0].scope, "gradient_error": every.rows[0].measured[1]},
+        "parts": [jamp.debug.rounding_report(loss, jamp.Float8())(params, part).gradient_error for part in parts],
         "ways": [
             {"name": name, "rules": rules, "share": share, "gradient_error": error}
             for name, (rules, share, error) in ways.items()
@@ -93,5 +99,8 @@ if __name__ == "__main__":
     for row in found["ways"]:
         show(row)
     train("rules", found["ways"][-1]["rules"])
+    for row in found["ways"]:
+        row["losses"] = [x["loss"] for x in found["rows"] if x["name"] == row["name"]]
+    write(options.json, found)
     if options.json:
         show_intervals(found["rows"], "first and last", label="name")

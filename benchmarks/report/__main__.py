@@ -23,6 +23,7 @@ GPU = "gpu_h200"
 TABLES: dict[str, tuple[dict[str, str], Callable[..., str]]] = {
     "budgets": ({"budget_h200": "rows", "budget_tpu": "rows"}, tables.budgets),
     "residuals": ({"residuals_h200": "rows"}, tables.residuals),
+    "formats": ({"formats": "ways"}, tables.formats),
     "residual_gradients": ({"residuals": "gradients"}, tables.residual_gradients),
 }
 # The same of files of `benchmarks.gpu`: the parts, and what makes the table of the parts' rows.

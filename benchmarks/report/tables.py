@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
+import numpy as np
+
+from benchmarks.accuracy.intervals import interval
 from benchmarks.record import Rows
 from benchmarks.report.markdown import TITLES, names, number, select, table
 from benchmarks.step.peers import AGAIN
@@ -219,6 +222,20 @@ def residual_gradients(rows: Rows) -> str:
         errors = [number(row[way]) for way in ("bfloat16", "int8")]
         body.append([row["model"] + made, *errors, f"{row['ratio']:.2f}, {row['median_ratio']:.2f}"])
     return table(["", "bfloat16", "with int8 residuals", "ratio of a parameter, largest and median"], body)
+
+
+def formats(ways: Rows) -> str:
+    """The share of FLOPs in 8 bits, the error of the gradients, and the final losses of each way, with an interval."""
+    losses = {row["name"]: np.array(row["losses"]) for row in ways}
+    base, body = "first and last", []
+    for row in ways:
+        of_way = losses[row["name"]]
+        low, high = interval(of_way - losses[base])
+        apart = "" if row["name"] == base else f"{low:+.4f} to {high:+.4f}"
+        cells = [f"{100 * row['share']:.0f} %", f"{row['gradient_error']:.3f}", ", ".join(f"{x:.4f}" for x in of_way)]
+        body.append([row["name"], *cells, apart])
+    minus = f'minus "{base}", 90 % interval'
+    return table(["", "FLOPs in 8 bits", "error of the gradients", "held-out loss by seed, nats a byte", minus], body)
 
 
 def title_of(model: str) -> str:
