@@ -18,9 +18,7 @@ from jamp.debug._steps import Site
 # Shares of the bound at which the search aims, in order. Rules that just reach a bound for one batch are beyond it for
 # others, and autocast rounds a little differently from the search.
 _TARGETS = 0.85, 1.0
-_SURE = (
-    1.5  # times the bound: what rules leave by the prediction, so that errors that cancel in one batch do not decide
-)
+_SURE = 1.5  # times the bound: what rules may leave by the prediction, where errors cancel in one batch
 _LEFT = np.geomspace(1, 1e-6, 256)[1:]  # shares of the damage that sets of rules leave, by the prediction
 _STEP = 8  # sets, between two of which the error is measured first
 _UNITS = 4096  # of FLOPs, in which the cost of rules is counted
