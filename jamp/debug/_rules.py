@@ -62,9 +62,10 @@ class RuleSearch:
 
     @functools.cached_property
     def _candidates(self) -> tuple[list[_Rule], list[_Rule]]:
-        """The rules that cost no FLOPs, and the others."""
+        """The rules that cost no FLOPs, those that prevent the most damage first, and the others."""
         sites, damages = self._errors.program.sites, self._errors.damages[self._kind]
-        return _candidates(sites, damages, "" if self._errors.format else str(self._errors.wide))
+        free, wide = _candidates(sites, damages, "" if self._errors.format else str(self._errors.wide))
+        return sorted(free, key=lambda x: -x.prevents), wide
 
     @functools.cached_property
     def _sets(self) -> list[tuple[float, list[_Rule]]]:
@@ -73,7 +74,7 @@ class RuleSearch:
         Each has more FLOPs in more bits than the one before. The one with all products is not among them.
         """
         free, wide = self._candidates
-        of_free, sites = {x.key: x.prevents for x in free}, self._errors.program.sites
+        sites, of_free = self._errors.program.sites, {x.key: x.prevents for x in free}
         all_sites = {i for x in wide for i in x.on if sites[i].format or not self._errors.format}
         # With all free rules, a rule for a product prevents the rest of its damage.
         rest = [x.prevents - of_free.get(x.key, 0.0) for x in wide]
@@ -83,13 +84,11 @@ class RuleSearch:
             rules = cheapest(total - left - sum(of_free.values()))
             if all_sites.issubset(i for x in rules for i in x.on):
                 break
-            keys = {x.key for x in rules}
-            rules += [x for x in free if x.key not in keys]
-            now = total - sum(x.prevents for x in rules)
-            for x in sorted(free, key=lambda x: x.prevents):
-                if x in rules and now + x.prevents <= left:
-                    now += x.prevents
-                    rules.remove(x)
+            keys, now = {x.key for x in rules}, total - sum(x.prevents for x in rules)
+            for x in free:
+                if now > left and x.key not in keys:
+                    rules.append(x)
+                    now -= x.prevents
             sets.setdefault(frozenset(x.key + x.category for x in rules), (now, rules))
         return list(sets.values())
 

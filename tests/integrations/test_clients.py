@@ -3,10 +3,14 @@
 import re
 import sys
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from pages import PAGES, ROOT
 
+import jamp
 from tests.clients.__main__ import CLIENTS, python_of
+from tests.clients.recipes import flax_example
 
 SECTIONS = {  # the section of docs/frameworks with the lines of each recipe
     "flax_example": "Flax's MNIST tutorial",
@@ -32,6 +36,13 @@ def test_a_recipe_has_the_lines_that_its_section_adds(name):
     added = [line for line in added if "rules=" not in line]  # `judge.py` has the rule, for all recipes
     assert len(added) > 2
     assert not [line for line in added if line not in recipe]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_tutorial_of_flax_has_no_lint(dtype):
+    batch = {"image": flax_example.IMAGES[:128], "label": flax_example.LABELS[:128]}
+    report = jamp.autocast_report(flax_example.loss_fn, dtype)(flax_example.CNN(rngs=nnx.Rngs(0)), nnx.Rngs(1), batch)
+    assert report.lints == ()
 
 
 def test_a_python_that_only_prints_an_error_is_not_taken_for_one_that_is_there(tmp_path, monkeypatch):
