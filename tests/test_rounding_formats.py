@@ -476,7 +476,16 @@ def test_planted_products_of_other_models_are_named_first(model, planted, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "bounds"), [("float8", (0.5, 0.2, 0.1)), ("int8", (0.2, 0.06))])
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("float8", (0.5, 0.2, 0.1)),
+        ("int8", (0.2, 0.06)),
+        ("float8 by row", (0.12, 0.1)),
+        ("mxfp8", (0.2, 0.09)),
+        ("a stranger's", (0.5, 0.2)),
+    ],
+)
 def test_rules_hold_their_bound_on_other_seeds_and_batches(name, bounds):
     fun, format = functools.partial(decoders.loss_with, (5, "up"), 300.0), FORMATS[name]
     report = jamp.debug.rounding_report(fun, format)(decoders.init(0), decoders.batch(0))
