@@ -124,10 +124,12 @@ class RoundingReport:
         """Rules for `autocast`, with few FLOPs in more bits, that bring an error below a bound.
 
         For a compute dtype, they say which products run in float32, or keep float32 results. For a format of 8 bits,
-        they say which products stay in 16 bit, each in all three passes: "accumulate" has 16-bit operands.
+        they say which products stay in 16 bit, each in all three passes, or keep float32 results if they have 16 bit
+        anyway: "accumulate" has 16-bit operands and a float32 result.
 
-        Candidates are taken by the damage that they prevent for each FLOP, so another set may have a few FLOPs less.
-        Each step of the search runs the function, and the result was run with `autocast`.
+        The predicted damage and the FLOPs of each product decide which sets of rules are tried, with the fewest FLOPs
+        first. A few are measured, each by a run of the function, and the set that is returned was run with `autocast`.
+        Another set may have fewer FLOPs.
 
         Args:
           error: The bound of the error of the gradients, or of the value if there are no gradients.
