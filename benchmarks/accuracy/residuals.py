@@ -168,25 +168,25 @@ def photographs() -> Images:
     def init(key: jax.Array) -> Any:
         weight = lambda key, *size: jax.random.normal(key, size) / np.prod(size[:-1]) ** 0.5
         keys = jax.random.split(key, 8)
-        norm = lambda: {"scale": jnp.ones(64), "bias": jnp.zeros(64)}
+        norm = lambda: {"scale": jnp.ones(32), "bias": jnp.zeros(32)}
         block = lambda i: {
             "norm1": norm(),
-            "conv1": weight(keys[i], 3, 3, 64, 64),
+            "conv1": weight(keys[i], 3, 3, 32, 32),
             "norm2": norm(),
-            "conv2": weight(keys[i + 1], 3, 3, 64, 64) / 4,
+            "conv2": weight(keys[i + 1], 3, 3, 32, 32) / 4,
         }
-        ends = {"first": weight(keys[6], 3, 3, 3, 64), "last": weight(keys[7], 3, 3, 64, 3) / 4}
+        ends = {"first": weight(keys[6], 3, 3, 3, 32), "last": weight(keys[7], 3, 3, 32, 3) / 4}
         return ends | {"blocks": [block(i) for i in (0, 2, 4)]}
 
     def loss(params: Any, batch: Any) -> jax.Array:
         clean, noisy = batch
         x = models.conv(params["first"], noisy, 1)
         for p in params["blocks"]:
-            x = convolutions.residual(p, x, 4, None)
+            x = convolutions.residual(p, x, 2, None)
         return jnp.mean((noisy + models.conv(params["last"], jax.nn.silu(x), 1) - clean) ** 2)
 
     held_out = parts(jax.random.key(9), edge, photos.shape[2], 128)
-    return Images("photographs", loss, init, lambda key: parts(key, 0, edge, 8), held_out, 256, 2e-3)
+    return Images("photographs", loss, init, lambda key: parts(key, 0, edge, 8), held_out, 128, 2e-3)
 
 
 def train_on_images(task: Images, name: str, seed: int, steps: int) -> dict[str, Any]:

@@ -20,12 +20,16 @@ from jamp._recompute.prices import cost
 from jamp._recompute.segments import Split, key_of
 from jamp._recompute.stores import Store
 
+# Of the bytes that are kept without codes: if more are left with them, nothing is coded. A U-Net in which 0.90 are left
+# took 7 % more temporary memory (for an H200, jaxlib 0.12.0).
+_WORTH_CODING = 0.875
+
 
 def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> MemoryPlan:
     """The plan for a function, with the split of it for which the backward pass computes least again.
 
     A budget is a share of what is kept without one, as it is. `residuals` is how large activations are kept, if that
-    takes fewer bytes: codes of what other code reads as it is come on top.
+    takes clearly fewer bytes: codes of what other code reads as it is come on top.
     """
     known = Known({}, {})
     without = MemoryPlan(Split().function(closed), known)
@@ -33,7 +37,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.I
         if residuals is Store.ITSELF:
             return without
         coded = MemoryPlan(Split(residuals=residuals).function(closed), known)
-        return coded if coded.total < without.total else without
+        return coded if coded.total < _WORTH_CODING * without.total else without
     target = bytes_of(budget, without.total)
     found = _within(closed, target, residuals, known)
     if residuals is not Store.ITSELF and found.total > target:
