@@ -357,6 +357,18 @@ def test_no_more_bytes_than_without_residuals():
             assert kept[0] <= kept[1]
 
 
+@pytest.mark.parametrize(("exponentials", "is_coded"), [(1, True), (4, False), (20, False)])
+def test_nothing_is_in_8_bits_where_more_than_seven_eighths_of_the_bytes_would_be_left(exponentials, is_coded):
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        arguments = (h @ (w * i) for i in range(1, exponentials + 1))  # which stay as they are
+        return jnp.mean((sum(map(jnp.exp, arguments)) * h) @ w)
+
+    report = jamp.memory_report(loss, 1.0, residuals=I8)(W, X)
+    assert any(row.store == "int8" for row in report.rows) == is_coded
+    assert report.kept < report.without_budget * (7 / 8 if is_coded else 1.001)
+
+
 WIDE = {
     "exponentials": lambda h: jnp.exp(6 * h),
     "scaled exponentials": lambda h: jnp.exp(6 * h) * 3,

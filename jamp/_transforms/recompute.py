@@ -61,9 +61,9 @@ def recompute(
         alone, so the rows of a softmax sum to 1. Weights and integers stay as they are. So do indices and predicates
         that are computed from activations, cumulative sums, factors of matrices, arguments of exponentials, roots,
         divisors, sines and maxima, such as scores of attention (a budget below 1.0 computes these again), and what is
-        normalised over other axes than the last, as in batch norm. No more bytes are kept than without `residuals`. Of
-        a `custom_vjp`, residuals that are its operands or results are kept in 8 bits. What your own `jax.checkpoint`
-        keeps is not changed.
+        normalised over other axes than the last, as in batch norm. If more than 7/8 of the bytes would be left, nothing
+        is kept in 8 bits. Of a `custom_vjp`, residuals that are its operands or results are kept in 8 bits. What your
+        own `jax.checkpoint` keeps is not changed.
 
     Returns:
       A function like `fun`, with the same results and gradients, but XLA may round values that are computed again
