@@ -64,7 +64,7 @@ def chosen(study: Study) -> dict[str, Any]:
     parts = [tuple(x[i : i + 4] for x in batch) for i in range(0, 16, 4)]
     return {
         "alone": {"row": every.rows[0].scope, "measured": every.rows[0].measured},
-        "parts": [jamp.debug.rounding_report(loss, jamp.Float8())(params, part).gradient_error for part in parts],
+        "of_parts": [jamp.debug.rounding_report(loss, jamp.Float8())(params, part).gradient_error for part in parts],
         "ways": [
             {"name": name, "rules": rules, "share": share, "gradient_error": error}
             for name, (rules, share, error) in ways.items()

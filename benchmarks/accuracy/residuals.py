@@ -154,15 +154,15 @@ def digits() -> Images:
 
 
 def photographs() -> Images:
-    """Parts of 32 x 32 pixels of the left three quarters of two photographs to train on; of the rest, held out."""
+    """Parts of 16 x 16 pixels of the left three quarters of two photographs to train on; of the rest, held out."""
     photos = jnp.float32(np.stack(load_sample_images().images)) / 127.5 - 1
     edge = photos.shape[2] * 3 // 4
 
     def parts(key: jax.Array, low: int, high: int, n: int) -> Any:
         which, row, column, noise = jax.random.split(key, 4)
-        at = jax.random.randint(row, (n,), 0, photos.shape[1] - 32), jax.random.randint(column, (n,), low, high - 32)
+        at = jax.random.randint(row, (n,), 0, photos.shape[1] - 16), jax.random.randint(column, (n,), low, high - 16)
         chosen = jax.random.randint(which, (n,), 0, len(photos))
-        clean = jax.vmap(lambda i, y, x: jax.lax.dynamic_slice(photos, (i, y, x, 0), (1, 32, 32, 3))[0])(chosen, *at)
+        clean = jax.vmap(lambda i, y, x: jax.lax.dynamic_slice(photos, (i, y, x, 0), (1, 16, 16, 3))[0])(chosen, *at)
         return clean, clean + 0.5 * jax.random.normal(noise, clean.shape)
 
     def init(key: jax.Array) -> Any:

@@ -17,7 +17,7 @@ from jamp._jaxprs.manual_axes import trace_inside
 from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.choose import choose
 from jamp._recompute.derivative_rules import coded_rule
-from jamp._recompute.opened import CODED_RULE, opened
+from jamp._recompute.opened import CODED_RULE, opened, without_calls
 from jamp._recompute.policies import check_version
 from jamp._recompute.segment_call import as_call, coded_inputs
 from jamp._recompute.segments import Chosen, CodedRule, Part, Place, Segment, Split, SplitConstruct, SplitJaxpr
@@ -34,12 +34,16 @@ def recompute(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Stor
     """
     check_version(budget)
     closed = round_stored(opened(closed))
+    flat = without_calls(closed)
     if budget != 1.0 or residuals is not Store.ITSELF:
-        plan = choose(closed, budget, residuals)
+        plan = choose(flat, budget, residuals)
         if budget != 1.0 or plan.is_coded:
             return _Checkpointer(plan.chosen, drops=True).run(plan.body, ())
-    body = Split().function(closed)
-    return _Checkpointer(body.kept(), drops=False).run(body, ())
+    body = Split().function(flat)
+    kept = body.kept()
+    if not kept:  # The user's jit calls stay.
+        body = Split().function(closed)
+    return _Checkpointer(kept, drops=False).run(body, ())
 
 
 class _Checkpointer:

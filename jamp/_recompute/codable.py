@@ -96,10 +96,10 @@ def wide_range() -> Forward[bool]:
     In a block, the other numbers would have no digits left. Cumulative sums and the factors of a matrix are among
     them: of the first, later code often takes small differences, and the others must fit each other.
     """
-    return Forward(_hitself_range, operator.or_, _is_very_large, constructs.has_own_rule)
+    return Forward(_has_wide_range, operator.or_, _is_very_large, constructs.has_own_rule)
 
 
-def _hitself_range(eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
+def _has_wide_range(eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
     if any(operands):
         return all(ir.name(e) in ELEMENTWISE | WIDE_RANGE for e in walk.through_calls(eqn))
     return ir.name(eqn) in WIDE_RANGE

@@ -1,4 +1,4 @@
-"""Straight-line code out of calls: the user's jit calls, and the segments that jamp made before."""
+"""Straight-line code out of calls: the segments that jamp made before, and the user's jit calls."""
 
 from jamp._jaxprs import build, constructs, inline, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
@@ -12,10 +12,9 @@ KEPT = "jamp.kept"  # the name of the values that a segment keeps
 
 
 def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
-    """Return a function without jit calls, in which the segments that jamp made keep and code nothing.
+    """Return a function in which the segments that jamp made are straight-line code again, of which nothing is coded.
 
-    Calls that pin a sharding stay. Without `keep_names`, the user's `checkpoint_name`s go too, but for those in a
-    `jax.checkpoint`.
+    Without `keep_names`, the user's `checkpoint_name`s go too, but for those in a `jax.checkpoint`.
     """
 
     def rule(eqn: JaxprEqn, _: Body) -> Replaced | None:
@@ -26,21 +25,32 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
         if name == "with_tangents_of":  # What has the tangents is computed as the function is.
             n = len(eqn.outvars)
             return Replaced([], eqn.invars[n : 2 * n])
-        body, is_ours = constructs.inlinable(eqn), False
+        body = None
         if name == "jit" and in_scope(eqn, SEGMENT):
-            body, is_ours = _segment_body(eqn), True
+            body = _segment_body(eqn)
         if name == "custom_vjp_call" and in_scope(eqn, CODED_RULE):
-            body, is_ours = constructs.body_of_call(eqn), True
-        if body is None:
-            return None
-        eqns, results = inline.inlined(rewriter(body), eqn.invars)
-        return Replaced(eqns if is_ours else [build.in_scope_of(x, eqn) for x in eqns], results)
+            body = constructs.body_of_call(eqn)
+        return Replaced(*inline.inlined(rewriter(body), eqn.invars)) if body else None
 
     rewriter = Rewriter(rule, enters=is_split)
     found = rewriter(closed)
     if any(ir.name(eqn) == "with_tangents_of" for eqn in walk.all_equations(closed.jaxpr)):
         found = build.without_dead_code(found)  # The codes are read by nothing now.
     return found
+
+
+def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a function whose jit calls are inlined, but for those that pin a sharding."""
+
+    def rule(eqn: JaxprEqn, _: Body) -> Replaced | None:
+        body = constructs.inlinable(eqn)
+        if body is None:
+            return None
+        eqns, results = inline.inlined(rewriter(body), eqn.invars)
+        return Replaced([build.in_scope_of(x, eqn) for x in eqns], results)
+
+    rewriter = Rewriter(rule, enters=is_split)
+    return rewriter(closed)
 
 
 def _segment_body(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -76,19 +76,19 @@ def _with_barrier(call: Call, segment: Segment, has_barrier: bool) -> Call:
     return with_barrier if behind or without else call
 
 
-def _plain(segment: Segment, stores: Stores, unrounded: Sequence[int], drops: bool) -> Call:
+def _plain(piece: Segment, stores: Stores, unrounded: Sequence[int], drops: bool) -> Call:
     """A segment as a function that keeps some of its values, as they are, for the backward pass."""
-    kept = {segment.values[i] for i, _ in stores}
-    body = with_names(segment, dict.fromkeys(kept, KEPT), kept | computed_twice(segment))
+    kept = {piece.values[i] for i, _ in stores}  # none is an input: these are kept in 8 bits or not at all
+    body = with_names(piece, dict.fromkeys(kept, KEPT), kept | computed_twice(piece))
 
-    def run(*args: Array) -> list[Array]:
+    def segment(*args: Array) -> list[Array]:  # the name of the call in jaxprs and profiles
         # In here, because outside it would be another array, which is kept.
         given = build.replaced(args, unrounded, [rounded.bind(args[i]) for i in unrounded])
-        return stopped(interpret.call(body, tuple(stopped(given, _reaches(segment)))), segment.alive)
+        return stopped(interpret.call(body, tuple(stopped(given, _reaches(piece)))), piece.alive)
 
     # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.
-    has_own_barrier = segment.convolves and not drops and not ir.is_next_checkpoint()
-    call = _in_checkpoint(run, segment, has_own_barrier)
+    has_own_barrier = piece.convolves and not drops and not ir.is_next_checkpoint()
+    call = _in_checkpoint(segment, piece, has_own_barrier)
     return _behind_barrier_unless_tpu(call) if has_own_barrier else call
 
 
@@ -130,37 +130,37 @@ def _behind_barrier_unless_tpu(fun: Call) -> Call:
     return call
 
 
-def _coded(segment: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
+def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
     """A segment as a function that keeps some of its values in 8 bits, to be differentiated in a checkpoint."""
-    kept = {segment.values[i]: store for i, store in stores if 0 <= i < len(segment.values)}
-    eqns = with_rounding(segment.eqns, kept.keys() | computed_twice(segment))
-    exact = build.closed_jaxpr({}, segment.inputs, [*segment.outputs, *kept], eqns)
-    inputs, n = coded_inputs(segment, stores), len(segment.outputs)
+    kept = {piece.values[i]: store for i, store in stores if 0 <= i < len(piece.values)}
+    eqns = with_rounding(piece.eqns, kept.keys() | computed_twice(piece))
+    exact = build.closed_jaxpr({}, piece.inputs, [*piece.outputs, *kept], eqns)
+    inputs, n = coded_inputs(piece, stores), len(piece.outputs)
 
-    def run(*args: Array) -> list[Array]:
-        codes = iter(args[len(segment.inputs) :])
-        args = tuple(stopped(args[: len(segment.inputs)], _reaches(segment)))
+    def segment(*args: Array) -> list[Array]:
+        codes = iter(args[len(piece.inputs) :])
+        args = tuple(stopped(args[: len(piece.inputs)], _reaches(piece)))
         found = interpret.call(exact, stopped(args, [False] * len(args)))
         parts = {(v, store): store.encode(x) for (v, store), x in zip(kept.items(), found[n:], strict=True)}
         for i in outputs:
-            key = segment.outputs[i], Store.INT8
+            key = piece.outputs[i], Store.INT8
             parts[key] = parts.get(key) or Store.INT8.encode(found[i])
         parts = {key: _named(held) for key, held in parts.items()}
         probes = _named([probe(x) for x in args if is_inexact(x)])
         given = list(args)
         for i in inputs:
-            decoded = Store.INT8.decode([next(codes), next(codes)], segment.inputs[i].aval)
+            decoded = Store.INT8.decode([next(codes), next(codes)], piece.inputs[i].aval)
             (given[i],) = with_tangents_of([args[i]], [decoded], probes)
         known = [store.decode(parts[v, store], v.aval) for v, store in kept.items()]
-        tangents = _given(segment, eqns, list(kept), [jax.typeof(x) for x in probes])
-        derived = stopped(interpret.call(tangents, [*given, *known, *probes]), segment.alive)
+        tangents = _given(piece, eqns, list(kept), [jax.typeof(x) for x in probes])
+        derived = stopped(interpret.call(tangents, [*given, *known, *probes]), piece.alive)
         places = [i for i, x in enumerate(derived) if is_inexact(x)]
-        held = [] if segment.context.in_loop else [x for held in parts.values() for x in held]
+        held = [] if piece.context.in_loop else [x for held in parts.values() for x in held]
         exact_of, derived_of = ([xs[i] for i in places] for xs in (found, derived))
         results = build.replaced(found[:n], places, with_tangents_of(derived_of, exact_of, probes, held))
-        return [*results, *(x for i in outputs for x in parts[segment.outputs[i], Store.INT8])]
+        return [*results, *(x for i in outputs for x in parts[piece.outputs[i], Store.INT8])]
 
-    return run
+    return segment
 
 
 def _named(values: Sequence[Array]) -> list[Array]:

@@ -14,6 +14,7 @@ from jamp._jaxprs.source import pattern, scope, user_line
 from jamp._numbers import as_number
 from jamp._recompute.budget import MemoryBudget, bytes_of, check_budget, megabytes
 from jamp._recompute.choose import choose
+from jamp._recompute.opened import without_calls
 from jamp._recompute.plan import MemoryPlan, Occurrence, Value
 from jamp._recompute.stored import round_stored
 from jamp._recompute.stores import Store, as_store
@@ -141,7 +142,7 @@ def _report(
     fun: Callable[..., Any], budget: MemoryBudget, residuals: Store, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> MemoryReport:
     _, closed = traced_with_budget(args, kwargs, fun, budget, "memory_report")
-    closed = round_stored(closed)
+    closed = without_calls(round_stored(closed))
     without = choose(closed, 1.0)
     plan = without if budget == 1.0 and residuals is Store.ITSELF else choose(closed, budget, residuals)
     rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}
