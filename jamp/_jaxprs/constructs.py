@@ -85,6 +85,11 @@ def is_call(eqn: JaxprEqn) -> bool:
     return construct is not None and construct.is_call
 
 
+def differentiates_bodies(eqn: JaxprEqn) -> bool:
+    """Whether JAX differentiates the bodies of a construct, each as it stands."""
+    return derivative(eqn) is Derivative.OF_BODY
+
+
 def reads_again(eqn: JaxprEqn) -> bool:
     """Whether the backward pass of a construct computes again from its operands: the user's rule or checkpoint does.
 

@@ -1,7 +1,7 @@
 """Recompute: keep fewer values for the backward pass, and compute the others again.
 
 `recompute` maps a jaxpr to one that computes the same. A segment becomes a `jax.checkpoint` whose policy keeps the
-values that `kept.py` chooses and that `budget.py` does not drop. They have a name.
+values that `kept.py` chooses and that `plan.py` does not drop. They have a name.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import trace_inside
 from jamp._recompute.budget import MemoryBudget
 from jamp._recompute.choose import choose
-from jamp._recompute.derivative_rules import coded_rule
+from jamp._recompute.derivative_rules import CodedRule, coded_rule
 from jamp._recompute.opened import CODED_RULE, opened, without_calls
 from jamp._recompute.policies import check_version
-from jamp._recompute.segment_call import as_call, coded_inputs
-from jamp._recompute.segments import Chosen, CodedRule, Part, Place, Segment, Split, SplitConstruct, SplitJaxpr
-from jamp._recompute.stored import round_stored, rounding, with_rounding
+from jamp._recompute.segment_call import as_call
+from jamp._recompute.segments import Chosen, Part, Place, Segment, Split, SplitConstruct, SplitJaxpr
+from jamp._recompute.stored import round_stored, with_rounded_inputs, with_rounding
 from jamp._recompute.stores import Store, Stores
 from jamp._rounded import may_be_wider
 
@@ -64,14 +64,14 @@ class _Checkpointer:
             return self._bodies[key][1]
         jaxpr = body.closed.jaxpr
         stored = self._stored(body, inside, is_function=not place)
-        given = {v: core.Var(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars) if not place and v in stored}
-        given = {v: x for v, x in given.items() if may_be_wider(v.aval)}
+        inputs = [] if place else [*jaxpr.constvars, *jaxpr.invars]
+        unrounded = {v: core.Var(v.aval) for v in inputs if v in stored and may_be_wider(v.aval)}
         eqns: list[JaxprEqn] = []
         codes = _Codes(body, inside)
         eqns.extend(codes.of([*jaxpr.constvars, *jaxpr.invars]))
         for i, part in enumerate(body.parts):
             if isinstance(part, Segment):
-                eqns.extend(self._segment(part, inside.get((i,)), stored, given, codes))
+                eqns.extend(self._segment(part, inside.get((i,)), stored, unrounded, codes))
             elif isinstance(part, SplitConstruct):
                 new = [self.run(inner, (*place, i, j)) for j, inner in enumerate(part.bodies)]
                 eqns.append(build.with_bodies(part.eqn, new, part.eqn.invars, part.eqn.outvars))
@@ -80,13 +80,8 @@ class _Checkpointer:
             else:
                 eqns.extend(with_rounding([part], stored))
             eqns.extend(codes.of(_results(part)))
-        read = {v for eqn in eqns for v in eqn.invars if not ir.is_literal(v)}.union(
-            v for v in jaxpr.outvars if not ir.is_literal(v)
-        )
-        eqns = [*(rounding(source, v) for v, source in given.items() if v in read), *eqns]
-        constants = {given.get(v, v): x for v, x in zip(jaxpr.constvars, body.closed.consts, strict=True)}
-        inputs = [given.get(v, v) for v in jaxpr.invars]
-        new_body = build.closed_jaxpr(constants, inputs, jaxpr.outvars, eqns)
+        constants = dict(zip(jaxpr.constvars, body.closed.consts, strict=True))
+        new_body = with_rounded_inputs(unrounded, constants, jaxpr.invars, jaxpr.outvars, eqns)
         self._bodies[key] = body, new_body  # With the body, so that no other one gets its id.
         return new_body
 
@@ -105,25 +100,24 @@ class _Checkpointer:
         return found
 
     def _segment(
-        self, segment: Segment, stores: Stores | None, stored: set[Any], given: dict[Var, Var], codes: "_Codes"
+        self, segment: Segment, stores: Stores | None, stored: set[Any], unrounded: dict[Var, Var], codes: "_Codes"
     ) -> list[JaxprEqn]:
         """The equations of a segment, as they are or in one call.
 
-        A call reads the arguments of the function, which are `given` as they come, and rounds them itself. A rounded
-        argument would be another array, such as a copy of each 16-bit weight, which XLA:TPU keeps.
+        A call reads the arguments of the function `unrounded`, as they come, and rounds them itself. A rounded argument
+        would be another array, such as a copy of each 16-bit weight, which XLA:TPU keeps.
         """
         if stores is None:
             return with_rounding(segment.eqns, stored)
-        coded = [segment.inputs[i] for i in coded_inputs(segment, stores)]
+        coded = [segment.inputs[i] for i in sorted(stores.inputs)]
         outputs = codes.made_by(segment)
-        is_coded = bool(outputs) or Store.INT8 in dict(stores).values()
-        unrounded = () if is_coded else tuple(i for i, v in enumerate(segment.inputs) if v in given)
-        key = segment.key(sources=True), stores, tuple(outputs), unrounded
+        places = () if outputs or stores.is_coded else tuple(i for i, v in enumerate(segment.inputs) if v in unrounded)
+        key = segment.key(sources=True), stores, tuple(outputs), places
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
-            call = as_call(segment, stores, outputs, unrounded, self._drops)
+            call = as_call(segment, stores, outputs, places, self._drops)
             types = ir.avals([*segment.inputs, *codes.read(coded)])
             self._segments[key] = trace_inside(segment.context.shard_map, call, types)
-        reads = [given[v] if i in unrounded else v for i, v in enumerate(segment.inputs)]
+        reads = [unrounded[v] if i in places else v for i, v in enumerate(segment.inputs)]
         writes = [*segment.outputs, *codes.write([segment.outputs[i] for i in outputs])]
         return inline.inline(self._segments[key], [*reads, *codes.read(coded)], writes)
 
@@ -131,8 +125,8 @@ class _Checkpointer:
         eqn = part.eqn
         reads = [*eqn.invars, *codes.read([eqn.invars[i] for i in part.operands])]
         writes = [*eqn.outvars, *codes.write([eqn.outvars[j] for j in part.results])]
-        call = coded_rule(eqn, part.rule, part.operands, part.results, part.context.in_loop)
-        closed = trace_inside(part.context.shard_map, jax.named_scope(CODED_RULE)(call), ir.avals(reads))
+        call = jax.named_scope(CODED_RULE)(coded_rule(part))
+        closed = trace_inside(part.context.shard_map, call, ir.avals(reads))
         return [build.located(x, eqn) for x in inline.inline(closed, reads, writes)]
 
 
@@ -144,7 +138,7 @@ class _Codes:
         self._inside = body.context.shard_map
         for i, part in enumerate(body.parts):
             if isinstance(part, Segment):
-                self._wanted.update(part.inputs[j] for j in coded_inputs(part, chosen.get((i,), frozenset())))
+                self._wanted.update(part.inputs[j] for j in (chosen[i,].inputs if (i,) in chosen else ()))
             elif isinstance(part, CodedRule):
                 self._wanted.update(part.coded)
 

@@ -1,6 +1,6 @@
 """Choose the memory plan of a function: which values are dropped, and how the function is split for it.
 
-`choose` drops values, the best price first, until the bytes are within the budget.
+`MemoryPlan.drop` drops values, the best price first, until the bytes are within the budget. `choose` compares plans.
 """
 
 import math
@@ -20,8 +20,8 @@ from jamp._recompute.prices import cost
 from jamp._recompute.segments import Split, key_of
 from jamp._recompute.stores import Store
 
-# Of the bytes that are kept without codes: if more are left with them, nothing is coded. A U-Net in which 0.90 are left
-# took 7 % more temporary memory (for an H200, jaxlib 0.12.0).
+# 8 bits are used only if they leave less than this share of the bytes. A U-Net in which they leave 0.90 took 7 % more
+# temporary memory with them (for an H200, jaxlib 0.12.0).
 _WORTH_CODING = 0.875
 
 
@@ -29,7 +29,7 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.I
     """The plan for a function, with the split of it for which the backward pass computes least again.
 
     A budget is a share of what is kept without one, as it is. `residuals` is how large activations are kept, if that
-    takes clearly fewer bytes: codes of what other code reads as it is come on top.
+    takes clearly fewer bytes. It may not, because a value that other code reads as it is would be kept twice.
     """
     known = Known({}, {})
     without = MemoryPlan(Split().function(closed), known)
@@ -93,7 +93,7 @@ def _within(closed: ClosedJaxpr, target: float, residuals: Store, known: Known) 
 
 
 def _repeatable(plan: MemoryPlan) -> list[frozenset[Any]]:
-    """The keys of equations that may be computed again as a whole, in sets that `choose` tries one after the other.
+    """The keys of equations that may be computed again as a whole, in sets that `_within` tries one after the other.
 
     First all gathers, then the constructs with the fewest FLOPs, then calls with custom rules: one, one, two, four and
     so on. A construct is tried only if it runs more than once: to compute the only one again frees nothing at the peak.

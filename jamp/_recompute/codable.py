@@ -5,7 +5,7 @@
     out = p @ v                 8 bits
     size = mean(out**2)         small, and kept as it is
 
-Code that reads both `out` and `size` from other code reads `out` as it is, because they must fit each other.
+A segment with both `out` and `size` among its inputs reads `out` as it is: a decoded `out` would not have that size.
 """
 
 import operator
@@ -68,8 +68,8 @@ class Codable:
 
     def into(self, eqn: JaxprEqn) -> list[Around]:
         """What is said to each body of a construct."""
-        itself = dict.fromkeys(self._with_statistics(eqn.invars), True)
-        inputs = self._analyses.wide_range.into(eqn, self._wide_range | itself)
+        exact = dict.fromkeys(self._with_statistics(eqn.invars), True)  # so that the body keeps them as they are, too
+        inputs = self._analyses.wide_range.into(eqn, self._wide_range | exact)
         outputs = self._analyses.precise.into(eqn, self._precise)
         return [Around(tuple(x), tuple(y)) for x, y in zip(inputs, outputs, strict=True)]
 
@@ -116,8 +116,8 @@ def precise() -> Backward:
     """The analysis of which values must be kept as they are: arguments of exponentials, roots, divisors and maxima.
 
     They reach one by operations on single elements. A sum over the last axis, as in a norm, averages their errors. A
-    sum over others, as in a batch norm, does not: a block may hold a small channel beside a large one. From an operand
-    that is quantized in both passes, a scale is found in both.
+    sum over others, as in a batch norm, does not: a block may hold a small channel beside a large one. The scales
+    of 8-bit products are no reason: the backward pass finds them again, from the decoded operand.
     """
     return Backward(_asks_for_precision)
 

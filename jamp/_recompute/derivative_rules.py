@@ -4,7 +4,7 @@ Only residuals that are operands or results of the function are. Others, such as
 have a meaning that jamp does not know.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,10 @@ from jax import Array
 from jamp._cast import is_inexact
 from jamp._compiler_hints import behind_barrier
 from jamp._jaxprs import build, constructs, inline, interpret, ir
-from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._jaxprs.context import Context
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import trace_inside
+from jamp._recompute.kept import is_cheap
 from jamp._recompute.stores import Store
 from jamp._recompute.tangents import differentiated
 
@@ -34,7 +36,36 @@ class Rule(NamedTuple):
     results: dict[int, int]
 
 
-def forward_rule(eqn: JaxprEqn, inside: JaxprEqn | None) -> Rule | None:
+class CodedRule(NamedTuple):
+    """A function with a derivative rule that keeps some operands and results in 8 bits, by their numbers."""
+
+    eqn: JaxprEqn
+    rule: Rule
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    context: Context
+
+    @property
+    def coded(self) -> list[Any]:
+        """The values that it keeps in 8 bits."""
+        return [*(self.eqn.invars[i] for i in self.operands), *(self.eqn.outvars[j] for j in self.results)]
+
+
+def with_codes(eqn: JaxprEqn, coded: Set[Var], context: Context) -> CodedRule | None:
+    """A function with a derivative rule that keeps `coded` values in 8 bits. None if it keeps none of them."""
+    if coded.isdisjoint(x for x in (*eqn.invars, *eqn.outvars) if not ir.is_literal(x)):
+        return None
+    rule = _forward_rule(eqn, context.shard_map)
+    if rule is None:
+        return None
+    of = lambda atoms, found: tuple(i for i in sorted(set(found)) if not ir.is_literal(atoms[i]) and atoms[i] in coded)
+    operands, results = of(eqn.invars, rule.operands.values()), of(eqn.outvars, rule.results.values())
+    if is_cheap(eqn):  # Its result may be a softmax, whose rows must sum to 1.
+        results = ()
+    return CodedRule(eqn, rule, operands, results, context) if operands or results else None
+
+
+def _forward_rule(eqn: JaxprEqn, inside: JaxprEqn | None) -> Rule | None:
     """The forward rule of a custom_vjp. None if it asks which operands are differentiated, and for all else."""
     if ir.name(eqn) != "custom_vjp_call" or constructs.asks_for_zeros(eqn) or constructs.bodies(eqn) is None:
         return None
@@ -62,10 +93,9 @@ def _perturbed(eqn: JaxprEqn) -> list[int]:
     return [i for i, aval in enumerate(ir.avals(eqn.invars)) if is_inexact(aval)]
 
 
-def coded_rule(
-    eqn: JaxprEqn, rule: Rule, operands: Sequence[int], results: Sequence[int], in_loop: bool
-) -> Callable[..., list[Array]]:
+def coded_rule(part: CodedRule) -> Callable[..., list[Array]]:
     """A custom_vjp as a function of its operands and of the codes of some, which also returns codes of some results."""
+    eqn, rule, operands, results, context = part
     inputs, outputs = ir.avals(eqn.invars), ir.avals(eqn.outvars)
     n, perturbed = len(outputs), _perturbed(eqn)
     of_operands = {k: i for k, i in rule.operands.items() if i in operands}
@@ -80,7 +110,7 @@ def coded_rule(
         found = interpret.call(rule.closed, differentiated(args))
         values, residuals = found[:n], found[n:]
         parts = [x for j in results for x in Store.INT8.encode(values[j])]
-        if parts and not in_loop:  # as in `with_tangents_of`
+        if parts and not context.in_loop:  # as in `with_tangents_of`
             found = behind_barrier([*values, *parts])
             values, parts = found[:n], found[n:]
         kept = [x for k, x in enumerate(residuals) if k not in of_operands and k not in of_results]

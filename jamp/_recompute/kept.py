@@ -9,7 +9,7 @@ The results of products and other expensive operations are kept. For cheap opera
 - An argument of the function that is cast or moved is computed again, because the argument is there anyway.
 - JAX rounds the floats that a checkpoint keeps, which makes large E4M3 NaN. So no float8 value is kept, but its bytes.
 
-A memory budget (`budget.py`) keeps fewer values than these.
+With a memory budget, `plan.py` drops some of these.
 """
 
 import functools

@@ -4,7 +4,6 @@ from jamp._jaxprs import build, constructs, inline, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
 from jamp._jaxprs.rewrite import Body, Replaced, Rewriter
 from jamp._jaxprs.source import in_scope
-from jamp._recompute.stored import is_split
 
 SEGMENT = "jamp.segment"  # the name scope of a call that `segment_call.py` made
 CODED_RULE = "jamp.coded_rule"  # the name scope of a derivative rule that keeps values in 8 bits
@@ -32,7 +31,7 @@ def opened(closed: ClosedJaxpr, keep_names: bool = True) -> ClosedJaxpr:
             body = constructs.body_of_call(eqn)
         return Replaced(*inline.inlined(rewriter(body), eqn.invars)) if body else None
 
-    rewriter = Rewriter(rule, enters=is_split)
+    rewriter = Rewriter(rule, enters=constructs.differentiates_bodies)
     found = rewriter(closed)
     if any(ir.name(eqn) == "with_tangents_of" for eqn in walk.all_equations(closed.jaxpr)):
         found = build.without_dead_code(found)  # The codes are read by nothing now.
@@ -49,7 +48,7 @@ def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
         eqns, results = inline.inlined(rewriter(body), eqn.invars)
         return Replaced([build.in_scope_of(x, eqn) for x in eqns], results)
 
-    rewriter = Rewriter(rule, enters=is_split)
+    rewriter = Rewriter(rule, enters=constructs.differentiates_bodies)
     return rewriter(closed)
 
 

@@ -14,10 +14,11 @@ from jamp._cast import is_inexact
 from jamp._jaxprs import build, constructs, dataflow, equality, ir
 from jamp._jaxprs.context import Context
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn
+from jamp._recompute.derivative_rules import CodedRule
 from jamp._recompute.linearized import with_residuals
 from jamp._recompute.prices import UNKNOWN, device_bytes, is_gather
 from jamp._recompute.residuals import Choice, Residuals
-from jamp._recompute.segments import Chosen, CodedRule, Place, Segment, SplitConstruct, SplitJaxpr, key_of
+from jamp._recompute.segments import Chosen, Place, Segment, SplitConstruct, SplitJaxpr, key_of
 from jamp._recompute.stores import Store
 
 
@@ -274,6 +275,10 @@ class MemoryPlan:
         self._read(occurrence, 1)
 
     @property
+    def _checkpoints(self) -> dict[Place, Occurrence]:
+        return {at: x for at, x in self.occurrences.items() if x.residuals.is_checkpoint(x.choice.kept)}
+
+    @property
     def is_coded(self) -> bool:
         """Whether it keeps a value in 8 bits."""
         return bool(self._coded)
@@ -286,14 +291,12 @@ class MemoryPlan:
     @property
     def largest(self) -> float:
         """The most bytes that one segment computes again and holds at once."""
-        return max(
-            (x.residuals.live - x.choice.size for x in self.occurrences.values() if _is_checkpoint(x)), default=0.0
-        )
+        return max((x.residuals.read_at_once - x.choice.size for x in self._checkpoints.values()), default=0.0)
 
     @property
     def chosen(self) -> Chosen:
         """The choice for each segment, but for small ones in which nothing is dropped."""
-        return {place: x.residuals.stores(x.choice.kept) for place, x in self.occurrences.items() if _is_checkpoint(x)}
+        return {place: x.residuals.stores(x.choice.kept) for place, x in self._checkpoints.items()}
 
     def drop(self, target: float) -> None:
         """Drop values, the best price first, until no more than `target` bytes are kept."""
@@ -326,10 +329,6 @@ class MemoryPlan:
                     self._set(self.occurrences[place], choices[place][at[place]])
                     break
                 at[place] -= 1
-
-
-def _is_checkpoint(x: Occurrence) -> bool:
-    return x.segment.is_worth_it or not x.choice.kept >= x.residuals.kept
 
 
 def _hull(choices: list[Choice]) -> list[int]:

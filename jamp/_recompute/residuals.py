@@ -58,7 +58,7 @@ class Residuals:
       sizes: The bytes of each value, as it is kept.
       coded: The numbers of the values, and of the inputs, that are kept in 8 bits, if they are kept.
       kept: The numbers of the values that are kept without a budget.
-      live: The bytes that the backward pass reads in the segment at once.
+      read_at_once: The bytes that the backward pass reads in the segment at once.
     """
 
     def __init__(self, segment: Segment):
@@ -94,7 +94,7 @@ class Residuals:
                 self.computed.append((v, self._producers[v]))
                 self.sizes.append(device_bytes(v))
             self._direct.update([known[v]] if v in known else [])
-        self.live = sum(self.sizes[i] for i in self._direct if i >= 0)
+        self.read_at_once = sum(self.sizes[i] for i in self._direct if i >= 0)
         sources = dataflow.sources(closed)
         self._sources = {i: frozenset(map(self._inputs.get, sources.get(v, ()))) for v, i in known.items()}
         self._in_checkpoint = numbered(segment.kept)
@@ -113,9 +113,13 @@ class Residuals:
 
     def stores(self, kept: frozenset[int]) -> Stores:
         """The stores of the values that are kept, and of the inputs that are read, for a choice of `kept` ones."""
-        read = self.needs(kept)[0]
-        itself = dict.fromkeys(kept - self.coded, Store.ITSELF)
-        return frozenset((itself | {i: self.store(i) for i in read & self.coded}).items())
+        coded = self.needs(kept)[0] & self.coded
+        values = {(i, Store.ITSELF) for i in kept - self.coded} | {(i, Store.INT8) for i in coded if i >= 0}
+        return Stores(frozenset(values), frozenset(-1 - i for i in coded if i < 0))
+
+    def is_checkpoint(self, kept: frozenset[int]) -> bool:
+        """Whether the segment becomes a checkpoint if it keeps some values. Else JAX decides what is kept."""
+        return self._is_worth_it or not kept >= self.kept
 
     def _consistent(self, kept: frozenset[int]) -> frozenset[int]:
         """The kept values without exact statistics, such as a sum, of values that are decoded in the backward pass."""
@@ -145,7 +149,7 @@ class Residuals:
 
     def needs(self, kept: frozenset[int]) -> tuple[set[int], float]:
         """The values and inputs that are read in the backward pass if some are kept, and the FLOPs computed again."""
-        if not self._is_worth_it and kept >= self.kept:  # It is not a checkpoint.
+        if not self.is_checkpoint(kept):
             return set(self._direct), 0.0
         read, total = self._read
         found, more = self._closure(read, kept)

@@ -36,11 +36,6 @@ from jamp._rounded import rounded
 Call = Callable[..., list[Array]]
 
 
-def coded_inputs(segment: Segment, stores: Stores) -> list[int]:
-    """Which inputs of a segment its backward pass reads in 8 bits."""
-    return sorted(-1 - i for i, store in stores if i < 0 and store is Store.INT8)
-
-
 def as_call(segment: Segment, stores: Stores, outputs: Sequence[int], unrounded: Sequence[int], drops: bool) -> Call:
     """A segment as a function of its inputs, and of the codes of those that it reads in 8 bits.
 
@@ -48,7 +43,7 @@ def as_call(segment: Segment, stores: Stores, outputs: Sequence[int], unrounded:
     drop what it would keep without one.
     """
     scoped = jax.named_scope(SEGMENT)
-    if outputs or Store.INT8 in dict(stores).values():
+    if outputs or stores.is_coded:
         inner = _in_checkpoint(_coded(segment, stores, outputs), segment)
     else:
         inner = _plain(segment, stores, unrounded, drops)
@@ -78,7 +73,7 @@ def _with_barrier(call: Call, segment: Segment, has_barrier: bool) -> Call:
 
 def _plain(piece: Segment, stores: Stores, unrounded: Sequence[int], drops: bool) -> Call:
     """A segment as a function that keeps some of its values, as they are, for the backward pass."""
-    kept = {piece.values[i] for i, _ in stores}  # none is an input: these are kept in 8 bits or not at all
+    kept = {piece.values[i] for i, _ in stores.values}
     body = with_names(piece, dict.fromkeys(kept, KEPT), kept | computed_twice(piece))
 
     def segment(*args: Array) -> list[Array]:  # the name of the call in jaxprs and profiles
@@ -132,10 +127,10 @@ def _behind_barrier_unless_tpu(fun: Call) -> Call:
 
 def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
     """A segment as a function that keeps some of its values in 8 bits, to be differentiated in a checkpoint."""
-    kept = {piece.values[i]: store for i, store in stores if 0 <= i < len(piece.values)}
+    kept = {piece.values[i]: store for i, store in stores.values}
     eqns = with_rounding(piece.eqns, kept.keys() | computed_twice(piece))
     exact = build.closed_jaxpr({}, piece.inputs, [*piece.outputs, *kept], eqns)
-    inputs, n = coded_inputs(piece, stores), len(piece.outputs)
+    n = len(piece.outputs)
 
     def segment(*args: Array) -> list[Array]:
         codes = iter(args[len(piece.inputs) :])
@@ -148,7 +143,7 @@ def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
         parts = {key: _named(held) for key, held in parts.items()}
         probes = _named([probe(x) for x in args if is_inexact(x)])
         given = list(args)
-        for i in inputs:
+        for i in sorted(stores.inputs):
             decoded = Store.INT8.decode([next(codes), next(codes)], piece.inputs[i].aval)
             (given[i],) = with_tangents_of([args[i]], [decoded], probes)
         known = [store.decode(parts[v, store], v.aval) for v, store in kept.items()]

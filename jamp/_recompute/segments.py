@@ -1,8 +1,8 @@
 """Segments: straight-line code between constructs such as loops.
 
 `Split` cuts a jaxpr, and the bodies of its constructs, into segments of about a layer each. `kept.py` says which values
-of a segment the backward pass keeps, `budget.py` which of these it drops, and `checkpoint.py` makes it so. For three
-layers and x of f32[256, 64]:
+of a segment the backward pass keeps, `plan.py` which of these a budget drops, and `checkpoint.py` makes it so. For
+three layers and x of f32[256, 64]:
 
     def layer(x, w):                             values
         q = x @ w                                0
@@ -53,9 +53,8 @@ from jamp._recompute.cut import (
     reads,
     with_refs,
 )
-from jamp._recompute.derivative_rules import Rule, forward_rule
-from jamp._recompute.kept import Origin, discrete_values, is_cheap, origins, values_to_keep
-from jamp._recompute.stored import is_split
+from jamp._recompute.derivative_rules import CodedRule, with_codes
+from jamp._recompute.kept import Origin, discrete_values, origins, values_to_keep
 from jamp._recompute.stores import Store, Stores
 
 # Of a segment: the number of a part, of a body in it, of a part in that, and so on. Without the last one, of a body.
@@ -134,21 +133,6 @@ class SplitConstruct(NamedTuple):
     bodies: list["SplitJaxpr"]
 
 
-class CodedRule(NamedTuple):
-    """A function with a derivative rule that keeps some operands and results in 8 bits, by their numbers."""
-
-    eqn: JaxprEqn
-    rule: Rule
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    context: Context
-
-    @property
-    def coded(self) -> list[Any]:
-        """The values that it keeps in 8 bits."""
-        return [*(self.eqn.invars[i] for i in self.operands), *(self.eqn.outvars[j] for j in self.results)]
-
-
 Part: TypeAlias = Segment | SplitConstruct | CodedRule | JaxprEqn
 
 
@@ -176,7 +160,8 @@ class SplitJaxpr(NamedTuple):
         found: Chosen = {}
         for i, part in enumerate(self.parts):
             if isinstance(part, Segment) and part.is_worth_it:
-                found[*place, i] = frozenset((part.numbers[v], Store.ITSELF) for v in part.kept)
+                values = frozenset((part.numbers[v], Store.ITSELF) for v in part.kept)
+                found[*place, i] = Stores(values, frozenset())
             elif isinstance(part, SplitConstruct):
                 for j, body in enumerate(part.bodies):
                     found |= body.kept((*place, i, j))
@@ -295,10 +280,11 @@ class Split:
 
     def _part(self, eqn: JaxprEqn, body: SplitJaxpr, is_coded: bool) -> Part:
         """An equation that is not straight-line code. `is_coded` says whether values of it may be kept in 8 bits."""
-        bodies = constructs.bodies(eqn) if is_split(eqn) else None
+        bodies = constructs.bodies(eqn) if constructs.differentiates_bodies(eqn) else None
         if bodies is None:
-            is_coded = is_coded and any(v in body.alive for v in eqn.outvars)
-            return (_rule(eqn, body) if is_coded else None) or eqn
+            if body.codable and is_coded and any(v in body.alive for v in eqn.outvars):
+                return with_codes(eqn, body.codable.values, body.context) or eqn
+            return eqn
         origins, alive = self._origins.into(eqn, body.origins), self._alive.into(eqn, body.alive)
         around = body.codable.into(eqn) if body.codable else list(map(nothing_around, bodies))
         context = body.context.inside(eqn)
@@ -309,21 +295,6 @@ class Split:
 def _read(context: Context) -> tuple[bool, JaxprEqn | None]:
     """What a segment reads of its context. Equal bodies are split once where it is equal."""
     return context.in_loop, context.shard_map
-
-
-def _rule(eqn: JaxprEqn, body: SplitJaxpr) -> CodedRule | None:
-    """A derivative rule that keeps values in 8 bits. None if there are none."""
-    coded = body.codable.values if body.codable else frozenset[Var]()
-    if coded.isdisjoint(x for x in (*eqn.invars, *eqn.outvars) if not ir.is_literal(x)):
-        return None
-    rule = forward_rule(eqn, body.context.shard_map)
-    if rule is None:
-        return None
-    of = lambda atoms, found: tuple(i for i in sorted(set(found)) if not ir.is_literal(atoms[i]) and atoms[i] in coded)
-    operands, results = of(eqn.invars, rule.operands.values()), of(eqn.outvars, rule.results.values())
-    if is_cheap(eqn):  # Its result may be a softmax, whose rows must sum to 1.
-        results = ()
-    return CodedRule(eqn, rule, operands, results, body.context) if operands or results else None
 
 
 def _alive(scales: bool) -> dataflow.Backward:

@@ -9,7 +9,7 @@ product is followed by a `rounded`, and every reader of the scores gets what is 
 """
 
 import functools
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -31,19 +31,28 @@ def round_stored(closed: ClosedJaxpr) -> ClosedJaxpr:
     nothing = [False] * len(closed.out_avals)
     inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     stored = analysis(closed, nothing)
-    given = {v: core.Var(v.aval) for v in inputs if v in stored and may_be_wider(v.aval)}
-    rewritten = Rewriter(_rule, enters=is_split, analysis=analysis)(closed, given=nothing)
-    if not given:
-        return rewritten
-    jaxpr = rewritten.jaxpr
-    constants = {given.get(v, v): x for v, x in zip(jaxpr.constvars, rewritten.consts, strict=True)}
-    eqns = [*(rounding(source, v) for v, source in given.items()), *jaxpr.eqns]
-    return build.closed_jaxpr(constants, [given.get(v, v) for v in jaxpr.invars], jaxpr.outvars, eqns)
+    unrounded = {v: core.Var(v.aval) for v in inputs if v in stored and may_be_wider(v.aval)}
+    found = Rewriter(_rule, enters=constructs.differentiates_bodies, analysis=analysis)(closed, given=nothing)
+    if not unrounded:
+        return found
+    constants = dict(zip(found.jaxpr.constvars, found.consts, strict=True))
+    return with_rounded_inputs(unrounded, constants, found.jaxpr.invars, found.jaxpr.outvars, found.jaxpr.eqns)
 
 
-def is_split(eqn: JaxprEqn) -> bool:
-    """Whether JAX differentiates the bodies of a construct."""
-    return constructs.derivative(eqn) is Derivative.OF_BODY
+def with_rounded_inputs(
+    unrounded: Mapping[Var, Var],
+    constants: Mapping[Var, Any],
+    inputs: Sequence[Var],
+    outputs: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
+) -> ClosedJaxpr:
+    """A jaxpr that rounds some inputs for its equations. `unrounded` has the variables of these, as they come."""
+    read: set[Any] = {v for v in (*outputs, *(v for eqn in eqns for v in eqn.invars)) if not ir.is_literal(v)}
+    first = [rounding(source, v) for v, source in unrounded.items() if v in read]
+    given = lambda v: unrounded.get(v, v)
+    return build.closed_jaxpr(
+        {given(v): x for v, x in constants.items()}, list(map(given, inputs)), outputs, [*first, *eqns]
+    )
 
 
 def _is_stored(eqn: JaxprEqn, results: list[bool]) -> bool:
@@ -52,7 +61,7 @@ def _is_stored(eqn: JaxprEqn, results: list[bool]) -> bool:
 
 
 def _rule(eqn: JaxprEqn, body: Body) -> list[JaxprEqn] | None:
-    if is_split(eqn):
+    if constructs.differentiates_bodies(eqn):
         return None
     # The residuals of a rule may be its results.
     is_rule = constructs.reads_again(eqn) and constructs.derivative(eqn) is Derivative.BY_RULE

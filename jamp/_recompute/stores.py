@@ -14,7 +14,7 @@ So a mask of positive numbers fits what is decoded, and nothing is divided by a 
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,18 @@ class Store(enum.Enum):
         return decoded
 
 
-Stores: TypeAlias = frozenset[tuple[int, Store]]  # of the values of a segment that are kept, by their numbers
+class Stores(NamedTuple):
+    """What a segment keeps: its values, by their numbers, with their stores, and which inputs it reads in 8 bits."""
+
+    values: frozenset[tuple[int, Store]]
+    inputs: frozenset[int]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether something is in 8 bits."""
+        return bool(self.inputs) or any(store is Store.INT8 for _, store in self.values)
+
+
 _TINY, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 
 

@@ -12,9 +12,8 @@ from jamp._jaxprs.define import batch_first, define, no_tangent, with_tangents
 
 def _with_tangents(primals: Sequence[Any], tangents: Sequence[Any], *, n: int, probes: int) -> tuple[Any, Any]:
     values, codes = primals[:n], primals[2 * n + probes :]
-    if (
-        codes
-    ):  # Else XLA:GPU computes them late, and keeps in memory what they are computed from (jaxlib 0.10.2, 0.12.0).
+    # Else XLA:GPU computes them late, and keeps in memory what they are computed from (jaxlib 0.10.2, 0.12.0).
+    if codes:
         values = behind_barrier([*values, *codes])[:n]
     return differentiated([*values, *primals[2 * n : 2 * n + probes]])[:n], list(tangents[n : 2 * n])
 
