@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by MkDocs for each page, before it reads the Markdown."""
     if page.file.src_path == "index.md":
-        return markdown + first_page((ROOT / "README.md").read_text())
+        return first_page((ROOT / "README.md").read_text())  # in place of the line for readers of the repository
     markdown = markdown.replace("<!-- api -->", api_index())
     return markdown.replace("<!-- members -->", members(json.loads((ROOT / "docs/members.json").read_text())))
 

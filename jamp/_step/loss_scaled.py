@@ -50,14 +50,14 @@ def loss_scaled(
     Outside `jit`, `update` is compiled, once for arguments of the same shapes and dtypes.
 
     float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32. Only
-    `jamp.stochastic_rounding` gets its parameters as they are.
+    `jamp.stochastic_rounding` and `jamp.master_params(split=True)` get their parameters as they are.
 
     Args:
       inner: The optimizer.
       loss_scale: A loss scale. `NoOpLossScale()` switches scaling, checks and skips off.
       unscale: If True, `update` takes the gradients of `jamp.scale_loss(loss, opt_state)` and unscales them. It is for
         trainers that call `jax.grad` themselves. No transformation may stand before it in a chain. Do not pass it
-        true gradients, such as the results of `jax.jit(jax.grad(jamp.scaled(fun)))`. It would divide them too.
+        gradients that are unscaled already, such as those that `jamp.scaled` returns. It would divide them again.
       axis_name: Name(s) of the `shard_map`, `pmap` or `vmap` axes whose replicas must skip together.
 
     Returns:
@@ -65,7 +65,7 @@ def loss_scaled(
       other extra argument to `inner`. False means an overflow, and the loss scale backs off. To skip a step for another
       reason, such as a large norm, put `optax.MultiSteps(tx, 1, should_skip_update_fn=...)` inside.
 
-      Its state is a `LossScaledState`, or with `unscale=True` one of another type with the same fields.
+      Its state is a `LossScaledState`. With `unscale=True` its state has another type, with the same fields.
 
     Raises:
       TypeError: If `inner` or `loss_scale` is of the wrong kind. From `update`, if the state is not from `init`.
