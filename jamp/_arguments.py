@@ -233,6 +233,29 @@ def differentiable(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequen
     return []
 
 
+def with_numbers_as_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, in which Python numbers that `jax.grad` would differentiate are arrays.
+
+    They are in the first argument that holds floats, if it holds nothing else. Beside flags, functions or integers, as
+    in an Equinox model, Python numbers are options.
+    """
+    values = [*args, *kwargs.values()]
+    for i, x in enumerate(values):
+        leaves = jax.tree.leaves(x, is_leaf=is_box)
+        if leaves and all(map(is_inexact, leaves)):
+            if any(map(_is_number, leaves)):
+                values[i] = jax.tree.map(lambda y: jnp.asarray(y) if _is_number(y) else y, x, is_leaf=is_box)
+            break
+        if any(is_inexact(y) for y in Call((x,), {}).leaves):
+            break
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _is_number(x: Any) -> bool:
+    """Whether a leaf is a Python float or complex number. NumPy's float64 is a subclass."""
+    return isinstance(x, (float, complex)) and not is_array(x)
+
+
 def arguments_by_name(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names of the parameters, or "args[0]" where they have none."""
     try:

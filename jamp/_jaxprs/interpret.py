@@ -2,6 +2,7 @@
 
 import abc
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -149,6 +150,12 @@ class Tracked(Protocol):
 
 
 V = TypeVar("V", bound=Tracked)
+
+
+def stacked(arrays: Sequence[Any]) -> Any:
+    """Return arrays as one. XLA's time to compile a concatenation grows with the square of the number of operands."""
+    size = math.isqrt(len(arrays)) + 1
+    return jnp.concatenate([jnp.stack(arrays[i : i + size]) for i in range(0, len(arrays), size)])
 
 
 class Interpreter(abc.ABC, Generic[V]):

@@ -34,11 +34,15 @@ def explain(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], of_squ
         cause = _overflow(eqn, inputs, outputs, next(i for i, x in enumerate(outputs) if x is output), index)
     if cause is not None:
         return Cause(f"{cause.text}, a difference of squares", _VARIANCE) if of_squares else cause
+    dtype = jnp.result_type(output)
+    if is_nan and name in _SINGULAR:
+        return Cause(_SINGULAR[name], f"add a small multiple of the identity{_SMALL.get(str(dtype), '')}")
     if is_nan:
         return _WHOLE.get(name) or Cause(f"nan from {'finite' if clean else 'inf'} inputs", _FIND_INF)
     if name in _EXPONENTIALS:
-        return Cause(f"exp overflow: beyond what {jnp.result_type(output)} holds", _EXPONENT)
-    return Cause(f"overflow: beyond what {jnp.result_type(output)} holds", _BEYOND_FLOAT32)
+        return Cause(f"exp overflow: beyond what {dtype} holds", _EXPONENT)
+    is_widest = jnp.finfo(dtype).dtype == np.float64
+    return Cause(f"overflow: beyond what {dtype} holds", _LOOK_FOR_LARGE if is_widest else _BEYOND_FLOAT32)
 
 
 def _operands_at(index: tuple[Any, ...], shape: tuple[int, ...], inputs: Sequence[Any]) -> list[float] | None:
@@ -61,13 +65,16 @@ def _domain(eqn: JaxprEqn, operands: list[float], dtype: Any) -> Cause | None:
     if error is None:
         return None
     text = error.text.format(x=format_number(x), y=format_number(y), name=name)
-    return Cause(text + ", and in float16 all below 3e-8 is 0" * (error.at_zero and dtype == jnp.float16), error.cure)
+    is_float16 = dtype == jnp.float16
+    cure = error.cure.replace(_ADD_EPSILON, _ADD_LARGE_EPSILON) if is_float16 else error.cure
+    return Cause(text + ", and in float16 all below 3e-8 is 0" * (error.at_zero and is_float16), cure)
 
 
 _CLIP_POSITIVE = "clip it, or find out why it is not positive"
 _CLIP = "clip the operand, with a margin that the dtype can hold"
 _LOG_OF_0 = "add an epsilon that the dtype can hold, or compute the logarithm itself: jax.nn.log_softmax of logits"
-_ADD_EPSILON = "add an epsilon (in float16, 1e-8 is 0); under a gradient, also jnp.where inside the operation"
+_ADD_EPSILON = "add an epsilon; under a gradient, also jnp.where inside the operation"
+_ADD_LARGE_EPSILON = _ADD_EPSILON.replace("epsilon", "epsilon (in float16, 1e-8 is 0)")
 _EMPTY = "add an epsilon, or look for a mean over an empty array or mask"
 _FIND_INF = "find the inf among its inputs, and mask with a large finite number in its place"
 _INF_MINUS_INF = "find what made the inf, or mask with a large finite number a row that is all -inf in a softmax"
@@ -129,19 +136,22 @@ _NOT_ENTERED = Cause(
 _CONSTANT = Cause("nan is a constant in the code", "look at the condition that chooses it, or at what reads it")
 # They return elements of their operands.
 _CHOOSE = ("concatenate", "dynamic_update_slice", "pad", "select_n")
-_REGULARIZE = "add a small multiple of the identity, 1e-6 of its diagonal in float32 and 1e-12 in float64"
 _WHOLE = {
     "gather": Cause("an index is out of bounds, for which gather gives nan", "check the indices of jnp.take and x[i]"),
-    "cholesky": Cause("cholesky of a matrix that is not positive definite", _REGULARIZE),
-    "triangular_solve": Cause("the matrix is singular", _REGULARIZE),
-    "custom_linear_solve": Cause("the matrix is singular", _REGULARIZE),
 }
+_SINGULAR = {
+    "cholesky": "cholesky of a matrix that is not positive definite",
+    "triangular_solve": "the matrix is singular",
+    "custom_linear_solve": "the matrix is singular",
+}
+_SMALL = {"float32": ", 1e-6 of its diagonal in float32", "float64": ", 1e-12 of its diagonal in float64"}
 _EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
 _EXPONENT = "subtract the maximum first (jax.nn.softmax, jax.nn.logsumexp), or clip the exponent"
 _ON_THE_WAY = "compute it in float32: put it into jamp.full_precision, or give autocast a rule for it"
 _NARROW = "use jamp.full_precision or smaller operands; in attention divide by sqrt(width)"
 _TOO_LARGE = "the value is too large for any dtype: divide, normalize or clip before"
-_BEYOND_FLOAT32 = "look for a learning rate, a scale or an input that is too large, or compute it in float64"
+_LOOK_FOR_LARGE = "look for a learning rate, a scale or an input that is too large"
+_BEYOND_FLOAT32 = f"{_LOOK_FOR_LARGE}, or compute it in float64"
 _LOWER_SCALE = "lower the loss scale: a dynamic one does so itself, for others jamp.set_loss_scale"
 
 
@@ -169,6 +179,6 @@ def _overflow(
         again = interpret.bind(eqn, inputs, ir.avals(eqn.outvars))[position]
         if np.isfinite(to_host(again)[index]):
             return _CONSTANT
-        what, cure = f"{what} on the way", _EXPONENT if is_exponential else _ON_THE_WAY
+        what, cure = f"{what} on the way", _EXPONENT if is_exponential else _ON_THE_WAY if end < 1e30 else ""
     ends = f"{dtype} ends at {format_number(end) if end > 1e6 else f'{end:g}'}"
     return Cause(f"{what}: value would be {format_number(value, 1)}, {ends}", cure or _BEYOND_FLOAT32, in_backward)

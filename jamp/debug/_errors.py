@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jamp._arguments import Call, differentiable, parameter_paths
+from jamp._arguments import Call, differentiable, parameter_paths, with_numbers_as_arrays
 from jamp._autocast.decisions import entries
 from jamp._autocast.rules import wide_dtype
 from jamp._cast import check_floating, is_floating
@@ -50,6 +50,7 @@ class Errors:
         compiled: dict[Any, Any],
         exact: list[Array] | None = None,
     ):
+        args, kwargs = with_numbers_as_arrays(args, kwargs)
         call = Call(args, kwargs)
         self._cast = functools.partial(autocast, fun, compute_dtype, rules=rules)
         self.format, dtype = None, np.dtype(np.float32)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jamp._arguments import Call, arguments_by_name, differentiable, parameter_paths
+from jamp._arguments import Call, arguments_by_name, differentiable, leaf_names, parameter_paths, with_numbers_as_arrays
 from jamp._cast import is_inexact
 from jamp._jaxprs import build
 from jamp.debug._made import all_finite
-from jamp.debug._nonfinite_search import NonfiniteSearch, Values
+from jamp.debug._nonfinite_search import ASK_FOR_GRADIENTS, NonfiniteSearch, Values
 from jamp.debug._reaching import Run, distinct, run
 from jamp.debug._usage import called_as, check_concrete, naming_states
 
@@ -38,7 +38,9 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
       grad: Whether to run the backward pass too. It differentiates the first result if that is a scalar (a loss), else
-        the sum of all results, with respect to the first argument that holds floating arrays.
+        the sum of all results, with respect to the first argument that holds floating arrays. In an argument that
+        `jax.grad` takes, Python floats count as arrays. For another argument, pass the gradient:
+        `find_nonfinite(jax.grad(fun, argnums=1))`.
 
     Returns:
       A function of the arguments of `fun` that returns a `NonfiniteSearch`. Call it outside `jit`.
@@ -54,18 +56,21 @@ def find_nonfinite(fun: Callable[..., Any], *, grad: bool = False) -> Callable[.
     """
 
     def search(*args: Any, **kwargs: Any) -> NonfiniteSearch:
+        if grad:
+            args, kwargs = with_numbers_as_arrays(args, kwargs)
         call = Call(args, kwargs)
         check_concrete("find_nonfinite", call.leaves)
         held, kind = _nonfinite_inputs(fun, args, kwargs)
+        note = _about_gradients(fun, args, kwargs) if grad else ASK_FOR_GRADIENTS
         flat = call.traceable(fun)
         evaluate = functools.partial(run, leaves=call.leaves, parameters=parameter_paths(fun, args, kwargs))
         places = differentiable(args, kwargs, call.leaves) if grad else []
         with naming_states(_CALL, args):
             if not places:
-                return _result(evaluate(flat), None, held, kind)
+                return _result(evaluate(flat), None, held, kind, note)
             with_gradients = evaluate(lambda *leaves: _gradients(flat, leaves, places), gradients=len(places))
             # What is part of the backward pass is what the function itself does not run.
-            return _result(evaluate(flat) if with_gradients.causes else None, with_gradients, held, kind)
+            return _result(evaluate(flat) if with_gradients.causes else None, with_gradients, held, kind, note)
 
     return search
 
@@ -83,7 +88,19 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Se
     return [*pull_back([jnp.ones_like(x) for x in values]), *results]
 
 
-def _result(forward: Run | None, backward: Run | None, held: tuple[str, ...], kind: str) -> NonfiniteSearch:
+def _about_gradients(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the sentence that says of which argument the gradients are, if there are others with floats, or none."""
+    places = differentiable(args, kwargs, Call(args, kwargs).leaves)
+    if not places:
+        return "no argument holds floating arrays, so no gradient was computed. jnp.asarray(x) makes one of a number"
+    of, _ = leaf_names(fun, args, kwargs)[places[0]]
+    others = {name: x for name, x in arguments_by_name(fun, args, kwargs).items() if name != of}
+    if not any(map(is_inexact, jax.tree.leaves(others))):
+        return ""
+    return f"the gradients are with respect to {of}. For others: find_nonfinite(jax.grad(fun, argnums=1))"
+
+
+def _result(forward: Run | None, backward: Run | None, held: tuple[str, ...], kind: str, note: str) -> NonfiniteSearch:
     """Return the result of a run of the function, a run of its gradients, or both."""
     runs = [x for x in (forward, backward) if x is not None]
     findings = forward.of_results("a result") if forward else []
@@ -104,6 +121,7 @@ def _result(forward: Run | None, backward: Run | None, held: tuple[str, ...], ki
         runs[-1].count,
         is_finite,
         kind,
+        note,
     )
 
 

@@ -124,6 +124,10 @@ _KEEP = {
 }
 
 
+# What the report says of gradients if it was not asked for them.
+ASK_FOR_GRADIENTS = "a gradient may be inf or nan: find_nonfinite(fun, grad=True)"
+
+
 @dataclasses.dataclass(frozen=True)
 class NonfiniteSearch:
     """The result of `find_nonfinite`. `str()` is a report.
@@ -139,6 +143,7 @@ class NonfiniteSearch:
     operations: int  # the number of operations that ran
     gradients_are_finite: bool = False  # whether the backward pass ran, and gave no inf or NaN that an operation made
     inputs_kind: str = ""  # "parameters" if the first argument with floating arrays holds inf or NaN, else "batch"
+    note: str = ""  # what it does not know of gradients
 
     @property
     def finding(self) -> Finding | None:
@@ -152,20 +157,18 @@ class NonfiniteSearch:
         held = [f"  note    the input {held}" for held in self.inputs[:2]]
         held += [f"  note    and {len(self.inputs) - 2} more inputs hold inf or nan"] if len(self.inputs) > 2 else []
         held += [f"  next    {_KEEP[self.inputs_kind]}"] if self.inputs_kind else []
+        note = [f"  note    {self.note}"] if self.note else []
         if (finding := self.finding) is None:
-            return "\n".join(wrapped(line) for line in [self._nothing(), *held])
-        masked = "  note    no result shows it; " + (
-            "nor does a gradient"
-            if self.gradients_are_finite
-            else "find_nonfinite(fun, grad=True) says if a gradient does"
-        )
+            note = [] if self.inputs_reach_results or self.constants else note
+            return "\n".join(wrapped(line) for line in [self._nothing(), *note, *held])
+        masked = f"  note    no result shows it{', nor does a gradient' * self.gradients_are_finite}"
         lines = [
             finding.title,
             *finding.where,
             *([f"  inside  {' > '.join(finding.path)}"] if finding.path else []),
             *(f"  input   {x}" for x in finding.inputs[:3]),
             *(f"  output  {x}" for x in finding.outputs if x.first is not None),
-            *([] if self.reaches_results else [masked]),
+            *([] if self.reaches_results else [masked, *note]),
         ]
         others = self.findings[1:_SHOWN]
         more = len(self.findings) - len(others) - 1

@@ -76,7 +76,7 @@ class Observer(interpret.Interpreter[ObservedArray]):
         return self._add(Operation("item", value.array.dtype), value.array[i], value.wide[i], [value])
 
     def stack(self, values: list[ObservedArray]) -> ObservedArray:
-        array, wide = jnp.stack([x.array for x in values]), jnp.stack([x.wide for x in values])
+        array, wide = (interpret.stacked([get(x) for x in values]) for get in (lambda x: x.array, lambda x: x.wide))
         return self._add(Operation("stack", array.dtype), array, wide, values)
 
     def operation(self, eqn: JaxprEqn, values: list[ObservedArray]) -> list[ObservedArray]:

@@ -158,7 +158,7 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
 
     def stack(self, values: list[ArrayInStreams]) -> ArrayInStreams:
         keys = set[int]().union(*(x.streams for x in values))
-        stack = lambda get: jnp.stack([get(x) for x in values])
+        stack = lambda get: interpret.stacked([get(x) for x in values])
         return ArrayInStreams(stack(lambda x: x.array), {k: stack(lambda x, k=k: x.stream(k)) for k in keys})
 
 

@@ -291,11 +291,11 @@ def rounding_report(
     their error. For the first two rows the function also runs with nothing else rounded, to check the prediction. The
     prediction for a scalar value is the expected size of the error. The measurement is one draw.
 
-    The gradients are taken of a scalar first result with respect to the floating arrays in the first argument. In
-    float16 they are computed at a loss scale of 2**15, or a lower one if that overflows. Code that rounds without
-    autocast is reported too. It takes about ten times as long as a compiled gradient, after it has compiled its own
-    programs, and keeps all values in memory, so use a small batch. Inside `while`, `shard_map`, solvers and kernels it
-    does not tell operations apart.
+    The gradients are taken of a scalar first result with respect to the floating arrays in the first argument that
+    holds some. In an argument that `jax.grad` takes, Python floats count as arrays. In float16 they are computed at a
+    loss scale of 2**15, or a lower one if that overflows. Code that rounds without autocast is reported too. It takes
+    about ten times as long as a compiled gradient, after it has compiled its own programs, and keeps all values in
+    memory, so use a small batch. Inside `while`, `shard_map`, solvers and kernels it does not tell operations apart.
 
     In a format of 8 bits, a row is a product in one of its three passes: the result, or the gradient of the left or of
     the right operand. To round is to encode the operands as the format does, and the sensitivity is that of the product
