@@ -356,6 +356,22 @@ def test_float64_is_compared_with_the_rounding_of_float64(x64):
     assert jamp.debug.compare(lambda x: x / 3, lambda x: x * np.float64(0.3333333333))(x)
 
 
+def test_a_nan_in_float32_is_no_nan_in_float64(x64):
+    """The rounding of float64 is estimated from a run in float32, in which this variance is negative or 0."""
+    x = 1e5 + jax.random.normal(jax.random.key(0), (1000,), jnp.float64)
+    fun = lambda x: jnp.log(jnp.mean(x**2) - jnp.mean(x) ** 2)
+    found = jamp.debug.compare(fun, lambda x: jnp.log(jnp.var(x)))(x)
+    assert found
+    assert found.dtype == "float64"
+    assert found.results == found.without_rounding
+    assert 0 < found.results[0] < 1e-4
+    assert "What rounding explains of it is unknown" in str(found)
+    assert "so not by rounding" not in str(found)
+    agreeing = jamp.debug.compare(lambda x: jnp.sum(x) / 3, lambda x: jnp.sum(x / 3))(x)
+    assert not agreeing
+    assert agreeing.results[0] < 1e-12
+
+
 def test_an_overflow_of_one_program_is_a_difference_of_its_own():
     found = jamp.debug.compare(lambda x: x * 300, lambda x: (x.astype(jnp.float16) * 300).astype(jnp.float32))(
         jnp.full(3, 300.0)

@@ -63,7 +63,11 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
             cure = "Return the same part of both, as in compare(lambda x: fun(x)[0], other)."
             raise ValueError(f"compare needs results of one structure, got {here.tree} and {there.tree}. {cure}")
         results = list(zip(here.arrays, there.arrays, strict=True))
-        traced = [relative_difference(x.traced, y.traced) for x, y in results]
+        traced = tuple(relative_difference(x.traced, y.traced) for x, y in results)
+        without_rounding = tuple(differ_by(x, y)[0] for x, y in results)
+        # The values of float64 code are those without rounding. As traced it ran in float32.
+        in_float64 = _dtypes(here, there) == [np.float64]
+        differences = without_rounding if in_float64 else traced
         differing = [i for i, (x, y) in enumerate(results) if x.value.shape != y.value.shape or not agree(x, y)]
         programs = align(here.operations, there.operations, [here.results, there.results])
         ends = [(programs[0][here.results[i]], programs[1][there.results[i]]) for i in differing]
@@ -74,12 +78,13 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
         aligned = pair_up(*sides)
         swapped = [make_row(x, y, "the results are other values") for x, y in ends[:1]]
         return Comparison(
-            results_part=bool(differing) or np.inf in traced,
-            results=tuple(traced),
-            without_rounding=tuple(differ_by(x, y)[0] for x, y in results),
+            results_part=bool(differing) or np.inf in differences,
+            results=differences,
+            without_rounding=without_rounding,
             dtype=_dtype(here, there),
             differences=tuple(find_differences(sides, aligned) or swapped),
             rows=tuple(_rows(programs, {id(sides[0][i]): sides[1][j] for i, j in aligned})),
+            rounding_is_unknown=in_float64 and np.inf in traced and np.inf not in without_rounding,
         )
 
     return comparison
@@ -109,9 +114,14 @@ def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return _Run(operations, results[: tree.num_leaves], tree)
 
 
+def _dtypes(here: _Run, there: _Run) -> list[Any]:
+    """The floating dtypes of two functions, the finest first."""
+    return sorted({x.dtype for run in (here, there) for x in run.operations if is_floating(x)}, key=roundoff)
+
+
 def _dtype(here: _Run, there: _Run) -> str:
     """The coarsest dtype of two functions if its rounding is seen in their results, else the finest."""
-    used = sorted({x.dtype for run in (here, there) for x in run.operations if is_floating(x)}, key=roundoff)
+    used = _dtypes(here, there)
     in_float32 = lambda x: relative_difference(x.value, x.traced) * (FLOAT32 / x.unit)
     pairs = zip(here.arrays, there.arrays, strict=True)
     explained = lambda x, y: JUMP * max(FLOAT32, in_float32(x), in_float32(y))

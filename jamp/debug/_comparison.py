@@ -52,6 +52,8 @@ class Comparison:
       dtype: The coarsest dtype of the functions if its rounding is seen in the results, else the finest.
       differences: What differs in the functions, the first one first. Empty if the results agree.
       rows: The operations that both functions have, in order.
+      rounding_is_unknown: Whether the rounding of float64 code is unknown, because in float32, from which it is
+        estimated, results are inf or NaN at other elements.
     """
 
     results_part: bool
@@ -60,6 +62,7 @@ class Comparison:
     dtype: str
     differences: tuple[ComparedRow, ...]
     rows: tuple[ComparedRow, ...]
+    rounding_is_unknown: bool = False
 
     @property
     def first(self) -> ComparedRow | None:
@@ -93,6 +96,11 @@ class Comparison:
         worst = max(self.results, default=0.0)
         if math.isinf(worst):
             return "The results differ in shape, or in where they are inf or NaN."
+        if self and self.rounding_is_unknown:
+            return (
+                f"The results differ by {worst:.1e}. What rounding explains of it is unknown: it is estimated in "
+                "float32,\nwhere they are inf or NaN at other elements."
+            )
         if self:
             return f"The results differ by {max(self.without_rounding):.1e} in float64, so not by rounding."
         is_coarse = self.dtype not in ("", "float32", "float64")
