@@ -13,6 +13,7 @@ import pytest
 from trees import assert_close, assert_equal, bits
 
 import jamp
+from jamp._optimizer_state.moments import unknown_fields
 
 pytestmark = pytest.mark.promotes("optax")
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -287,3 +288,10 @@ def test_a_line_search_skips_a_batch_that_overflows_if_its_gradient_is_new():
     w, state = step(w, state, x)
     assert jamp.get_grads_finite(state)
     assert loss_fn(w, x) < loss_fn(same, x)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_all_large_arrays_in_the_states_of_optimizers_with_moments_are_known(name):
+    like = jax.tree.map(lambda x: jnp.zeros((64, 64)), PARAMS)
+    state = jax.eval_shape(make(name).init, fresh_params(name, jnp.float32, like))
+    assert unknown_fields(state, lambda x: hasattr(x, "shape") and len(x.shape) > 1) == []

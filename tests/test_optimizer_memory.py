@@ -561,6 +561,16 @@ def test_moments_in_bfloat16_stay_and_conditional_wrappers_work(mu_dtype):
         assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, plain[0])
 
 
+def test_a_moment_that_optax_renamed_is_a_warning(monkeypatch):
+    new = {name: kind for name, kind in moments.FIELDS["ScaleByAdamState"].items() if name != "nu"}
+    monkeypatch.setitem(moments.FIELDS, "ScaleByAdamState", new)  # as if an older jamp met a newer Optax
+    adam, params = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(), jnp.ones((64, 128))
+    with pytest.warns(UserWarning, match=r"leaves ScaleByAdamState\.nu in float32"):
+        jamp.quantized_state(adam).init(params)
+    jamp.quantized_state(adam, never_negative=lambda path, x: None).init(params)
+    jamp.quantized_state(optax.chain(optax.trace(0.9), optax.adam(1e-3))).init(params[0])  # too small
+
+
 def test_moments_that_are_all_16_bit_are_a_warning():
     low = jnp.ones((64, 128), jnp.bfloat16)
     for tx, params in ((optax.adamw(1e-3), low), (optax.lion(1e-3, mu_dtype=jnp.bfloat16), low.astype(jnp.float32))):

@@ -90,3 +90,12 @@ def test_the_step_count_of_the_inner_schedule_is_read_by_its_name():
     is_schedule = lambda path, _: path[-1].tuple_name == "ScaleByScheduleState"
     assert int(optax.tree.get(state, "count", filtering=is_schedule)) == 2
     assert int(jamp.get_stats(state).finite_steps) == 2
+
+
+def test_an_optax_without_the_states_of_contrib_is_no_error(monkeypatch):
+    monkeypatch.delattr(optax.contrib, "ScheduleFreeState")
+    tx = jamp.skip_nonfinite(optax.adam(1e-3))
+    assert tx.init(jnp.ones(2)).inner_state[0].count == 0
+    averaged = optax.contrib.schedule_free(jamp.stochastic_rounding(optax.sgd(0.1)), 0.1)
+    with pytest.raises(ValueError, match="averages"):
+        jamp.skip_nonfinite(averaged).init(jnp.ones(2, jnp.bfloat16))

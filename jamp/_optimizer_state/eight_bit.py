@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jamp._mesh import keep_sharding
 from jamp._numbers import as_number
 from jamp._optimizer_state.codes import OLDER, BlockCodes, check_codes, decode, encode
 from jamp._optimizer_state.dtypes import keeping_dtypes
-from jamp._optimizer_state.moments import map_moments
+from jamp._optimizer_state.moments import map_moments, unknown_fields
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
 
 LeafPredicate = Callable[[Any, Any], bool | None]  # of the path and the array; None is no answer
@@ -74,7 +74,8 @@ def quantized_state(
     elements and a last axis of at least 16. Everything else stays as it is: sums of gradients, copies of parameters,
     masters, and the states of other libraries. For bfloat16 parameters Optax makes bfloat16 moments, which stay too:
     put `stochastic_rounding` or `master_params` around, as `inner` then sees float32. `init` warns
-    if there are arrays that are large enough, and none is stored in eight bits.
+    if there are arrays that are large enough, and none is stored in eight bits. It also warns if one of Optax's states
+    has a field with such arrays that this version of jamp does not know.
 
     `inner` is called twice in a step, for the scales and for the codes, and must have no side effects.
 
@@ -125,6 +126,8 @@ def quantized_state(
         new = QuantizedState(jnp.array(0, jnp.int32), _encode_moments(state, jnp.array(0, jnp.int32), options)[0])
         if keep is None:
             _warn_if_none_is_stored(new)
+        if keep is None and never_negative is None and contains(new, _holds_scales):
+            _warn_of_unknown(unknown_fields(state, lambda x: is_float32(x) and _is_large(x)))
         return new
 
     def update(
@@ -154,8 +157,21 @@ def quantized_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _is_large(x: Any) -> bool:
+    return bool(x.ndim and x.size >= _MIN_SIZE and x.shape[-1] >= _MIN_AXIS)
+
+
+def _warn_of_unknown(fields: Sequence[str]) -> None:
+    if fields:
+        warnings.warn(
+            f"quantized_state leaves {', '.join(dict.fromkeys(fields))} in float32, which is new in Optax. To store it "
+            "in eight bits, pass never_negative.",
+            stacklevel=users_stacklevel(),
+        )
+
+
 def _warn_if_none_is_stored(state: QuantizedState) -> None:
-    large = [x for x in jax.tree.leaves(state) if is_floating(x) and x.size >= _MIN_SIZE and x.shape[-1] >= _MIN_AXIS]
+    large = [x for x in jax.tree.leaves(state) if is_floating(x) and _is_large(x)]
     if not large or contains(state, _holds_scales):
         return
     why = (
@@ -215,7 +231,7 @@ def _encode_moments(
     words, new_scales = random_words(_SEED, count), _Scales()
 
     def choose(path: Any, x: Any, is_square: bool | None) -> bool | None:
-        if not is_float32(x) or x.ndim == 0 or x.size < _MIN_SIZE or x.shape[-1] < _MIN_AXIS:
+        if not (is_float32(x) and _is_large(x)):
             return None
         if is_square is None and options.never_negative is not None:
             is_square = options.never_negative(path, x)

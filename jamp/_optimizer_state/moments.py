@@ -52,6 +52,8 @@ FIELDS: dict[str, dict[str, _Kind]] = {
     "SophiaState": {"mu": "signed", "nu": "signed"},  # An estimate of the Hessian may be negative.
     "TraceState": {"trace": "signed"},
 }
+# More arrays of these states that are no moments.
+_NO_MOMENTS = {"COCOBState": {"scale", "subgradients", "reward"}, "ScaleByAdanState": {"g"}}
 # The usual names of moments, for states of other libraries.
 _USUAL = FIELDS["EmaState"] | FIELDS["ScaleByAdamState"] | FIELDS["TraceState"]
 # The names of fields that are no moments, in a state of any library.
@@ -80,6 +82,25 @@ def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
         return tree_map_with_path(lambda path, x: of_node((*start, *path), x), tree, is_leaf=is_leaf)
 
     return visit((), state)
+
+
+def unknown_fields(state: Any, is_large: Callable[[Any], bool]) -> list[str]:
+    """Return the fields with large arrays, in Optax's states with moments, that this version of jamp does not know."""
+    found = []
+    for _, x in find_nodes(state, _is_of_optax):
+        of = type(x).__name__
+        known = FIELDS["*"].keys() | FIELDS.get(of, {}).keys() | _NO_MOMENTS.get(of, set())
+        for name, field in x._asdict().items() if of in FIELDS else ():
+            if name not in known and any(map(is_large, jax.tree.leaves(field, is_leaf=_is_of_optax))):
+                found.append(f"{of}.{name}")
+        found += [
+            y for name, field in x._asdict().items() if name not in known for y in unknown_fields(field, is_large)
+        ]
+    return found
+
+
+def _is_of_optax(x: Any) -> bool:
+    return hasattr(x, "_fields") and type(x).__module__.partition(".")[0] == "optax"
 
 
 def averages_and_sums(state: Any) -> list[Any]:
