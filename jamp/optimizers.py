@@ -195,11 +195,11 @@ def _scale_by_adam(betas: tuple[float, float], eps: float, amsgrad: bool) -> opt
         moments = [optax.tree.zeros_like(params) for _ in range(3 if amsgrad else 2)]
         return kind(jnp.zeros([], jnp.int32), *moments)
 
-    def update(grads: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
         del params
         count = optax.safe_increment(state.count)
-        mu = optax.tree.update_moment(grads, state.mu, b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(grads, state.nu, b2, 2)
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
         new = state._replace(count=count, mu=mu, nu=nu)
         if amsgrad:
             new = new._replace(nu_max=jax.tree.map(jnp.maximum, state.nu_max, nu))

@@ -10,6 +10,7 @@ import optax
 import pytest
 from loss_scales import recorded
 from steps import with_masters
+from trees import assert_equal
 
 import jamp
 from jamp.optimizers import adam, adamw, get_learning_rate, rmsprop, set_learning_rate, sgd
@@ -132,3 +133,20 @@ def test_a_negative_learning_rate_is_an_error_also_in_an_array_of_numpy(value):
     state = sgd(0.5).init(PARAMS)
     with pytest.raises(ValueError, match="negative"):
         set_learning_rate(state, value)
+
+
+@pytest.mark.promotes("optax")
+@pytest.mark.parametrize(
+    "name", ["loss_scaled", "skip_nonfinite", "quantized_state", "master_params", "split", "rounding"]
+)
+def test_update_takes_the_keywords_of_optax(name):
+    wrap = {
+        "split": lambda tx: jamp.master_params(tx, split=True),
+        "rounding": jamp.stochastic_rounding,
+    }.get(name) or getattr(jamp, name)
+    tx, params = wrap(optax.adam(1e-3)), jnp.ones((64, 128), jnp.float32 if name == "quantized_state" else jnp.bfloat16)
+    state = tx.init(params)
+    updates, new = tx.update(updates=2 * params, state=state, params=params)
+    assert_equal((updates, new), tx.update(2 * params, state, params))
+    assert not jnp.array_equal(updates, 2 * params)
+    assert list(inspect.signature(tx.update).parameters)[:3] == ["updates", "state", "params"]

@@ -21,9 +21,9 @@ def keeping_dtypes(inner: optax.GradientTransformation) -> optax.GradientTransfo
     inner = optax.with_extra_args_support(inner)
 
     def update(
-        grads: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        updates, new = inner.update(grads, state, params, **extra_args)
+        updates, new = inner.update(updates, state, params, **extra_args)
         if not has_other_dtypes(new, state):
             return updates, new
         return updates, cast_like(new, state if params is None else jax.eval_shape(inner.init, params))

@@ -131,9 +131,10 @@ def quantized_state(
         return new
 
     def update(
-        grads: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, QuantizedState]:
         check_kind(state, QuantizedState, _CURE)
+        grads = updates  # Optax's name of the parameter
         count = next_count(state.rounding_count)
         step = lambda state: inner.update(grads, _decode_moments(state, options.block_size), params, **extra_args)
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the

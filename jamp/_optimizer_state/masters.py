@@ -99,12 +99,12 @@ def _with_masters(inner: optax.GradientTransformation, dtype: DTypeLike) -> opta
         return MasterParamsState(masters, check_inner(inner.init(masters)))
 
     def update(
-        grads: optax.Updates, state: MasterParamsState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: MasterParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterParamsState]:
         check_kind(state, MasterParamsState, _CURE)
         check_given(params)
         _check_masters(state.master_params, params, dtype)
-        grads = jax.tree.map(lambda g: cast_leaf(g, dtype), grads)
+        grads = jax.tree.map(lambda g: cast_leaf(g, dtype), updates)
         steps, inner_state = inner.update(grads, state.inner_state, state.master_params, **extra_args)
         masters = optax.apply_updates(state.master_params, steps)
 

@@ -71,13 +71,13 @@ def with_split_masters(inner: optax.GradientTransformation) -> optax.GradientTra
         return SplitMasterParamsState(low_bits, check_inner(inner.init(to_float32(params))))
 
     def update(
-        grads: optax.Updates, state: SplitMasterParamsState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: SplitMasterParamsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, SplitMasterParamsState]:
         check_kind(state, SplitMasterParamsState, _CURE)
         check_given(params)
         check_bfloat16(params, _ADVICE)
         masters = _join(params, state.low_bits)
-        steps, inner_state = inner.update(to_float32(grads), state.inner_state, masters, **extra_args)
+        steps, inner_state = inner.update(to_float32(updates), state.inner_state, masters, **extra_args)
         new, low_bits = _split(optax.apply_updates(masters, steps), params)
 
         def to_param(step: Any, p: Any, new: Any) -> Any:

@@ -150,7 +150,7 @@ def stochastic_rounding(
         return StochasticRoundingState(count, store(inner_state, random_words(seed, count), params, specs))
 
     def update(
-        grads: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         check_kind(state, StochasticRoundingState, _CURE)
         if params is None:
@@ -160,7 +160,7 @@ def stochastic_rounding(
             _warn_if_nothing_is_rounded(params)
         in_float32, count = to_float32(params), next_count(state.rounding_count)
         inner_state = load(state.inner_state, in_float32)
-        updates, inner_state = inner.update(to_float32(grads), inner_state, in_float32, **extra_args)
+        updates, inner_state = inner.update(to_float32(updates), inner_state, in_float32, **extra_args)
         words = random_words(seed, count)
 
         def round_param(path: Any, p: Any, old: Any, step: Any, spec: Any) -> Any:

@@ -99,7 +99,7 @@ def loss_scaled(
         return wrap_inner(inner_state, loss_scale, unscale=unscale)
 
     def update(
-        grads: optax.Updates,
+        updates: optax.Updates,
         state: AnyLossScaledState,
         params: optax.Params | None = None,
         *,
@@ -108,7 +108,7 @@ def loss_scaled(
     ) -> tuple[optax.Updates, AnyLossScaledState]:
         check_state(state, unscale, loss_scale, structure)
         _check_extra_args(extra_args, unscale)
-        args = grads, state, cast_params(state.inner_state, params), grads_finite, extra_args
+        args = updates, state, cast_params(state.inner_state, params), grads_finite, extra_args
         # Outside jit, the trace and each operation of a step would take longer than the step.
         return (compiled if not is_off and _is_concrete(args) else step)(*args)
 
