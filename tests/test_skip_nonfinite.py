@@ -99,3 +99,18 @@ def test_an_optax_without_the_states_of_contrib_is_no_error(monkeypatch):
     averaged = optax.contrib.schedule_free(jamp.stochastic_rounding(optax.sgd(0.1)), 0.1)
     with pytest.raises(ValueError, match="averages"):
         jamp.skip_nonfinite(averaged).init(jnp.ones(2, jnp.bfloat16))
+
+
+@pytest.mark.promotes("optax")
+def test_moments_of_16_bit_parameters_are_float32_unless_inner_keeps_them_otherwise():
+    adam, params = optax.adam(1e-3), jnp.ones((64, 128), jnp.bfloat16)
+    in_16_bit = jamp.stochastic_rounding(adam, state_dtype=jnp.bfloat16)
+    first = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+    for inner, nbytes in ((adam, 8), (jamp.quantized_state(adam), 2.1), (in_16_bit, 4), (first, 6)):
+        tx = jamp.skip_nonfinite(inner)
+        updates, state = tx.update(params, tx.init(params), params)
+        held = sum(x.nbytes for x in jax.tree.leaves(state.inner_state) if x.ndim)
+        assert held / params.size == pytest.approx(nbytes, rel=0.03)
+        assert updates.dtype == jnp.float32
+        assert optax.apply_updates(params, updates).dtype == jnp.bfloat16
+    assert sum(x.nbytes for x in jax.tree.leaves(adam.init(params)) if x.ndim) == 4 * params.size
