@@ -26,10 +26,10 @@ def skip_nonfinite(
     it never applies one. If every step is bad, training stands still: `check_health` raises an error. Replicas of a
     `shard_map` can skip together.
 
-    Gradients and parameters of 16 bit reach `inner` as float32, because a small update is lost in a bfloat16 moment. So
-    the moments and the updates are float32: for Adam 8 bytes a parameter, where plain Optax has 4 for 16-bit parameters.
-    `skip_nonfinite(jamp.quantized_state(tx))` has about 2. For 16-bit moments, take
-    `skip_nonfinite(jamp.stochastic_rounding(tx, state_dtype=jnp.bfloat16))`, or Optax's `mu_dtype` for the first moment.
+    Gradients and parameters of 16 bit reach `inner` as float32, as in `loss_scaled`. So the moments and the updates are
+    float32. Adam's moments take 8 bytes a parameter, where plain Optax makes 16-bit ones of 4. Inside,
+    `jamp.quantized_state(tx)` takes about 2, and `jamp.stochastic_rounding(tx, state_dtype=jnp.bfloat16)` 4, with
+    parameters that are rounded stochastically. Optax's `mu_dtype=jnp.bfloat16` keeps the first moment in 16 bit.
 
     What it costs: each step reads the gradients once more, and updates a flag and a few counts. It keeps no copy of the
     parameters. With a dynamic scale, which also counts finite steps and picks a scale, [AdamW took 1.19 times as
