@@ -7,7 +7,7 @@ import pytest
 
 import jamp
 from jamp._jaxprs.interpret import stacked
-from jamp.debug import find_nonfinite, rounding_report
+from jamp.debug import find_nonfinite, lost_updates, rounding_report
 
 X = jnp.linspace(0.1, 2.0, 64).reshape(8, 8)
 
@@ -117,3 +117,18 @@ def test_a_loop_of_many_steps_takes_time_in_proportion():
     xs = [jnp.full((2, 3), float(i)) for i in range(11)]
     np.testing.assert_array_equal(stacked(xs), jnp.stack(xs))
     np.testing.assert_array_equal(stacked(xs[:1]), jnp.stack(xs[:1]))
+
+
+def test_the_update_of_a_number_is_lost_as_that_of_an_array():
+    for number in (1.0, jnp.float32(1.0)):
+        assert str(lost_updates({"k": number}, {"k": 1e-9 * jnp.ones(())})).startswith(
+            "rounding loses updates of 1 of 1"
+        )
+    assert str(lost_updates({"k": 1.0}, {"k": 1e-9})).startswith("rounding loses updates of 1 of 1")
+    assert str(lost_updates({"k": 1}, {"k": None})).startswith("rounding loses updates of 0 of")
+
+
+def test_a_number_is_a_constant_in_a_report_of_memory():
+    fun = lambda k, x: jnp.sum(k * jnp.tanh(x))
+    kept = lambda k: jamp.memory_report(fun)(k, X).kept
+    assert kept(2.0) < kept(jnp.asarray(2.0))

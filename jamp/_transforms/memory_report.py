@@ -119,7 +119,7 @@ def memory_report(
 
     For a function under autocast, pass it: `memory_report(jamp.autocast(loss, dtype), 0.5)`. It has the
     arguments and errors of `recompute`, and ignores the budget and the `residuals` of `autocast`. Arrays may be given
-    as `jax.ShapeDtypeStruct`.
+    as `jax.ShapeDtypeStruct`. Python numbers are constants: if `jax.grad` differentiates one, pass `jnp.asarray(x)`.
 
     Returns:
       A function of the arguments of `fun` that returns a `MemoryReport`. It traces `fun` and computes nothing.

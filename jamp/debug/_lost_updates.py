@@ -87,6 +87,7 @@ def lost_updates(params: optax.Params, updates: optax.Updates) -> LostUpdates:
     """
 
     def share(p: Any, update: Any) -> Array:
+        p, update = (jnp.asarray(x) if isinstance(x, float) else x for x in (p, update))
         if not is_floating(p) or not is_floating(update):  # None and `optax.MaskedNode` are no updates.
             return jnp.float32(0)
         moves = update != 0
