@@ -71,8 +71,10 @@ def test_a_search_with_gradients_says_of_which_argument():
     search = find_nonfinite(loss, grad=True)(X, 1.5)
     assert not search
     text = words(search)
-    assert "the gradients are with respect to data. For others: find_nonfinite(jax.grad(fun, argnums=1))" in text
+    assert "the gradients are with respect to data. For theta: find_nonfinite(jax.grad(fun, argnums=1))" in text
     assert find_nonfinite(jax.grad(loss, argnums=1))(X, 1.5)
+    swapped = find_nonfinite(lambda n, theta, data: n * loss(data, theta), grad=True)(1, 2.0, X)
+    assert "with respect to theta. For data: find_nonfinite(jax.grad(fun, argnums=2))" in words(swapped)
     assert "argnums" not in words(find_nonfinite(root, grad=True)(2.0))
     assert "argnums" not in words(find_nonfinite(lambda x, i: x[i], grad=True)(X[0], 1))
 

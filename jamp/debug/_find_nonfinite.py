@@ -89,15 +89,16 @@ def _gradients(flat: Callable[..., list[Any]], leaves: Sequence[Any], places: Se
 
 
 def _about_gradients(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the sentence that says of which argument the gradients are, if there are others with floats, or none."""
+    """Return a sentence on the gradients that were not computed, or an empty text."""
     places = differentiable(args, kwargs, Call(args, kwargs).leaves)
     if not places:
         return "no argument holds floating arrays, so no gradient was computed. jnp.asarray(x) makes one of a number"
     of, _ = leaf_names(fun, args, kwargs)[places[0]]
-    others = {name: x for name, x in arguments_by_name(fun, args, kwargs).items() if name != of}
-    if not any(map(is_inexact, jax.tree.leaves(others))):
+    names = list(arguments_by_name(fun, args, kwargs))
+    others = (i for i, x in enumerate(args) if names[i] != of and any(map(is_inexact, jax.tree.leaves(x))))
+    if (i := next(others, None)) is None:
         return ""
-    return f"the gradients are with respect to {of}. For others: find_nonfinite(jax.grad(fun, argnums=1))"
+    return f"the gradients are with respect to {of}. For {names[i]}: find_nonfinite(jax.grad(fun, argnums={i}))"
 
 
 def _result(forward: Run | None, backward: Run | None, held: tuple[str, ...], kind: str, note: str) -> NonfiniteSearch:
