@@ -257,7 +257,7 @@ def after_more_hidden_layers_than_there_are_streams(w, x):
     return jnp.mean((x * 1e20) @ (w * 1e20))  # first
 
 
-@case("div", jnp.eye(4), jnp.zeros((3, 4)).at[1:].set(300), others=["dot_general"])
+@case("div", jnp.eye(16), jnp.zeros((3, 16)).at[1:].set(300), others=["dot_general"])
 def under_autocast(w, x):
     p = x / x  # first
 
