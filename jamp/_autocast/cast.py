@@ -32,7 +32,6 @@ result is stored in float32. For a bfloat16 model and the rule {"dot_general[hea
     largest = max(logits)            bf16      reads it rounded, as everything does that is not raised
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -43,12 +42,9 @@ from jax.extend import core
 from jamp._autocast import facts
 from jamp._autocast.custom_rules import CastConstruct, Rewritten, enter, is_entered
 from jamp._autocast.decisions import Decision, Decisions
-from jamp._autocast.facts import Constant, Input, Output
+from jamp._autocast.facts import Analyses, Constant, Facts, Input, Output
 from jamp._autocast.qualify import (
     expands_products,
-    feeds,
-    is_after_long_sum,
-    is_after_product,
     is_candidate,
     sums_few_terms,
     why_not,
@@ -56,7 +52,7 @@ from jamp._autocast.qualify import (
 from jamp._autocast.rules import ACCUMULATE, COMPUTE, ROUNDED_AGAIN, WIDEST, YOURS
 from jamp._autocast.target import Target
 from jamp._cast import is_floating, is_inexact
-from jamp._jaxprs import build, constructs, dataflow, ir
+from jamp._jaxprs import build, constructs, ir
 from jamp._jaxprs.cache import Cache
 from jamp._jaxprs.constructs import Derivative
 from jamp._jaxprs.context import Context
@@ -86,11 +82,11 @@ def cast(
       rest: The passes after this one. Derivative rules are traced while JAX differentiates, and run through all passes.
       in_shard_map: Whether it is called inside a shard_map.
     """
-    every = _Caster(target, format, rest)
+    caster = _Caster(target, format, rest)
     arguments = [Input(is_computed=False)] * len(closed.in_avals)
     outputs = [Output()] * len(closed.out_avals)
-    body = every.run(closed, arguments, outputs, Context(in_shard_map=in_shard_map))
-    return body.at([False] * len(outputs)), every.decisions
+    body = caster.run(closed, arguments, outputs, Context(in_shard_map=in_shard_map))
+    return body.at([False] * len(outputs)), caster.decisions
 
 
 class _Caster:
@@ -99,15 +95,7 @@ class _Caster:
     def __init__(self, target: Target, format: Format | None, rest: Rest):
         self.target, self.format, self.rest = target, format, rest
         self.decisions = Decisions()
-        self.consumed = dataflow.Backward(facts.consumes)
-        self.computed = dataflow.spreads(facts.computes)
-        as_constant = functools.partial(facts.as_constant, target.is_out_of_range)
-        fills = functools.partial(facts.fills, target.is_wide)
-        self.read_wide = dataflow.Backward(functools.partial(facts.reads_wide, target.raised))
-        self.constants = dataflow.Forward(fills, facts.join_constants, as_constant)
-        self.after_long_sum = dataflow.spreads(is_after_long_sum)
-        self.after_product, self.feeding = dataflow.spreads(is_after_product), dataflow.Backward(feeds)
-        self.of_tangents = dataflow.spreads(lambda eqn, operands: any(operands))
+        self.analyses = Analyses(target.is_wide, target.is_out_of_range, target.raised, format is not None)
         self._cache: Cache[Rewritten] = Cache()
 
     def run(
@@ -124,24 +112,22 @@ class _Body:
 
     def __init__(
         self,
-        every: _Caster,
+        caster: _Caster,
         closed: ClosedJaxpr,
         inputs: Sequence[Input],
         outputs: Sequence[Output],
         context: Context,
         path: str,
     ):
-        self._pass, self._target, self._context, self._path, self._traced = every, every.target, context, path, closed
+        self._caster, self._target, self._context, self._path, self._traced = (
+            caster,
+            caster.target,
+            context,
+            path,
+            closed,
+        )
         jaxpr = closed.jaxpr
-        self._consumed = every.consumed(closed, [x.is_consumed for x in outputs])
-        self._computed = every.computed(closed, [x.is_computed for x in inputs])
-        self._constants = every.constants(closed, [x.constant for x in inputs])
-        self._after_long_sum = every.after_long_sum(closed, [x.follows_long_sum for x in inputs])
-        if every.format:
-            self._after_product = every.after_product(closed, [x.follows_product for x in inputs])
-            self._feeding = every.feeding(closed, [x.feeds_product for x in outputs])
-            self._of_tangents = every.of_tangents(closed, [x.follows_tangent for x in inputs])
-        self._read_wide = every.read_wide(closed, [x.is_read_wide for x in outputs]) if every.target.raised else set()
+        self._facts = Facts(caster.analyses, closed, inputs, outputs)
         self._outputs = outputs
         reads: list[Any] = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
         self._readers = Counter(v for v in reads if not ir.is_literal(v))
@@ -165,10 +151,10 @@ class _Body:
         results = [
             self._stored[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, narrow, strict=True)
         ]
-        follow = self._pass.after_long_sum.read(self._after_long_sum, jaxpr.outvars)
+        follow = self._facts.of_inputs("follows_long_sum", jaxpr.outvars)
         if not self._changed:
             for eqn, decision in self._decided:
-                self._pass.decisions.add(eqn, decision)
+                self._caster.decisions.add(eqn, decision)
             return Rewritten(self._traced, narrow, self._traced.out_avals, False, follow)
         constants = dict(zip(jaxpr.constvars, self._traced.consts, strict=True))
         closed = build.closed_jaxpr(constants, self._inputs, results, self._eqns)
@@ -183,7 +169,7 @@ class _Body:
         else:
             is_product = name in PRODUCTS
             is_back = is_product and (is_transposed(eqn) or self._context.is_backward)
-            is_gradient = is_back and not self._consumed.intersection(eqn.outvars)
+            is_gradient = is_back and self._facts.of_outputs("is_consumed").isdisjoint(eqn.outvars)
             # Of arithmetic, only a rule for all operations of a scope asks.
             is_asked = is_product or self._target.parts
             is_out_of_range = bool(is_asked) and any(map(self._is_out_of_range, eqn.invars))
@@ -202,7 +188,7 @@ class _Body:
                 self._copy(eqn, key, category, is_narrow)
 
     def _expands_products(self, eqn: JaxprEqn) -> bool:
-        follow = self._pass.after_long_sum.read(self._after_long_sum, eqn.invars)
+        follow = self._facts.of_inputs("follows_long_sum", eqn.invars)
         are_stored = [self._is_stored(v) and not self._is_raised(v) for v in eqn.invars]
         return expands_products(eqn, follow, are_stored)
 
@@ -239,7 +225,7 @@ class _Body:
         self._eqns.append(run)
         casts = (self._target.wide, self._target.compute_dtype) if narrow else None
         decision = Decision(eqn, key, category, casts)
-        self._pass.decisions.add(run, decision)
+        self._caster.decisions.add(run, decision)
         self._decided.append((eqn, decision))
         if is_copy:
             self._eqns.extend(
@@ -253,7 +239,9 @@ class _Body:
         n = len(eqn.invars)
         dtype = next(aval.dtype for aval in types[:n] if is_inexact(aval) and aval.dtype.itemsize == 2)
         is_16_bit = [aval.dtype == dtype for aval in types]
-        is_raised = [x and v in self._read_wide for x, v in zip(is_16_bit[n:], eqn.outvars, strict=True)]
+        is_raised = [
+            x and v in self._facts.of_outputs("is_read_wide") for x, v in zip(is_16_bit[n:], eqn.outvars, strict=True)
+        ]
         if ir.name(eqn) in PRODUCTS:
             keeps_cotangent = category != ACCUMULATE
             reads = [self._read(v, keeps_cotangent and self._is_raised(v), eqn) for v in eqn.invars]
@@ -283,7 +271,7 @@ class _Body:
             ]
             run = build.widened(eqn, [dtype], _FLOAT32).replace(invars=reads, outvars=wide)
             self._eqns.append(run)
-            self._pass.decisions.add(run, Decision(eqn, key, category, (dtype, _FLOAT32)))
+            self._caster.decisions.add(run, Decision(eqn, key, category, (dtype, _FLOAT32)))
             for x, v, flag in zip(wide, writes, is_rounded, strict=True):
                 self._eqns.extend(_rounded(x, v, eqn) if flag else [])
         self._changed = True
@@ -313,14 +301,18 @@ class _Body:
         if name == "convert_element_type" and not self._is_raised(eqn.invars[0]):
             # The transpose of a cast to float32 rounds the cotangent that a raised product reads.
             is_back = is_transposed(eqn) or self._context.is_backward
-            if not (is_back and result in self._read_wide and ir.avals([result])[0].dtype.itemsize == 2):
+            if not (
+                is_back
+                and result in self._facts.of_outputs("is_read_wide")
+                and ir.avals([result])[0].dtype.itemsize == 2
+            ):
                 return False
             if not self._target.is_wide(eqn.invars[0].aval):
                 return False
             self._stored[result] = self._read(eqn.invars[0], False, eqn)
             return True
         is_cast_back = ir.avals([result])[0].dtype.itemsize > 2
-        is_read_wide = is_cast_back or not self._read_wide.isdisjoint(eqn.outvars)
+        is_read_wide = is_cast_back or not self._facts.of_outputs("is_read_wide").isdisjoint(eqn.outvars)
         if not is_read_wide or not any(map(self._is_raised, eqn.invars)):
             return False
         reads = [self._read_raised(v, eqn) if is_floating(v.aval) else v for v in eqn.invars]
@@ -365,7 +357,7 @@ class _Body:
 
     def _format(self, eqn: JaxprEqn, key: str, category: str, is_narrow: bool) -> tuple[Dtype | Format | None, str]:
         """Return the format of a product, and why it is not the one that was asked for."""
-        usual, wanted = self._target.compute_dtype if is_narrow else None, self._pass.format
+        usual, wanted = self._target.compute_dtype if is_narrow else None, self._caster.format
         if wanted is None or not is_candidate(eqn, category, is_narrow):
             return usual, self._beyond_range(eqn) if key == f"{ir.name(eqn)}[range]" else ""
         why = why_not(
@@ -373,11 +365,11 @@ class _Body:
             wanted,
             key,
             is_asked_for=self._target.rules[key].reason == YOURS,
-            is_linear=any(self._pass.of_tangents.read(self._of_tangents, eqn.invars)),
+            is_linear=any(self._facts.of_inputs("follows_tangent", eqn.invars)),
             in_backward_rule=self._context.in_backward_rule,
             in_gradient=is_transposed(eqn) or self._context.is_backward,
-            is_attention=all(self._pass.after_product.read(self._after_product, eqn.invars[:2])),
-            is_fed_on=eqn.outvars[0] in self._feeding,
+            is_attention=all(self._facts.of_inputs("follows_product", eqn.invars[:2])),
+            is_fed_on=eqn.outvars[0] in self._facts.of_outputs("feeds_product"),
         )
         return (usual, why) if why else (wanted, "")
 
@@ -399,11 +391,11 @@ class _Body:
             closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output], in_backward_rule: bool = False
         ) -> Rewritten:
             here = inside._replace(in_backward_rule=in_backward_rule or inside.in_backward_rule)
-            return self._pass.run(closed, inputs, outputs, here)
+            return self._caster.run(closed, inputs, outputs, here)
 
         # The first results keep their traced dtypes.
         first = len(eqn.outvars) if is_by_rule else len(carry)
-        inputs, outputs = self._facts_of_bodies(eqn, is_stored, first)
+        inputs, outputs = self._facts.into(eqn, is_stored, first)
         bodies = list(map(rewrite, constructs.bodies(eqn) or (), inputs, outputs))
         if not any(body.changed for body in bodies):
             self._eqns.append(eqn.replace(invars=[self._read(v, False, eqn) for v in eqn.invars]))
@@ -412,48 +404,13 @@ class _Body:
         narrow = [i >= first and meets(i)(body.narrow[i] for body in bodies) for i in range(len(eqn.outvars))]
         reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_stored, strict=True)]
         writes = [self._define(v, x) for v, x in zip(eqn.outvars, narrow, strict=True)]
-        call = CastConstruct(eqn, bodies, inputs, outputs, narrow, rewrite, self._pass.rest)
+        call = CastConstruct(eqn, bodies, inputs, outputs, narrow, rewrite, self._caster.rest)
         self._eqns.extend(enter(call, reads, writes, self._context.shard_map))
         self._changed = True
 
-    def _facts_of_bodies(
-        self, eqn: JaxprEqn, is_stored: Sequence[bool], first: int
-    ) -> tuple[list[list[Input]], list[list[Output]]]:
-        """Return what is known of the inputs and the outputs of each body of a construct.
-
-        `is_stored` says which operands are stored in another dtype. From the `first` result on, results may be.
-        """
-        known = (
-            self._pass.constants.into(eqn, self._constants),
-            self._pass.computed.into(eqn, self._computed),
-            self._pass.after_long_sum.into(eqn, self._after_long_sum),
-        )
-        inputs = [
-            list(map(Input, (is_stored[i] for i in places), *facts))
-            for places, *facts in zip(constructs.operands_of_bodies(eqn), *known, strict=True)
-        ]
-        outputs = [list(map(Output, flags)) for flags in self._pass.consumed.into(eqn, self._consumed)]
-        if self._target.raised:
-            outputs = [
-                [x._replace(is_read_wide=y and i >= first) for i, (x, y) in enumerate(zip(*columns, strict=True))]
-                for columns in zip(outputs, self._pass.read_wide.into(eqn, self._read_wide), strict=True)
-            ]
-        if self._pass.format:
-            after = self._pass.after_product.into(eqn, self._after_product)
-            tangent = self._pass.of_tangents.into(eqn, self._of_tangents)
-            feeding = self._pass.feeding.into(eqn, self._feeding)
-            inputs = [
-                [x._replace(follows_product=y, follows_tangent=z) for x, y, z in zip(*columns, strict=True)]
-                for columns in zip(inputs, after, tangent, strict=True)
-            ]
-            outputs = [
-                [x._replace(feeds_product=y) for x, y in zip(*columns, strict=True)]
-                for columns in zip(outputs, feeding, strict=True)
-            ]
-        return inputs, outputs
-
     def _constant(self, atom: Atom) -> Constant | None:
-        return self._pass.constants.read(self._constants, [atom])[0]
+        found: Constant | None = self._facts.of_inputs("constant", [atom])[0]
+        return found
 
     def _number(self, atom: Atom) -> Any:
         """The number that a value is filled with, if it is a constant; else None."""
@@ -488,7 +445,11 @@ class _Body:
 
     def _is_argument(self, atom: Atom) -> bool:
         """Whether a value is an argument of the function, perhaps moved, and not computed."""
-        return ir.is_literal(atom) or not self._target.is_wide(atom.aval) or not self._computed[atom]
+        return (
+            ir.is_literal(atom)
+            or not self._target.is_wide(atom.aval)
+            or not self._facts.of_inputs("is_computed", [atom])[0]
+        )
 
     def _define(self, v: Var, is_stored: bool) -> Var:
         self._stored |= {v: self._target.stored_var(v)} if is_stored else {}

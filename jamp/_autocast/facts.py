@@ -1,19 +1,22 @@
 """What the passes know about values and places, and the analyses that find it out."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._autocast.qualify import sums_few_terms
 from jamp._autocast.rules import ANY
 from jamp._cast import is_floating, is_inexact
-from jamp._jaxprs import ir
-from jamp._jaxprs.dataflow import Flags
+from jamp._jaxprs import constructs, ir
+from jamp._jaxprs.dataflow import Backward, Flags, Forward, spreads
 from jamp._jaxprs.equality import Bits
-from jamp._jaxprs.ir import JaxprEqn
+from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.primitives import COPIES, MOVES, MOVING
+from jamp._jaxprs.walk import holds_product
 
 # Name scopes, which an operation keeps through every transformation: of a function marked by the user, of everything in
 # an autocast function.
@@ -134,3 +137,88 @@ def as_constant(is_out_of_range: Callable[[Any], bool], value: Any) -> Constant 
         return Constant(Bits(value))
     is_real = is_floating(aval) or jnp.issubdtype(aval.dtype, np.integer)  # and no random key
     return Constant(None, is_out_of_range(value)) if is_real else None
+
+
+def follows_long_sum(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation depend on a product that sums more than a few terms. Forward."""
+    return any(operands) or (holds_product(eqn) and not sums_few_terms(eqn))
+
+
+def follows_product(eqn: JaxprEqn, operands: Flags) -> bool:
+    """Whether the results of an equation depend on a product. Forward."""
+    return any(operands) or holds_product(eqn)
+
+
+def feeds_product(eqn: JaxprEqn, results: Flags) -> bool:
+    """Whether a product reads the operands of an equation, perhaps through others. Backward.
+
+    A dot product of all elements, such as a squared loss, is not a layer.
+    """
+    is_layer = ir.name(eqn) != "dot_general" or ir.product_sizes(eqn)[:2] != [1, 1]
+    return any(results) or (holds_product(eqn) and is_layer)
+
+
+class Analyses:
+    """The analyses of a function. Each finds a field of `Input` or of `Output`, by its name, for every value.
+
+    `raised` are the primitives that a rule raises. The last fields are found for 8-bit formats only.
+    """
+
+    def __init__(
+        self, is_wide: IsWide, is_out_of_range: Callable[[Any], bool], raised: frozenset[str], has_format: bool
+    ):
+        constant = Forward(
+            functools.partial(fills, is_wide), join_constants, functools.partial(as_constant, is_out_of_range)
+        )
+        self.of_inputs: dict[str, Forward[Any]] = {
+            "constant": constant,
+            "is_computed": spreads(computes),
+            "follows_long_sum": spreads(follows_long_sum),
+        }
+        self.of_outputs = {"is_consumed": Backward(consumes)}
+        if raised:
+            self.of_outputs["is_read_wide"] = Backward(functools.partial(reads_wide, raised))
+        if has_format:
+            self.of_inputs["follows_product"] = spreads(follows_product)
+            self.of_inputs["follows_tangent"] = spreads(lambda eqn, operands: any(operands))
+            self.of_outputs["feeds_product"] = Backward(feeds_product)
+
+
+class Facts:
+    """What the analyses found about the values of a jaxpr, from what is known of its inputs and outputs."""
+
+    def __init__(self, analyses: Analyses, closed: ClosedJaxpr, inputs: Sequence[Input], outputs: Sequence[Output]):
+        self._analyses = analyses
+        given = lambda ends, name: [getattr(x, name) for x in ends]
+        self._forward = {name: find(closed, given(inputs, name)) for name, find in analyses.of_inputs.items()}
+        self._backward = {name: find(closed, given(outputs, name)) for name, find in analyses.of_outputs.items()}
+
+    def of_inputs(self, name: str, atoms: Sequence[Any]) -> list[Any]:
+        """A field of `Input` of some variables and literals."""
+        return self._analyses.of_inputs[name].read(self._forward[name], atoms)
+
+    def of_outputs(self, name: str) -> Set[Var]:
+        """The values with a field of `Output`."""
+        return self._backward.get(name, frozenset())
+
+    def into(
+        self, eqn: JaxprEqn, is_stored: Sequence[bool], first: int
+    ) -> tuple[list[list[Input]], list[list[Output]]]:
+        """What is known of the inputs and the outputs of each body of a construct.
+
+        `is_stored` says which operands are stored in another dtype. From the `first` result on, results may be.
+        """
+        known = lambda analyses, found: {name: x.into(eqn, found[name]) for name, x in analyses.items()}
+        of_inputs = known(self._analyses.of_inputs, self._forward)
+        of_outputs = known(self._analyses.of_outputs, self._backward)
+        inputs = [
+            [Input(is_stored[i], **{name: found[j][k] for name, found in of_inputs.items()}) for k, i in enumerate(at)]
+            for j, at in enumerate(constructs.operands_of_bodies(eqn))
+        ]
+        outputs = [
+            [Output(**dict(zip(of_outputs, fields, strict=True))) for fields in zip(*columns, strict=True)]
+            for columns in zip(*of_outputs.values(), strict=True)
+        ]
+        return inputs, [
+            [x._replace(is_read_wide=x.is_read_wide and i >= first) for i, x in enumerate(body)] for body in outputs
+        ]

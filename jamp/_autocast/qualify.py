@@ -13,7 +13,6 @@ from jamp._autocast.rules import AXES_OF_A_POINT, COMPUTE, FEW_TERMS, RULES
 from jamp._jaxprs import ir
 from jamp._jaxprs.dataflow import Flags
 from jamp._jaxprs.ir import JaxprEqn
-from jamp._jaxprs.walk import holds_product
 from jamp._products.formats import Format
 from jamp._products.matrix_product import as_matrix_product
 
@@ -41,11 +40,6 @@ def expands_products(eqn: JaxprEqn, follow_long_sums: Flags, are_stored: Flags) 
     is_larger = known(ir.avals(eqn.outvars)[0]) > max(map(known, ir.avals(eqn.invars)))
     is_computed = all(follow_long_sums) or any(are_stored)
     return is_larger and is_computed and ir.summed_terms(eqn) > AXES_OF_A_POINT
-
-
-def is_after_long_sum(eqn: JaxprEqn, operands: Flags) -> bool:
-    """Whether the results of an equation depend on a product that sums more than a few terms. Forward."""
-    return any(operands) or (holds_product(eqn) and not sums_few_terms(eqn))
 
 
 def is_candidate(eqn: JaxprEqn, category: str, is_narrow: bool) -> bool:
@@ -98,17 +92,3 @@ def why_not(
     if not is_fed_on:
         return f"no product follows, so it is the head; {force}"
     return ""
-
-
-def is_after_product(eqn: JaxprEqn, operands: Flags) -> bool:
-    """Whether the results of an equation depend on a product. Forward."""
-    return any(operands) or holds_product(eqn)
-
-
-def feeds(eqn: JaxprEqn, results: Flags) -> bool:
-    """Whether a product reads the operands of an equation, perhaps through others. Backward.
-
-    A dot product of all elements, such as a squared loss, is not a layer.
-    """
-    is_layer = ir.name(eqn) != "dot_general" or ir.product_sizes(eqn)[:2] != [1, 1]
-    return any(results) or (holds_product(eqn) and is_layer)
