@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jamp
 from benchmarks import models
@@ -32,7 +33,9 @@ MODELS: dict[str, Model] = {
 def ways_of(loss: Any) -> dict[str, Any]:
     ways = {"gradient": loss, "gradient, again": loss}
     ways["jax.checkpoint around each block"] = partial(loss, policy=jax.checkpoint_policies.nothing_saveable)
-    return ways | {f"recompute, budget {budget}": jamp.recompute(loss, budget) for budget in (1.0, 0.5, 0.1, 0)}
+    ways |= {f"recompute, budget {budget}": jamp.recompute(loss, budget) for budget in (1.0, 0.5, 0.1, 0)}
+    in_8_bits = {b: jamp.recompute(loss, b, residuals=jnp.int8) for b in (1.0, 0.25)}
+    return ways | {f"recompute in int8, budget {budget}": fun for budget, fun in in_8_bits.items()}
 
 
 def gradients(model: str, quick: bool) -> Rows:

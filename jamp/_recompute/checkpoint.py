@@ -144,8 +144,7 @@ class _Codes:
 
     def made_by(self, segment: Segment) -> list[int]:
         """Which outputs a segment encodes itself: those that other parts read in 8 bits."""
-        first = {v: i for i, v in reversed(list(enumerate(segment.outputs)))}
-        return [i for v, i in sorted(first.items(), key=lambda x: x[1]) if v in self._wanted]
+        return [i for i, v in enumerate(segment.outputs) if v in self._wanted]
 
     def read(self, values: Sequence[Any]) -> list[Var]:
         """The variables of the codes of some values."""
