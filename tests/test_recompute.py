@@ -282,6 +282,16 @@ def test_a_call_that_returns_a_constant_an_input_or_a_value_twice():
         quietly(jamp.memory_report(fun, budget), w, x)
 
 
+def test_a_row_of_a_jit_call_has_the_scopes_around_the_call():
+    def loss(w, x):
+        with jax.named_scope("outer"):
+            x = jax.jit(jax.named_scope("inner")(lambda w, x: jnp.tanh(x @ w)))(w, x)
+        return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    rows = jamp.memory_report(loss)(jnp.ones((64, 64)), jnp.ones((512, 64))).rows
+    assert "outer/inner" in {row.scope for row in rows}
+
+
 def test_a_small_function_is_not_wrapped():
     jaxpr = jax.make_jaxpr(jamp.recompute(lambda w, x: (x @ w).sum(), 0.5))(jnp.eye(4), jnp.ones((4, 4)))
     assert not [eqn for eqn in equations(jaxpr) if eqn.primitive.name in ("checkpoint", "remat2")]

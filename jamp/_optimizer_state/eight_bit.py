@@ -23,7 +23,7 @@ from jamp._optimizer_state.dtypes import keeping_dtypes
 from jamp._optimizer_state.moments import map_moments, unknown_fields
 from jamp._optimizer_state.rounding import next_count, random_bits, random_words
 
-LeafPredicate = Callable[[Any, Any], bool | None]  # of the path and the array; None is no answer
+LeafPredicate = Callable[[Any, Any], bool | None]  # of the path and the array. None leaves the choice to jamp
 _Scales = dict[str, list[Array]]  # of the arrays of each leaf
 _Stored = dict[tuple[Any, ...], bool]  # the paths of arrays with codes, and whether they are never negative
 
@@ -134,13 +134,12 @@ def quantized_state(
         updates: optax.Updates, state: QuantizedState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, QuantizedState]:
         check_kind(state, QuantizedState, _CURE)
-        grads = updates  # Optax's name of the parameter
         count = next_count(state.rounding_count)
-        step = lambda state: inner.update(grads, _decode_moments(state, options.block_size), params, **extra_args)
+        step = lambda state: inner.update(updates, _decode_moments(state, options.block_size), params, **extra_args)
         # The scales come from one pass and the codes from another, which XLA must not merge. Else XLA:GPU writes the
         # new moments to memory in float32 to read them again: up to 8 bytes a parameter, of all arrays at once (for an
         # H200, jaxlib 0.10.2).
-        updates, new = step(state)
+        steps, new = step(state)
         # The old state says which arrays have codes. Shapes do not: in a shard_map they may differ from `init`'s.
         stored = _stored(state.inner_state)
         _, scales = _encode_moments(new, count, options, stored)
@@ -150,10 +149,10 @@ def quantized_state(
             scales = {leaf: lax.optimization_barrier(of_leaf) for leaf, of_leaf in scales.items()}
             barrier = lambda tree: jax.tree.map(lax.optimization_barrier, tree)
             separate = lambda x: x._replace(codes=barrier(x.codes)) if _is_codes(x) else x
-            updates, new = step(jax.tree.map(separate, state, is_leaf=_is_codes))
+            steps, new = step(jax.tree.map(separate, state, is_leaf=_is_codes))
         inner_state, _ = _encode_moments(new, count, options, stored, scales)
         inner_state = jax.tree.map(_with_scales_like, inner_state, state.inner_state, is_leaf=_is_codes)
-        return _in_kernels_of_codes(updates, inner_state), QuantizedState(count, inner_state)
+        return _in_kernels_of_codes(steps, inner_state), QuantizedState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -58,6 +58,7 @@ def with_refs(eqns: Sequence[JaxprEqn]) -> range:
 
 
 def convolves(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether more than half of the products of some equations are convolutions."""
     names = [name for eqn in eqns if (name := name_of(eqn)) in PRODUCTS]
     return names.count("conv_general_dilated") > len(names) / 2
 

@@ -67,7 +67,7 @@ class OriginInterpreter(interpret.Interpreter[ArrayInStreams]):
     """
 
     def __init__(self, streams: Mapping[int, int] | None = None) -> None:
-        """`streams` are those of some causes by their position in `made`, and all others have the last one.
+        """`streams` has the streams of some causes by their position in `made`, and all others have the last one.
 
         Without it, a cause has a stream for the first time it runs, and one for all later ones.
         """

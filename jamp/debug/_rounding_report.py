@@ -298,9 +298,9 @@ def rounding_report(
     memory, so use a small batch. Inside `while`, `shard_map`, solvers and kernels it does not tell operations apart.
 
     In a format of 8 bits, a row is a product in one of its three passes: the result, or the gradient of the left or of
-    the right operand. To round is to encode the operands as the format does, and the sensitivity is that of the product
-    of operands that are not encoded. Products that [stay in 16 bit](../8-bit.md#which-products) have rows too. With the
-    rule {"dot_general": "compute"} the report is about all products in 8 bits.
+    the right operand. To round is to encode the operands as the format does, and the sensitivity is taken of the
+    product of operands that are not encoded. Products that [stay in 16 bit](../8-bit.md#which-products) have rows too.
+    With the rule {"dot_general": "compute"} the report is about all products in 8 bits.
 
     Args:
       fun: A function of arrays, or pytrees of them, and any other arguments.
