@@ -292,6 +292,15 @@ def test_a_row_of_a_jit_call_has_the_scopes_around_the_call():
     assert "outer/inner" in {row.scope for row in rows}
 
 
+def test_a_row_of_a_function_of_jax_has_the_line_that_calls_it():
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ jnp.linalg.cholesky(w @ w.T + jnp.eye(64))) @ w) ** 2)
+
+    rows = jamp.memory_report(loss)(jnp.eye(64), jnp.ones((512, 64))).rows
+    assert {row.operation for row in rows} >= {"cholesky", "dot_general"}
+    assert all(row.source.endswith("(loss)") for row in rows)
+
+
 def test_a_small_function_is_not_wrapped():
     jaxpr = jax.make_jaxpr(jamp.recompute(lambda w, x: (x @ w).sum(), 0.5))(jnp.eye(4), jnp.ones((4, 4)))
     assert not [eqn for eqn in equations(jaxpr) if eqn.primitive.name in ("checkpoint", "remat2")]

@@ -150,6 +150,77 @@ def test_the_report_counts_the_bytes_that_jax_keeps_and_they_are_fewer(layer, wa
         assert {row.store for row in report.rows} <= {"itself", "int8", "again"}
 
 
+def squares(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+@jax.custom_vjp
+def of_kernel(w, x):
+    return jnp.tanh(x @ w)
+
+
+of_kernel.defvjp(
+    lambda w, x: (jnp.tanh(x @ w), (w, x, x @ w)),
+    lambda kept, g: (kept[1].T @ (g / jnp.cosh(kept[2]) ** 2), (g / jnp.cosh(kept[2]) ** 2) @ kept[0].T),
+)
+layer = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w)
+three_times = lambda step, x: lax.scan(lambda x, _: (step(x), None), x, length=3)[0]
+mask = lambda shape: jax.random.bernoulli(jax.random.key(1), 0.5, shape)
+CORNERS = {  # losses of what is the same in each step of a loop, of constants, and of rules that read their results
+    "a rule of a user": lambda w, x: squares(w, of_kernel(w, of_kernel(w, layer(w, x)))),
+    "an exponential, no product": lambda w, x: jnp.mean(jnp.sin(jnp.exp(jnp.sin(x)) * jnp.cos(x))),
+    "a closed-over constant, in a vmap of a jit call": lambda w, x: jnp.sum(
+        jax.vmap(lambda x: jax.jit(lambda w, x: squares(w, layer(w, layer(w, x) * CONSTANT)))(w, x))(jnp.stack([x, -x]))
+    ),
+    "an input that is the same": lambda w, x: squares(
+        w, three_times(lambda c: jnp.tanh(x / 9 + jnp.sort(layer(w, c), -1)), x)
+    ),
+    "a product that is the same": lambda w, x: squares(w, three_times(lambda c: layer(w, c * jnp.tanh(x @ w)), x)),
+    "a mask that is the same": lambda w, x: squares(
+        w, three_times(lambda c: jnp.where(mask(x.shape), layer(w, c), 0), x)
+    ),
+    "a loop without a derivative": lambda w, x: squares(
+        w, layer(w, lax.stop_gradient(lax.while_loop(lambda c: c[0, 0] > 9, lambda c: layer(w, c), x)) + layer(w, x))
+    ),
+    "linear algebra": lambda w, x: squares(w, layer(jnp.linalg.cholesky(w @ w.T + jnp.eye(D)), layer(w, x))),
+}
+CONSTANT = normal(N, D, seed=5)
+
+
+@pytest.mark.parametrize("residuals", [None, I8])
+@pytest.mark.parametrize("dtype", [None, BF16])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_the_report_counts_the_bytes_that_jax_keeps_in_corners(corner, dtype, residuals):
+    fun = CORNERS[corner]
+    decided = fun if dtype is None else jamp.autocast(fun, dtype)
+    for budget in (1.0, 0.5):
+        report = quietly(jamp.memory_report(decided, budget, residuals=residuals), W, X)
+        if dtype is None:
+            fun_at = jamp.recompute(fun, budget, residuals=residuals)
+        else:
+            fun_at = jamp.autocast(fun, dtype, memory_budget=budget, residuals=residuals)
+        truth = quietly(kept_by_jax, fun_at, W, X)
+        if corner == "an exponential, no product" and dtype is not None and residuals is None and budget == 1.0:
+            continue  # Autocast leaves a function without a product as it is.
+        if corner == "an input that is the same" and residuals is not None and getattr(jax.config, "jax_remat3", False):
+            continue  # JAX's next checkpoint keeps its results in each step.
+        np.testing.assert_allclose(report.kept + report.end, truth, rtol=0.01, err_msg=str(budget))
+
+
+@pytest.mark.parametrize("factor", [jnp.linalg.cholesky, jnp.linalg.qr, jnp.linalg.eigh, jnp.linalg.svd])
+@pytest.mark.parametrize("residuals", [None, I8])
+def test_linear_algebra_is_computed_once(factor, residuals):
+    def loss(w, x):
+        return squares(w, layer(jax.tree.leaves(factor(w @ w.T + jnp.eye(D)))[-1].reshape(-1, D), layer(w, x)))
+
+    names = {"cholesky", "qr", "geqrf", "householder_product", "eigh", "svd"}
+    trace = lambda fun: quietly(jax.make_jaxpr(jax.grad(fun)), W, X)
+    runs = lambda fun: sum(eqn.primitive.name in names for eqn in equations(trace(fun)))
+    assert runs(loss) > 0
+    for budget in (1.0, 0.3):
+        assert runs(jamp.recompute(loss, budget, residuals=residuals)) == runs(loss)
+
+
 def test_a_report_says_what_is_kept_in_8_bits():
     report = jamp.memory_report(scanned(block), residuals=I8)(W, X)
     stores = {(row.operation, row.store): row.nbytes for row in report.rows}

@@ -12,6 +12,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jamp._jaxprs import ir
 from jamp._jaxprs.constructs import BODIES, LOOPS
 from jamp._jaxprs.ir import ClosedJaxpr, Jaxpr, JaxprEqn, Var, avals
+from jamp._jaxprs.primitives import PRODUCTS
+from jamp._jaxprs.source import user_line
 
 CAST = "jamp.cast"  # the name scope of the casts that jamp adds to a jaxpr
 
@@ -44,9 +46,15 @@ def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def in_scope_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
-    """An equation of the body of a call, with the scopes of the call around its own."""
+    """An equation of the body of a call, with the scopes of the call around its own.
+
+    In a call of JAX, such as `jnp.where`, no line is of the user, so it has the line of the call. A product keeps its
+    own: by it, autocast knows the products of JAX's linear algebra.
+    """
     stack = call.source_info.name_stack + eqn.source_info.name_stack
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+    has_line = ir.name(eqn) in PRODUCTS or user_line(eqn) is not None
+    source = eqn.source_info if has_line else call.source_info
+    return eqn.replace(source_info=source.replace(name_stack=stack))
 
 
 def located(eqn: JaxprEqn, like: JaxprEqn) -> JaxprEqn:

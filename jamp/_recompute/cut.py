@@ -12,7 +12,7 @@ from jamp._cast import is_complex, is_inexact
 from jamp._jaxprs import constructs, ir, walk
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import is_partial
-from jamp._jaxprs.primitives import CHEAP, EXPENSIVE, MOVING, PRODUCTS
+from jamp._jaxprs.primitives import CHEAP, CUBIC, EXPENSIVE, MOVING, PRODUCTS
 from jamp._jaxprs.walk import holds_product, is_product
 from jamp._products.product import name_of
 from jamp._recompute.kept import Origin, is_cheap, nbytes, values_to_keep
@@ -41,8 +41,8 @@ def _plain_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _is_plain_operation(eqn: JaxprEqn) -> bool:
-    # A derivative rule that sorts would do so again in the backward pass.
-    if eqn.effects or ir.name(eqn) in ("name", "sort", "jit", "custom_jvp_call"):
+    # The backward pass would compute again what the derivative reads of these, also if their results are kept.
+    if eqn.effects or ir.name(eqn) in CUBIC.keys() | {"name", "sort", "jit", "custom_jvp_call"}:
         return False
     if ir.name(eqn) == "custom_vjp_call":  # An identity, such as a clip of cotangents, has nothing to compute again.
         body = constructs.body_of_call(eqn)

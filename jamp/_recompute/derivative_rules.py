@@ -113,7 +113,9 @@ def coded_rule(part: CodedRule) -> Callable[..., list[Array]]:
         if parts and not context.in_loop:  # as in `with_tangents_of`
             found = behind_barrier([*values, *parts])
             values, parts = found[:n], found[n:]
-        kept = [x for k, x in enumerate(residuals) if k not in of_operands and k not in of_results]
+        # An operand is kept as it came: what is `differentiated` is another array to JAX.
+        exact = [args[rule.operands[k]] if k in rule.operands else x for k, x in enumerate(residuals)]
+        kept = [x for k, x in enumerate(exact) if k not in of_operands and k not in of_results]
         return (values, parts), (kept, codes, parts)
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, None]:

@@ -56,8 +56,11 @@ def _segment_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The code of a segment that jamp made, in the calls around it."""
     body = constructs.body_of_call(eqn)
     while body and len(body.jaxpr.eqns) == 1 and ir.name(body.jaxpr.eqns[0]) in ("custom_jvp_call", "remat2"):
-        (inner,) = body.jaxpr.eqns
-        if list(inner.invars) != list(body.jaxpr.invars) or list(inner.outvars) != list(body.jaxpr.outvars):
+        (call,) = body.jaxpr.eqns
+        inner = constructs.body_of_call(call)
+        if inner is None or list(call.outvars) != list(body.jaxpr.outvars):
             return None
-        body = constructs.body_of_call(inner)
+        eqns, results = inline.inlined(inner, call.invars)  # JAX may have made arguments of constants
+        constants = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+        body = build.closed_jaxpr(constants, body.jaxpr.invars, results, eqns)
     return body

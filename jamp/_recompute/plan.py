@@ -129,7 +129,7 @@ class MemoryPlan:
         stored = lambda i, value: self._in_8_bits(value) if i in residuals.coded else value
         places = {-1 - i: fixed[v] for i, v in enumerate(segment.inputs) if v in fixed}
 
-        at = lambda i: _innermost(residuals.sources(i), places, body)
+        at = lambda i: self._where(residuals.sources(i), places, body)
         computed_at = lambda i: self._computed(*residuals.computed[i], at(i))
         computed = frozenset(segment.numbers[v] for v in segment.outputs)
         for v in segment.outputs:
@@ -220,13 +220,24 @@ class MemoryPlan:
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
         producers = {v: eqn for eqn in found.jaxpr.eqns for v in eqn.outvars}
         places = {v: fixed[known[v]] for v in found.jaxpr.invars if known[v] in fixed}
-        sources = dataflow.sources(found) if places else {}
+        sources = dataflow.sources(found)
         for v in dict.fromkeys(v for v in found.jaxpr.outvars[len(defined) :] if not ir.is_literal(v)):
             if v in known or v in producers:  # A constant of the rule of a primitive is there anyway.
-                at = _innermost(sources.get(v, frozenset()), places, place)
+                at = self._where(sources.get(v), places, place)
                 is_made = v in producers and (v not in known or at != place)
                 value = self._computed(v, producers[v], at) if is_made else values[known[v]]
                 self._count(self._in_8_bits(value) if known.get(v) in coded else value, 1)
+
+    def _where(self, sources: frozenset[Any] | None, places: dict[Any, Place], here: Place) -> Place:
+        """Where a value is computed: here, or outside of the loops around, if that in which they are fixed decides it.
+
+        What nothing decides, such as a random mask whose key is a constant, is computed outside of all of them.
+        """
+        if sources is None or not sources <= places.keys():
+            return here
+        while not sources and here and ir.name(self._contexts[here].around[-1]) == "scan":
+            here = here[:-2]
+        return max((places[i] for i in sources), key=len, default=here)
 
     def _computed(self, v: Any, eqn: JaxprEqn, place: Place) -> Value:
         """The value that an equation computes in the body at a place."""
@@ -345,12 +356,6 @@ def _price(x: Choice, y: Choice) -> float:
     """FLOPs for each byte that is freed from one choice to another."""
     freed, more = x.size - y.size, y.flops - x.flops
     return more / freed if freed > 0 or more == math.inf else UNKNOWN + more
-
-
-def _innermost(sources: frozenset[Any], places: dict[Any, Place], here: Place) -> Place:
-    """Where a value is computed: the innermost place of its sources, if all are fixed in the loops `here`."""
-    is_fixed = sources and sources <= places.keys()
-    return max((places[i] for i in sources), key=len) if is_fixed else here
 
 
 def _given(v: Any) -> Value:

@@ -86,7 +86,10 @@ class Residuals:
         needed, _ = dce_jaxpr(build.closed_jaxpr({}, given, residuals, between).jaxpr, [True] * len(residuals))
         self._producers |= {v: eqn for eqn in needed.eqns for v in eqn.outvars}
         self._read = self._reads_and_flops(residuals)
-        known = self._inputs | self._named | of_prefix(_OTHER)
+        named = self._named | of_prefix(_OTHER)
+        # The rule of an exponential reads its result as it is before it has a name.
+        pairs = [(e.invars[0], named[e.outvars[0]]) for e in closed.jaxpr.eqns if ir.name(e) == "name"]
+        known = {v: i for v, i in pairs if not ir.is_literal(v)} | self._inputs | named
         self._direct = set[int]()
         for v in residuals:
             if v not in known and v not in self._constants:
@@ -96,7 +99,7 @@ class Residuals:
             self._direct.update([known[v]] if v in known else [])
         self.read_at_once = sum(self.sizes[i] for i in self._direct if i >= 0)
         sources = dataflow.sources(closed)
-        self._sources = {i: frozenset(map(self._inputs.get, sources.get(v, ()))) for v, i in known.items()}
+        self._sources = {i: frozenset(map(self._inputs.get, sources[v])) for v, i in known.items() if v in sources}
         self._in_checkpoint = numbered(segment.kept)
         self._discrete = numbered(segment.discrete)
         is_statistic = lambda i: is_cheap(self.computed[i][1]) and i not in self.coded | self._discrete
@@ -128,9 +131,9 @@ class Residuals:
                 kept -= {i}
         return kept
 
-    def sources(self, i: int) -> frozenset[Any]:
-        """The inputs from which a value is computed, by their numbers."""
-        return self._sources.get(i, frozenset())
+    def sources(self, i: int) -> frozenset[Any] | None:
+        """The inputs from which a value is computed, by their numbers. None if that is not known."""
+        return self._sources.get(i)
 
     def _reads_and_flops(self, atoms: Iterable[Any]) -> tuple[frozenset[int], float]:
         """The named values and the inputs from which variables are computed, and the FLOPs in between."""

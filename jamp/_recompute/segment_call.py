@@ -18,12 +18,11 @@ import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
 
 from jamp._cast import is_inexact
 from jamp._compiler_hints import cotangents_behind_barrier, unless_tpu
-from jamp._jaxprs import build, inline, interpret, ir
-from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
+from jamp._jaxprs import build, dataflow, interpret, ir
+from jamp._jaxprs.ir import JaxprEqn, Var
 from jamp._recompute.linearized import stopped
 from jamp._recompute.names import computed_twice, with_names
 from jamp._recompute.opened import KEPT, SEGMENT
@@ -130,6 +129,7 @@ def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
     kept = {piece.values[i]: store for i, store in stores.values}
     eqns = with_rounding(piece.eqns, kept.keys() | computed_twice(piece))
     exact = build.closed_jaxpr({}, piece.inputs, [*piece.outputs, *kept], eqns)
+    sources = dataflow.sources(exact)
     n = len(piece.outputs)
 
     def segment(*args: Array) -> list[Array]:
@@ -140,40 +140,40 @@ def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
         for i in outputs:
             key = piece.outputs[i], Store.INT8
             parts[key] = parts.get(key) or Store.INT8.encode(found[i])
-        parts = {key: _named(held) for key, held in parts.items()}
-        probes = _named([probe(x) for x in args if is_inexact(x)])
+        parts = {key: [checkpoint_name(x, KEPT) for x in held] for key, held in parts.items()}
+        known = {v: store.decode(parts[v, store], v.aval) for v, store in kept.items()}
+        probes = {v: checkpoint_name(probe(x), KEPT) for v, x in zip(piece.inputs, args, strict=True) if is_inexact(x)}
+
+        def probes_of(values: Sequence[Var]) -> tuple[list[Array], list[Array]]:
+            """The probes of the inputs that values are computed from, and the others.
+
+            JAX keeps a value once that is the same in each step of a loop, if it depends on nothing else.
+            """
+            needed = frozenset[Var]().union(*(sources[v] for v in values))
+            return [x for v, x in probes.items() if v in needed], [x for v, x in probes.items() if v not in needed]
+
         given = list(args)
         for i in sorted(stores.inputs):
             decoded = Store.INT8.decode([next(codes), next(codes)], piece.inputs[i].aval)
-            (given[i],) = with_tangents_of([args[i]], [decoded], probes)
-        known = [store.decode(parts[v, store], v.aval) for v, store in kept.items()]
-        tangents = _given(piece, eqns, list(kept), [jax.typeof(x) for x in probes])
-        derived = stopped(interpret.call(tangents, [*given, *known, *probes]), piece.alive)
+            (given[i],) = with_tangents_of([args[i]], [decoded], [*probes.values()])
+
+        def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+            results = interpret.bind(eqn, operands, ir.avals(eqn.outvars))
+            for i, v in enumerate(eqn.outvars):
+                if v in known and is_inexact(v.aval):
+                    (results[i],) = with_tangents_of([results[i]], [known[v]], *probes_of([v]))
+                elif v in known:
+                    results[i] = known[v]
+            return results
+
+        derived = stopped(interpret.interpret(exact.jaxpr, given, run)[:n], piece.alive)
+        results = found[:n]
         places = [i for i, x in enumerate(derived) if is_inexact(x)]
-        held = [] if piece.context.in_loop else [x for held in parts.values() for x in held]
-        exact_of, derived_of = ([xs[i] for i in places] for xs in (found, derived))
-        results = build.replaced(found[:n], places, with_tangents_of(derived_of, exact_of, probes, held))
+        for some in [[i] for i in places] if piece.context.in_loop else [places]:
+            of_results = probes_of([piece.outputs[i] for i in some])
+            held = [] if piece.context.in_loop else [x for held in parts.values() for x in held]
+            exact_of, derived_of = ([xs[i] for i in some] for xs in (found, derived))
+            results = build.replaced(results, some, with_tangents_of(derived_of, exact_of, *of_results, held))
         return [*results, *(x for i in outputs for x in parts[piece.outputs[i], Store.INT8])]
 
     return segment
-
-
-def _named(values: Sequence[Array]) -> list[Array]:
-    return [checkpoint_name(x, KEPT) for x in values]
-
-
-def _given(segment: Segment, eqns: Sequence[JaxprEqn], kept: Sequence[Var], types: Sequence[Any]) -> ClosedJaxpr:
-    """A segment as a function of its inputs, some of its values, which it gives their tangents, and the probes."""
-    # An integer has no tangent. What is kept of it takes its place.
-    given = {v: core.Var(v.aval) if is_inexact(v.aval) else v for v in kept}
-    probes = list(map(core.Var, types))
-    new: list[JaxprEqn] = []
-    for eqn in eqns:
-        results = [core.Var(v.aval) if v in given else v for v in eqn.outvars]
-        new.append(eqn.replace(outvars=results))
-        for computed, v in zip(results, eqn.outvars, strict=True):
-            if v in given and is_inexact(v.aval):
-                chosen = jax.make_jaxpr(lambda x, y, *probes: with_tangents_of([x], [y], probes))
-                closed = chosen(v.aval, v.aval, *types)
-                new.extend(inline.inline(closed, [computed, given[v], *probes], [v]))
-    return build.closed_jaxpr({}, [*segment.inputs, *given.values(), *probes], segment.outputs, new)

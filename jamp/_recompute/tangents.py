@@ -10,8 +10,10 @@ from jamp._compiler_hints import behind_barrier
 from jamp._jaxprs.define import batch_first, define, no_tangent, with_tangents
 
 
-def _with_tangents(primals: Sequence[Any], tangents: Sequence[Any], *, n: int, probes: int) -> tuple[Any, Any]:
-    values, codes = primals[:n], primals[2 * n + probes :]
+def _with_tangents(
+    primals: Sequence[Any], tangents: Sequence[Any], *, n: int, probes: int, others: int
+) -> tuple[Any, Any]:
+    values, codes = primals[:n], primals[2 * n + probes + others :]
     # Else XLA:GPU computes them late, and keeps in memory what they are computed from (jaxlib 0.10.2, 0.12.0).
     if codes:
         values = behind_barrier([*values, *codes])[:n]
@@ -22,11 +24,11 @@ def _transposed(cotangents: Sequence[Any], *operands: Any, n: int, **_: Any) -> 
     return [None] * n + list(cotangents) + [None] * (len(operands) - 2 * n)
 
 
-def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, n: int, probes: int) -> tuple[Any, Any]:
+def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, n: int, **params: int) -> tuple[Any, Any]:
     if all(d is None for d in dims[: 2 * n]):
-        return _with_tangents_of.bind(*args, n=n, probes=probes), [None] * n
+        return _with_tangents_of.bind(*args, n=n, **params), [None] * n
     pairs = batch_first(args[: 2 * n], dims[: 2 * n])
-    return _with_tangents_of.bind(*pairs, *args[2 * n :], n=n, probes=probes), [0] * n
+    return _with_tangents_of.bind(*pairs, *args[2 * n :], n=n, **params), [0] * n
 
 
 _with_tangents_of = define(
@@ -41,15 +43,21 @@ _with_tangents_of = define(
 
 
 def with_tangents_of(
-    sources: Sequence[Any], values: Sequence[Any], probes: Sequence[Any], codes: Sequence[Any] = ()
+    sources: Sequence[Any],
+    values: Sequence[Any],
+    probes: Sequence[Any],
+    others: Sequence[Any] = (),
+    codes: Sequence[Any] = (),
 ) -> list[Any]:
     """The values, with the tangents of `sources`, which are not computed for it.
 
-    In a derivative, no code reads the values before the `codes` are computed. A second derivative, in which one of the
-    `probes` has a tangent, is an error: what was encoded has none.
+    `probes` are of what the values are computed from, `others` of what else is differentiated. Where one of them has a
+    tangent, the values depend on nothing but the `probes`, and no code reads them before the `codes` are computed. A
+    second derivative, in which one of the `probes` has a tangent, is an error: what was encoded has none.
     """
-    operands = *values, *sources, *probes, *codes
-    found: list[Any] = _with_tangents_of.bind(*operands, n=len(values), probes=len(probes))
+    operands = *values, *sources, *probes, *others, *codes
+    counts = {"n": len(values), "probes": len(probes), "others": len(others)}
+    found: list[Any] = _with_tangents_of.bind(*operands, **counts)
     return found
 
 
