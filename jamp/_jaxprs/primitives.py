@@ -74,7 +74,7 @@ CUBIC = {
 }
 
 # Of a product that autocast has lowered, and of values in 8 bits. They return their first operands.
-IDENTITIES = _names("attach detached differentiated with_tangents_of")
+IDENTITIES = _names("attach detached differentiated_once with_tangents_of")
 # Cheap and deterministic. They terminate on any input, also on NaN. A gather reads a table of any size.
 CHEAP = (MOVES | COPIES | ARITHMETIC | IDENTITIES) - {"gather"}
 # They compute nothing.
@@ -119,7 +119,7 @@ _SHOWN = {
     ),
     **dict.fromkeys(("scaled_call", "scaled_linear_call", "scaled_gradient"), "jamp.scaled"),
     "chunked_sum": "jamp.chunked_sum",
-    **dict.fromkeys(("detached", "differentiated", "with_tangents_of"), "stop_gradient"),
+    **dict.fromkeys(("detached", "differentiated_once", "with_tangents_of"), "stop_gradient"),
     "rounded": "convert_element_type",
     "row_major": "layout_constraint",
     "scaled_sums": "mul",

@@ -25,8 +25,8 @@ from jamp._recompute.stores import Store
 _WORTH_CODING = 0.875
 
 
-def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> MemoryPlan:
-    """The plan for a function, with the split of it for which the backward pass computes least again.
+def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> tuple[MemoryPlan, float]:
+    """The plan for a function, with the split of it for which least is computed again, and the bytes without a budget.
 
     A budget is a share of what is kept without one, as it is. `residuals` is how large activations are kept, if that
     takes clearly fewer bytes. It may not, because a value that other code reads as it is would be kept twice.
@@ -35,16 +35,16 @@ def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.I
     without = MemoryPlan(Split().function(closed), known)
     if budget == 1.0:
         if residuals is Store.ITSELF:
-            return without
+            return without, without.total
         coded = MemoryPlan(Split(residuals=residuals).function(closed), known)
-        return coded if coded.total < _WORTH_CODING * without.total else without
+        return coded if coded.total < _WORTH_CODING * without.total else without, without.total
     target = bytes_of(budget, without.total)
     found = _within(closed, target, residuals, known)
     if residuals is not Store.ITSELF and found.total > target:
         found = min(found, _within(closed, target, Store.ITSELF, known), key=lambda x: x.total)
     if found.total > target and budget != 0:
         _warn(found, target, without.total)
-    return found
+    return found, without.total
 
 
 def _within(closed: ClosedJaxpr, target: float, residuals: Store, known: Known) -> MemoryPlan:

@@ -18,7 +18,7 @@ from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.manual_axes import trace_inside
 from jamp._recompute.kept import is_cheap
 from jamp._recompute.stores import Store
-from jamp._recompute.tangents import differentiated
+from jamp._recompute.tangents import differentiated_once
 
 
 class Rule(NamedTuple):
@@ -107,13 +107,13 @@ def coded_rule(part: CodedRule) -> Callable[..., list[Array]]:
         return found, [x for j in results for x in Store.INT8.encode(found[j])]
 
     def forward(args: Sequence[Array], codes: Sequence[Array]) -> tuple[Any, Any]:
-        found = interpret.call(rule.closed, differentiated(args))
+        found = interpret.call(rule.closed, differentiated_once(args))
         values, residuals = found[:n], found[n:]
         parts = [x for j in results for x in Store.INT8.encode(values[j])]
         if parts and not context.in_loop:  # as in `with_tangents_of`
             found = behind_barrier([*values, *parts])
             values, parts = found[:n], found[n:]
-        # An operand is kept as it came: what is `differentiated` is another array to JAX.
+        # An operand is kept as it came: what is `differentiated_once` is another array to JAX.
         exact = [args[rule.operands[k]] if k in rule.operands else x for k, x in enumerate(residuals)]
         kept = [x for k, x in enumerate(exact) if k not in of_operands and k not in of_results]
         return (values, parts), (kept, codes, parts)

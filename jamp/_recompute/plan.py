@@ -130,7 +130,8 @@ class MemoryPlan:
         places = {-1 - i: fixed[v] for i, v in enumerate(segment.inputs) if v in fixed}
 
         at = lambda i: self._where(residuals.sources(i), places, body)
-        computed_at = lambda i: self._computed(*residuals.computed[i], at(i))
+        every = [*segment.computed, *residuals.derived]
+        computed_at = lambda i: self._computed(*every[i], at(i))
         computed = frozenset(segment.numbers[v] for v in segment.outputs)
         for v in segment.outputs:
             number = segment.numbers[v]

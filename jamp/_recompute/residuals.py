@@ -54,7 +54,7 @@ class Residuals:
     that only the derivative computes have the numbers after these.
 
     Attributes:
-      computed: The values, and the equation of each.
+      derived: The values that only the derivative computes, and their equations.
       sizes: The bytes of each value, as it is kept.
       coded: The numbers of the values, and of the inputs, that are kept in 8 bits, if they are kept.
       kept: The numbers of the values that are kept without a budget.
@@ -62,7 +62,6 @@ class Residuals:
     """
 
     def __init__(self, segment: Segment):
-        self.computed = [(v, eqn) for eqn in segment.eqns for v in eqn.outvars]
         numbered = lambda variables: frozenset(segment.numbers[v] for v in variables)
         self.coded = numbered(segment.coded)
         self.sizes = [device_bytes(v, self.store(i)) for i, v in enumerate(segment.values)]
@@ -90,11 +89,12 @@ class Residuals:
         # The rule of an exponential reads its result as it is before it has a name.
         pairs = [(e.invars[0], named[e.outvars[0]]) for e in closed.jaxpr.eqns if ir.name(e) == "name"]
         known = {v: i for v, i in pairs if not ir.is_literal(v)} | self._inputs | named
+        self.derived: list[tuple[Any, JaxprEqn]] = []
         self._direct = set[int]()
         for v in residuals:
             if v not in known and v not in self._constants:
-                known[v] = len(self.computed)
-                self.computed.append((v, self._producers[v]))
+                known[v] = len(self.sizes)
+                self.derived.append((v, self._producers[v]))
                 self.sizes.append(device_bytes(v))
             self._direct.update([known[v]] if v in known else [])
         self.read_at_once = sum(self.sizes[i] for i in self._direct if i >= 0)
@@ -102,8 +102,9 @@ class Residuals:
         self._sources = {i: frozenset(map(self._inputs.get, sources[v])) for v, i in known.items() if v in sources}
         self._in_checkpoint = numbered(segment.kept)
         self._discrete = numbered(segment.discrete)
-        is_statistic = lambda i: is_cheap(self.computed[i][1]) and i not in self.coded | self._discrete
-        self._statistics = sorted(filter(is_statistic, self._in_checkpoint)) if self.coded else []
+        cheap = frozenset(i for i, (_, eqn) in enumerate(segment.computed) if is_cheap(eqn))
+        statistics = (self._in_checkpoint & cheap) - self.coded - self._discrete
+        self._statistics = sorted(statistics) if self.coded else []
         self.kept = self._in_checkpoint = self._consistent(self._in_checkpoint)
         if not segment.is_worth_it:
             self.kept |= {i for i in self._direct if i >= 0}

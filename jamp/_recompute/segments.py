@@ -89,9 +89,14 @@ class Segment:
     is_end: bool
 
     @functools.cached_property
+    def computed(self) -> list[tuple[Var, JaxprEqn]]:
+        """The values that it computes, by their numbers, and their equations."""
+        return [(v, eqn) for eqn in self.eqns for v in eqn.outvars]
+
+    @functools.cached_property
     def values(self) -> list[Var]:
         """The values that it computes, by their numbers."""
-        return [v for eqn in self.eqns for v in eqn.outvars]
+        return [v for v, _ in self.computed]
 
     @functools.cached_property
     def numbers(self) -> dict[Var, int]:

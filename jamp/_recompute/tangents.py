@@ -17,7 +17,7 @@ def _with_tangents(
     # Else XLA:GPU computes them late, and keeps in memory what they are computed from (jaxlib 0.10.2, 0.12.0).
     if codes:
         values = behind_barrier([*values, *codes])[:n]
-    return differentiated([*values, *primals[2 * n : 2 * n + probes]])[:n], list(tangents[n : 2 * n])
+    return differentiated_once([*values, *primals[2 * n : 2 * n + probes]])[:n], list(tangents[n : 2 * n])
 
 
 def _transposed(cotangents: Sequence[Any], *operands: Any, n: int, **_: Any) -> list[Any]:
@@ -72,11 +72,11 @@ def _second_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
             "Residuals in 8 bits have no second derivative. Leave residuals=jnp.int8 out of the jamp.recompute or "
             "jamp.autocast inside."
         )
-    return differentiated(primals), list(map(no_tangent, primals))
+    return differentiated_once(primals), list(map(no_tangent, primals))
 
 
-_differentiated: Any = define(
-    "differentiated",
+_differentiated_once: Any = define(
+    "differentiated_once",
     lambda *xs: list(xs),
     lambda *xs: list(xs),
     jvp=_second_derivative,
@@ -85,7 +85,7 @@ _differentiated: Any = define(
 )
 
 
-def differentiated(values: Sequence[Any]) -> list[Any]:
-    """The values, in code that belongs to a derivative already. If they have tangents, that is an error."""
-    found: list[Any] = _differentiated.bind(*values)
+def differentiated_once(values: Sequence[Any]) -> list[Any]:
+    """The values, in code of a derivative. To differentiate it again is an error."""
+    found: list[Any] = _differentiated_once.bind(*values)
     return found

@@ -143,8 +143,7 @@ def _report(
 ) -> MemoryReport:
     _, closed = traced_with_budget(args, kwargs, fun, budget, "memory_report")
     closed = without_calls(round_stored(closed))
-    without = choose(closed, 1.0)
-    plan = without if budget == 1.0 and residuals is Store.ITSELF else choose(closed, budget, residuals)
+    plan, without = choose(closed, budget, residuals)
     rows: dict[tuple[Any, ...], list[tuple[Value, float]]] = {}
     for value, is_kept, flops in _values(plan):
         eqn = value.eqn
@@ -169,7 +168,7 @@ def _report(
         for (operation, kind, is_kept, store, line), members in rows.items()
     ]
     found.sort(key=lambda row: -row.nbytes)
-    return MemoryReport(tuple(found), plan.total, without.total, plan.flops, plan.largest, plan.end, budget)
+    return MemoryReport(tuple(found), plan.total, without, plan.flops, plan.largest, plan.end, budget)
 
 
 def _scope(value: Value) -> str:
@@ -181,9 +180,6 @@ def _values(plan: MemoryPlan) -> list[tuple[Value, bool, float]]:
     """The values that are kept or dropped: whether they are kept, and the FLOPs of computing them again."""
     found: dict[Value, tuple[bool, float]] = {}
     for x in plan.occurrences.values():
-        for i, eqn in enumerate(e for e in x.segment.eqns for _ in e.outvars):
-            if i in x.values:
-                x.values[i].eqn = eqn  # of its own lines: an equal layer may have given the kind
         for i, flops in _dropped(x).items():
             found[x.values[i]] = False, flops
     for x in plan.occurrences.values():
