@@ -40,7 +40,7 @@ def nothing_around(closed: ClosedJaxpr) -> Around:
     return Around((False,) * len(closed.in_avals), (False,) * len(closed.out_avals))
 
 
-class Analyses(NamedTuple):
+class SensitivityAnalyses(NamedTuple):
     """The dataflow analyses that are made once for a function."""
 
     wide_range: Forward[bool]
@@ -54,7 +54,9 @@ class Codable:
       values: The values.
     """
 
-    def __init__(self, closed: ClosedJaxpr, origins: Mapping[Var, Origin], around: Around, analyses: Analyses):
+    def __init__(
+        self, closed: ClosedJaxpr, origins: Mapping[Var, Origin], around: Around, analyses: SensitivityAnalyses
+    ):
         self._analyses = analyses
         self._wide_range = analyses.wide_range(closed, around.wide_range)
         self._precise = analyses.precise(closed, around.precise)

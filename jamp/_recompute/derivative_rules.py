@@ -21,7 +21,7 @@ from jamp._recompute.stores import Store
 from jamp._recompute.tangents import differentiated_once
 
 
-class Rule(NamedTuple):
+class ForwardRule(NamedTuple):
     """The forward rule of a custom_vjp.
 
     Attributes:
@@ -40,7 +40,7 @@ class CodedRule(NamedTuple):
     """A function with a derivative rule that keeps some operands and results in 8 bits, by their numbers."""
 
     eqn: JaxprEqn
-    rule: Rule
+    rule: ForwardRule
     operands: tuple[int, ...]
     results: tuple[int, ...]
     context: Context
@@ -65,7 +65,7 @@ def with_codes(eqn: JaxprEqn, coded: Set[Var], context: Context) -> CodedRule | 
     return CodedRule(eqn, rule, operands, results, context) if operands or results else None
 
 
-def _forward_rule(eqn: JaxprEqn, inside: JaxprEqn | None) -> Rule | None:
+def _forward_rule(eqn: JaxprEqn, inside: JaxprEqn | None) -> ForwardRule | None:
     """The forward rule of a custom_vjp. None if it asks which operands are differentiated, and for all else."""
     if ir.name(eqn) != "custom_vjp_call" or constructs.asks_for_zeros(eqn) or constructs.bodies(eqn) is None:
         return None
@@ -86,7 +86,7 @@ def _forward_rule(eqn: JaxprEqn, inside: JaxprEqn | None) -> Rule | None:
     of_inputs, of_outputs = places(closed.jaxpr.invars), places(found[:n])
     residuals = [(k, v) for k, v in enumerate(found[n:]) if not ir.is_literal(v)]
     operands = {k: of_inputs[v] for k, v in residuals if v in of_inputs}
-    return Rule(closed, structures[-1], operands, {k: of_outputs[v] for k, v in residuals if v in of_outputs})
+    return ForwardRule(closed, structures[-1], operands, {k: of_outputs[v] for k, v in residuals if v in of_outputs})
 
 
 def _perturbed(eqn: JaxprEqn) -> list[int]:

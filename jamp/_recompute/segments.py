@@ -41,7 +41,7 @@ from jamp._jaxprs.dataflow import Flags
 from jamp._jaxprs.ir import ClosedJaxpr, JaxprEqn, Var
 from jamp._jaxprs.walk import holds_product
 from jamp._products.product import of
-from jamp._recompute.codable import Analyses, Around, Codable, nothing_around, precise, wide_range
+from jamp._recompute.codable import Around, Codable, SensitivityAnalyses, nothing_around, precise, wide_range
 from jamp._recompute.cut import (
     PRODUCTS_OF_A_SEGMENT,
     convolves,
@@ -200,7 +200,7 @@ class Split:
     ):
         # JAX's next checkpoint gives the scales of 8-bit values cotangents of zeros.
         self._origins, self._alive = origins(), _alive(scales=not ir.is_next_checkpoint())
-        self._of_codes = Analyses(wide_range(), precise()) if residuals is Store.INT8 else None
+        self._of_codes = SensitivityAnalyses(wide_range(), precise()) if residuals is Store.INT8 else None
         self._cache: Cache[SplitJaxpr] = Cache()
         self._products, self._whole, self._cut_convolutions = products, whole, cut_convolutions
         self._has_products = True
