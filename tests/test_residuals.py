@@ -284,8 +284,10 @@ def test_an_error_is_at_most_half_a_code_of_the_largest_magnitude_in_its_block()
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", [F32, BF16, jnp.float16], ids=str)
-def test_of_an_inf_or_nan_no_gradient_of_its_block_is_finite(bad, dtype):
-    loss = lambda c, x: jnp.sum((c * (x @ jnp.eye(D, dtype=dtype))) @ jnp.eye(D, dtype=dtype) @ jnp.eye(D, dtype=dtype))
+@pytest.mark.parametrize("layer", [lambda x: x, jnp.tanh, jax.nn.sigmoid], ids=["identity", "tanh", "sigmoid"])
+def test_of_an_inf_or_nan_no_gradient_of_its_block_is_finite(bad, dtype, layer):
+    eye = jnp.eye(D, dtype=dtype)
+    loss = lambda c, x: jnp.sum(layer(c * (x @ eye)) @ eye @ eye)
     x = X.astype(dtype).at[3, 20].set(bad)
     decoded = jax.jit(jax.grad(jamp.recompute(lambda c: loss(c, x), 1.0, residuals=I8)))(jnp.ones((N, D), dtype))
     assert jnp.isfinite(decoded[:3]).all()

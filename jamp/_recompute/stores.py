@@ -53,9 +53,10 @@ class Store(enum.Enum):
         # jaxlib 0.12.0: 10 % of the bytes that the gradient of a ViT moves).
         x = row_major(x)
         blocks = x.reshape(_block_shape(aval)).astype(jnp.float32)
-        # Of inf and NaN the scale is inf or NaN, and so is all that is decoded. A finite number is decoded as one.
+        # With an inf or NaN, all of a block is decoded as NaN: the derivative of a tanh at inf would be 0, which is
+        # finite. A finite number is decoded as one.
         exact = jnp.max(jnp.abs(blocks), -1, keepdims=True) / _MOST
-        scales = jnp.where(jnp.isinf(exact), exact, jnp.minimum(exact, _largest_scale(x.dtype))).astype(jnp.bfloat16)
+        scales = jnp.where(jnp.isinf(exact), jnp.nan, jnp.minimum(exact, _largest_scale(x.dtype))).astype(jnp.bfloat16)
         scale = scales.astype(jnp.float32)
         is_known = (scale >= _TINY) & jnp.isfinite(scale)
         inverse = jnp.where(is_known, 1 / jnp.where(is_known, scale, 1), 0)
