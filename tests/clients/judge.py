@@ -9,6 +9,9 @@ A recipe defines
     metrics()       What the client's own hook logged, by name, after at least one skipped step.
     IMPOSSIBLE      For each of these that the client does not allow: why, in a few words.
     MARGIN          How far a way may end from float32, relative: the mean loss of the last 20 steps.
+    reported()      Float32 parameters, and the client's loss as functions of them, by name: in "float32", and in the
+                    client's own "bfloat16". With more than 4096 tokens, and positions up to 2047 if it has any.
+    LINTS           A part of the text of each lint of `jamp.autocast_report` that is true. Default: none.
 
 and, where the client has a model of its own,
 
@@ -142,6 +145,27 @@ def raised(recipe):
     return f"\n{'':21}".join(lines)
 
 
+def linted(recipe):
+    """The lints of the client's loss and its gradient, under autocast and in the client's own bfloat16."""
+    params, losses = recipe.reported()
+    reports = {}
+    for dtype in (jnp.float16, jnp.bfloat16):
+        reports[f"autocast to {dtype.__name__}"] = jamp.autocast_report(losses["float32"], dtype)(params)
+        gradient = jax.grad(jamp.autocast(losses["float32"], dtype))
+        reports[f"gradient, autocast to {dtype.__name__}"] = jamp.autocast_report(gradient, dtype)(params)
+    reports["own bfloat16"] = jamp.autocast_report(losses["bfloat16"], jnp.bfloat16)(params)
+    reports["gradient, own bfloat16"] = jamp.autocast_report(jax.grad(losses["bfloat16"]), jnp.bfloat16)(params)
+    # Else the loss is not in the client's own bfloat16.
+    assert any("bfloat16" in row.before for row in reports["own bfloat16"].rows)
+    found = {text: name for name, report in reversed(reports.items()) for text in report.lints}
+    for text, name in found.items():
+        print(f"  lint, {name}: {text}", flush=True)
+    true = getattr(recipe, "LINTS", ())
+    assert all(any(part in text for part in true) for text in found), found
+    assert all(any(part in text for text in found) for part in true), found
+    return f"{len(found)} in {len(reports)} reports"
+
+
 def judge(recipe, impossible):
     """The lines to show and the facts behind them."""
     apart, lines = {}, ["                     loss of the first 5 and the last 20 steps, from float32"]
@@ -162,6 +186,7 @@ def judge(recipe, impossible):
         logged = {name: float(value) for name, value in recipe.metrics().items()}
         assert logged["overflow_steps"] >= 1, logged
         checks["metrics"] = ", ".join(f"{name} {logged[name]:g}" for name in ("overflow_steps", "finite_steps"))
+    checks["lints"] = linted(recipe)
     if hasattr(recipe, "kept"):
         checks["memory"] = memory(recipe)
     if hasattr(recipe, "losses"):

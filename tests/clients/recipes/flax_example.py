@@ -25,16 +25,17 @@ IMAGES = IMAGES.astype(np.float32).reshape(-1, 8, 8, 1)
 
 
 class CNN(nnx.Module):
-    def __init__(self, *, rngs):
-        self.conv1 = nnx.Conv(1, 32, kernel_size=(3, 3), rngs=rngs)
-        self.batch_norm1 = nnx.BatchNorm(32, rngs=rngs)
+    def __init__(self, *, rngs, dtype=None):
+        own = {"dtype": dtype, "rngs": rngs}
+        self.conv1 = nnx.Conv(1, 32, kernel_size=(3, 3), **own)
+        self.batch_norm1 = nnx.BatchNorm(32, **own)
         self.dropout1 = nnx.Dropout(rate=0.025)
-        self.conv2 = nnx.Conv(32, 64, kernel_size=(3, 3), rngs=rngs)
-        self.batch_norm2 = nnx.BatchNorm(64, rngs=rngs)
+        self.conv2 = nnx.Conv(32, 64, kernel_size=(3, 3), **own)
+        self.batch_norm2 = nnx.BatchNorm(64, **own)
         self.avg_pool = partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2))
-        self.linear1 = nnx.Linear(256, 256, rngs=rngs)
+        self.linear1 = nnx.Linear(256, 256, **own)
         self.dropout2 = nnx.Dropout(rate=0.025)
-        self.linear2 = nnx.Linear(256, 10, rngs=rngs)
+        self.linear2 = nnx.Linear(256, 10, **own)
 
     def __call__(self, x, rngs):
         x = self.avg_pool(nnx.relu(self.batch_norm1(self.dropout1(self.conv1(x), rngs=rngs))))
@@ -143,3 +144,13 @@ def metrics():
     run = Run("float16")
     run.train(0, 3, bad={1})
     return {name: values[-1] for name, values in run.metrics_history.items()}
+
+
+def reported():
+    def of(dtype):
+        graphdef, params, rest = nnx.split(CNN(rngs=nnx.Rngs(0), dtype=dtype), nnx.Param, ...)
+        batch = {"image": IMAGES, "label": LABELS}
+        return params, lambda params: loss_fn(nnx.merge(graphdef, params, rest, copy=True), nnx.Rngs(1), batch)[0]
+
+    params, float32 = of(None)
+    return params, {"float32": float32, "bfloat16": of(jnp.bfloat16)[1]}

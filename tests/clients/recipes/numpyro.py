@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,30 +24,34 @@ BATCHES = [np.unpackbits(text.astype(np.uint8), axis=1) for text in text_batches
 
 
 class Encoder(nn.Module):
+    dtype: Any = None
+
     @nn.compact
     def __call__(self, x):
-        x = nn.softplus(nn.Dense(WIDTH)(x))
-        x = nn.softplus(nn.Dense(WIDTH)(x))
-        return nn.Dense(LATENT)(x), jnp.exp(nn.Dense(LATENT)(x))
+        x = nn.softplus(nn.Dense(WIDTH, dtype=self.dtype)(x))
+        x = nn.softplus(nn.Dense(WIDTH, dtype=self.dtype)(x))
+        return nn.Dense(LATENT, dtype=self.dtype)(x), jnp.exp(nn.Dense(LATENT, dtype=self.dtype)(x))
 
 
 class Decoder(nn.Module):
+    dtype: Any = None
+
     @nn.compact
     def __call__(self, z):
-        z = nn.softplus(nn.Dense(WIDTH)(z))
-        z = nn.softplus(nn.Dense(WIDTH)(z))
-        return nn.Dense(128)(z)
+        z = nn.softplus(nn.Dense(WIDTH, dtype=self.dtype)(z))
+        z = nn.softplus(nn.Dense(WIDTH, dtype=self.dtype)(z))
+        return nn.Dense(128, dtype=self.dtype)(z)
 
 
-def model(bits, weight):
-    decode = flax_module("decoder", Decoder(), input_shape=(1, LATENT))
+def model(bits, weight, dtype=None):
+    decode = flax_module("decoder", Decoder(dtype), input_shape=(1, LATENT))
     with numpyro.plate("batch", len(bits)), numpyro.handlers.scale(scale=weight):
         z = numpyro.sample("z", dist.Normal(jnp.zeros(LATENT), 1).to_event(1))
         numpyro.sample("bits", dist.Bernoulli(logits=decode(z)).to_event(1), obs=bits)
 
 
-def guide(bits, weight):
-    encode = flax_module("encoder", Encoder(), input_shape=(1, 128))
+def guide(bits, weight, dtype=None):
+    encode = flax_module("encoder", Encoder(dtype), input_shape=(1, 128))
     loc, scale = encode(bits.astype(jnp.float32))
     with numpyro.plate("batch", len(bits)), numpyro.handlers.scale(scale=weight):
         numpyro.sample("z", dist.Normal(loc, scale).to_event(1))
@@ -112,3 +117,11 @@ def metrics():
     for i in range(3):
         run.step(i, np.inf if i == 1 else 1.0)
     return jamp.metrics(run.state)  # NumPyro has no loggers: what you hand to yours
+
+
+def reported():
+    run = Run("float32")
+    loss = lambda dtype: lambda params: run.svi.loss.loss(
+        jax.random.PRNGKey(0), params, model, guide, np.concatenate(BATCHES), 1.0, dtype=dtype
+    )
+    return run.svi.get_params(run.state), {"float32": loss(None), "bfloat16": loss(jnp.bfloat16)}

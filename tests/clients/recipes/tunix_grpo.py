@@ -56,7 +56,8 @@ class EightBit(qwen3.Qwen3):
 
 def make_model(way, seed=0):
     kind = {"float16": Float16, "bfloat16": BFloat16, "8 bit": EightBit}.get(way, qwen3.Qwen3)
-    config = qwen3.ModelConfig(2, 16, 128, 256, 4, 64, 2, rope_theta=10_000, norm_eps=1e-6)
+    dtype = jnp.bfloat16 if way == "own bfloat16" else jnp.float32
+    config = qwen3.ModelConfig(2, 16, 128, 256, 4, 64, 2, rope_theta=10_000, norm_eps=1e-6, dtype=dtype)
     model = kind(config, rngs=nnx.Rngs(seed))
     for i, layer in enumerate(model.layers):  # Tunix initializes these with zeros, for weights to be loaded
         for j, linear in enumerate((layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)):
@@ -172,6 +173,22 @@ def metrics():
     learner.rl_cluster.actor_trainer.with_training_hooks(LogLossScale())
     learn(learner, 3, bad={1})
     return {name: history(learner, "actor", name)[-1] for name in ("loss_scale", "overflow_steps", "finite_steps")}
+
+
+def reported():
+    tokens = np.random.default_rng(0).integers(3, 3 + len(LETTERS), (4, 2048), np.int32)
+    ids, mask = np.split(tokens, [4], axis=1), np.split(np.ones_like(tokens), [4], axis=1)
+    example = grpo_learner.TrainExample(ids[0], mask[0], ids[1], mask[1], np.ones(4, np.float32), None, None)
+
+    def of(way):
+        learner = make_learner(way)
+        trainer = learner.rl_cluster.actor_trainer
+        graphdef, params = nnx.split(trainer.model)
+        loss = lambda model: trainer.loss_fn(model, example, learner.algo_config)[0]
+        return params, lambda params: loss(nnx.merge(graphdef, params, copy=True))
+
+    params, float32 = of("float32")
+    return params, {"float32": float32, "bfloat16": of("own bfloat16")[1]}
 
 
 def log_probs(learner, wrap):
