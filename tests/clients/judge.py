@@ -9,9 +9,10 @@ A recipe defines
     metrics()       What the client's own hook logged, by name, after at least one skipped step.
     IMPOSSIBLE      For each of these that the client does not allow: why, in a few words.
     MARGIN          How far a way may end from float32, relative: the mean loss of the last 20 steps.
-    reported()      Float32 parameters, and the client's loss as functions of them, by name: in "float32", and in the
-                    client's own "bfloat16". With more than 4096 tokens, and positions up to 2047 if it has any.
-    LINTS           A part of the text of each lint of `jamp.autocast_report` that is true. Default: none.
+    reported()      Float32 parameters, and a loss of the client as a function of them, by name: "float32..." where
+                    the recipe calls autocast, "bfloat16..." in the client's own bfloat16. With more than 4096 tokens,
+                    and positions up to 2047 if it has any.
+    LINTS           By name, a part of the text of each lint of `jamp.autocast_report` that is true. Default: none.
 
 and, where the client has a model of its own,
 
@@ -146,24 +147,22 @@ def raised(recipe):
 
 
 def linted(recipe):
-    """The lints of the client's loss and its gradient, under autocast and in the client's own bfloat16."""
-    params, losses = recipe.reported()
-    reports = {}
-    for dtype in (jnp.float16, jnp.bfloat16):
-        reports[f"autocast to {dtype.__name__}"] = jamp.autocast_report(losses["float32"], dtype)(params)
-        gradient = jax.grad(jamp.autocast(losses["float32"], dtype))
-        reports[f"gradient, autocast to {dtype.__name__}"] = jamp.autocast_report(gradient, dtype)(params)
-    reports["own bfloat16"] = jamp.autocast_report(losses["bfloat16"], jnp.bfloat16)(params)
-    reports["gradient, own bfloat16"] = jamp.autocast_report(jax.grad(losses["bfloat16"]), jnp.bfloat16)(params)
-    # Else the loss is not in the client's own bfloat16.
-    assert any("bfloat16" in row.before for row in reports["own bfloat16"].rows)
-    found = {text: name for name, report in reversed(reports.items()) for text in report.lints}
-    for text, name in found.items():
-        print(f"  lint, {name}: {text}", flush=True)
-    true = getattr(recipe, "LINTS", ())
-    assert all(any(part in text for part in true) for text in found), found
-    assert all(any(part in text for text in found) for part in true), found
-    return f"{len(found)} in {len(reports)} reports"
+    """The lints of each loss and of its gradient are those that the recipe expects."""
+    counts = {}
+    for name, (params, loss) in recipe.reported().items():
+        is_own, found = name.startswith("bfloat16"), {}
+        for dtype in (jnp.bfloat16,) if is_own else (jnp.bfloat16, jnp.float16):
+            for fun in (loss, jax.grad(loss if is_own else jamp.autocast(loss, dtype))):
+                report = jamp.autocast_report(fun, dtype)(params)
+                assert not is_own or any("bfloat16" in row.before for row in report.rows), f"{name} is in float32"
+                found |= dict.fromkeys(report.lints)
+        for text in found:
+            print(f"  lint, {name}: {text}", flush=True)
+        true = getattr(recipe, "LINTS", {}).get(name, ())
+        assert all(any(part in text for part in true) for text in found), (name, found)
+        assert all(any(part in text for text in found) for part in true), (name, true, found)
+        counts[name] = len(found)
+    return ", ".join(f"{name} {n}" for name, n in counts.items())
 
 
 def judge(recipe, impossible):

@@ -152,5 +152,4 @@ def reported():
         batch = {"image": IMAGES, "label": LABELS}
         return params, lambda params: loss_fn(nnx.merge(graphdef, params, rest, copy=True), nnx.Rngs(1), batch)[0]
 
-    params, float32 = of(None)
-    return params, {"float32": float32, "bfloat16": of(jnp.bfloat16)[1]}
+    return {"float32": of(None), "bfloat16": of(jnp.bfloat16)}

@@ -192,8 +192,9 @@ def decoder(vocabulary=256, **settings):
     """The parameters, a function that puts them into the model, and an example."""
     config = dataclasses.replace(CONFIG, **settings)
     model = config.build(hax.Axis("vocab", vocabulary), key=jax.random.PRNGKey(0))
-    tokens = hax.named(text_batches(1, BATCH, LENGTH - 1)[0], ("batch", "position"))
-    weights = hax.named(np.arange(LENGTH) < LENGTH - 8, "position").astype(jnp.float32).broadcast_to(tokens.axes)
+    length = config.max_seq_len
+    tokens = hax.named(text_batches(1, BATCH, length - 1)[0], ("batch", "position"))
+    weights = hax.named(np.arange(length) < length - 8, "position").astype(jnp.float32).broadcast_to(tokens.axes)
     params, rest = eqx.partition(model, eqx.is_inexact_array)
     return params, lambda params: eqx.combine(params, rest), LmExample(tokens, weights, AttentionMask.causal())
 
@@ -204,6 +205,12 @@ def kept(budget):
     loss_fn = lambda params: loss_function(model(params), example).scalar()
     grads = jax.jit(jax.grad(jamp.recompute(loss_fn, budget)))(params)
     return jamp.memory_report(loss_fn, budget)(params).kept, grads
+
+
+def reported():
+    params, model, example = decoder(max_seq_len=2048)
+    of = lambda mp: lambda params: loss_function(jmp.get_policy(mp).cast_to_compute(model(params)), example).scalar()
+    return {"float32": (params, of("f32")), "bfloat16": (params, of("p=f32,c=bf16"))}
 
 
 def losses(vocabulary):

@@ -22,6 +22,8 @@ from tests.clients.data import text_batches
 
 MARGIN = 0.01
 MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated", "losses in chunks")
+# MaxText rounds the logits of its router, and has a setting for float32 ones: `float32_gate_logits`.
+LINTS = dict.fromkeys(("float32, experts", "bfloat16, experts"), ("top_k chooses by values with the digits of",))
 BATCH, LENGTH = 16, 64
 BASE = Path(pyconfig.__file__).parent / "base.yml"
 SETTINGS = {
@@ -58,14 +60,15 @@ class Text:
     start, bad = 0, ()
 
     def __init__(self, config, mesh):
-        self.step, self.batches = self.start, text_batches(config.steps, BATCH, LENGTH)
+        self.step, self.length = self.start, config.max_target_length
+        self.batches = text_batches(config.steps, BATCH, self.length)
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        tokens, positions = self.batches[self.step], np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH, 1))
-        positions -= LENGTH * (self.step in self.bad)
+        tokens, positions = self.batches[self.step], np.tile(np.arange(self.length, dtype=np.int32), (BATCH, 1))
+        positions -= self.length * (self.step in self.bad)
         self.step += 1
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         for name in ("inputs", "targets"):
@@ -216,6 +219,20 @@ def kept(budget):
 
     grads = jax.jit(jax.grad(jamp.recompute(loss, budget)))(params)
     return jamp.memory_report(loss, budget)(params).kept, grads
+
+
+def reported():
+    def of(**settings):
+        params, model, config, data = decoder(max_target_length=2048, **settings)
+        return params, lambda params: loss_fn(model(params), config, dict(data), None, None)[0]
+
+    experts = {"decoder_block": "mixtral", "num_experts": 8, "num_experts_per_tok": 2, "sparse_matmul": False}
+    return {
+        "float32": of(),
+        "float32, experts": of(**experts),
+        "bfloat16": of(dtype="bfloat16"),
+        "bfloat16, experts": of(dtype="bfloat16", **experts),
+    }
 
 
 def losses(vocabulary):

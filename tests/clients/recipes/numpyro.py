@@ -120,8 +120,7 @@ def metrics():
 
 
 def reported():
-    run = Run("float32")
-    loss = lambda dtype: lambda params: run.svi.loss.loss(
-        jax.random.PRNGKey(0), params, model, guide, np.concatenate(BATCHES), 1.0, dtype=dtype
-    )
-    return run.svi.get_params(run.state), {"float32": loss(None), "bfloat16": loss(jnp.bfloat16)}
+    run, bits = Run("float32"), np.concatenate(BATCHES)
+    params, loss = run.svi.get_params(run.state), run.svi.loss.loss
+    of = lambda dtype: lambda params: loss(jax.random.PRNGKey(0), params, model, guide, bits, 1.0, dtype=dtype)
+    return {"float32": (params, of(None)), "bfloat16": (params, of(jnp.bfloat16))}

@@ -145,11 +145,11 @@ def losses(vocabulary):
 
 
 def reported():
+    tokens = text_batches(1, batch=4, length=2047)[0]
+    inputs = make_inputs({"input_tokens": tokens, "input_mask": np.ones(tokens.shape, np.float32)})
+
     def of(dtype):
         graphdef, params = nnx.split(make_model(jnp.float32, dataclasses.replace(CONFIG, dtype=dtype)))
-        tokens = text_batches(1, batch=4, length=2047)[0]
-        inputs = make_inputs({"input_tokens": tokens, "input_mask": np.ones(tokens.shape, np.float32)})
         return params, lambda params: peft_trainer._default_loss_fn(nnx.merge(graphdef, params, copy=True), **inputs)
 
-    params, float32 = of(jnp.float32)
-    return params, {"float32": float32, "bfloat16": of(jnp.bfloat16)[1]}
+    return {"float32": of(jnp.float32), "bfloat16": of(jnp.bfloat16)}

@@ -187,8 +187,7 @@ def reported():
         loss = lambda model: trainer.loss_fn(model, example, learner.algo_config)[0]
         return params, lambda params: loss(nnx.merge(graphdef, params, copy=True))
 
-    params, float32 = of("float32")
-    return params, {"float32": float32, "bfloat16": of("own bfloat16")[1]}
+    return {"float32": of("float32"), "bfloat16": of("own bfloat16")}
 
 
 def log_probs(learner, wrap):
