@@ -151,7 +151,7 @@ def linted(recipe):
     counts = {}
     for name, (params, loss) in recipe.reported().items():
         is_own, found = name.startswith("bfloat16"), {}
-        for dtype in (jnp.bfloat16,) if is_own else (jnp.bfloat16, jnp.float16):
+        for dtype in (jnp.bfloat16,) if is_own else (jnp.bfloat16, jnp.float16, jamp.Float8()):
             for fun in (loss, jax.grad(loss if is_own else jamp.autocast(loss, dtype))):
                 report = jamp.autocast_report(fun, dtype)(params)
                 assert not is_own or any("bfloat16" in row.before for row in report.rows), f"{name} is in float32"

@@ -23,7 +23,7 @@ from tests.clients.data import text_batches
 MARGIN = 0.01
 MORE = ("own bfloat16", "8-bit moments", "split masters", "float16, accumulated", "losses in chunks")
 # MaxText rounds the logits of its router, and has a setting for float32 ones: `float32_gate_logits`.
-LINTS = dict.fromkeys(("float32, experts", "bfloat16, experts"), ("top_k chooses by values with the digits of",))
+LINTS = dict.fromkeys(("float32 experts", "bfloat16 experts"), ("top_k chooses by values with the digits of",))
 BATCH, LENGTH = 16, 64
 BASE = Path(pyconfig.__file__).parent / "base.yml"
 SETTINGS = {
@@ -226,12 +226,13 @@ def reported():
         params, model, config, data = decoder(max_target_length=2048, **settings)
         return params, lambda params: loss_fn(model(params), config, dict(data), None, None)[0]
 
-    experts = {"decoder_block": "mixtral", "num_experts": 8, "num_experts_per_tok": 2, "sparse_matmul": False}
+    experts = {"decoder_block": "mixtral", "num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 256}
+    experts |= {"sparse_matmul": False}
     return {
         "float32": of(),
-        "float32, experts": of(**experts),
+        "float32 experts": of(**experts),
         "bfloat16": of(dtype="bfloat16"),
-        "bfloat16, experts": of(dtype="bfloat16", **experts),
+        "bfloat16 experts": of(dtype="bfloat16", **experts),
     }
 
 
