@@ -46,6 +46,11 @@ def routed(choose, w, x):
     return jnp.mean(values)
 
 
+def by_hand(w, x):
+    """Routing in bfloat16, without autocast."""
+    return routed(lambda logits: logits, low(w), low(x)).astype(jnp.float32)
+
+
 def summed(w, x):
     return jnp.mean((x @ w)[0, 0] + lax.cumsum(jnp.ravel(low(x)), 0)[-1].astype(jnp.float32))  # here: summed
 
@@ -106,9 +111,15 @@ def test_router_logits_in_16_bit_are_named_with_the_rule_that_raises_them():
     assert found.endswith("; rules={'dot_general[router]': 'accumulate'} raises it")
     assert lints(fun, W, X, rules={"dot_general[router]": "accumulate"}) == ()
     assert lints(functools.partial(routed, jax.nn.softmax), W, X) == ()
-    by_hand = lambda w, x: fun(low(w), low(x)).astype(jnp.float32)
     (found,) = jamp.autocast_report(by_hand, jnp.bfloat16)(W, X).lints
     assert found.endswith("; rules={'dot_general[router]': 'accumulate', 'top_k': 'float32'} raises it")
+
+
+@pytest.mark.filterwarnings("ignore:autocast changes no product")
+@pytest.mark.parametrize("fun", [functools.partial(rotated, jnp.bfloat16), by_hand, summed])
+def test_a_compute_dtype_of_float32_has_no_rule_that_raises_16_bit(fun):
+    (found,) = lints(fun, W, X, dtype=jnp.float32)
+    assert found.endswith("; compute it in float32 in the code")
 
 
 def test_sums_of_many_terms_in_16_bit_are_named():
