@@ -144,26 +144,26 @@ class _Body:
         for eqn in jaxpr.eqns:
             self._add(eqn)
         last = jaxpr.eqns[-1] if jaxpr.eqns else None
-        narrow = [
-            x.is_read_wide if self._is_raised(v) else self._is_narrow(v) or (x.keeps_narrow and self._is_stored(v))
+        recast = [
+            x.is_read_wide if self._is_raised(v) else self._is_passed_on(v) or (x.keeps_narrow and self._is_stored(v))
             for v, x in zip(jaxpr.outvars, self._outputs, strict=True)
         ]
         results = [
-            self._stored[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, narrow, strict=True)
+            self._stored[v] if x else self._read(v, False, last) for v, x in zip(jaxpr.outvars, recast, strict=True)
         ]
         follow = self._facts.of_inputs("follows_long_sum", jaxpr.outvars)
         if not self._changed:
             for eqn, decision in self._decided:
                 self._caster.decisions.add(eqn, decision)
-            return Rewritten(self._traced, narrow, self._traced.out_avals, False, follow)
+            return Rewritten(self._traced, recast, self._traced.out_avals, False, follow)
         constants = dict(zip(jaxpr.constvars, self._traced.consts, strict=True))
         closed = build.closed_jaxpr(constants, self._inputs, results, self._eqns)
-        return Rewritten(closed, narrow, self._traced.out_avals, True, follow)
+        return Rewritten(closed, recast, self._traced.out_avals, True, follow)
 
     def _add(self, eqn: JaxprEqn) -> None:
         name, rules = ir.name(eqn), self._target.rules
         if in_scope(eqn, facts.FULL_PRECISION):
-            self._copy(eqn, name, facts.REGION, narrow=False)
+            self._copy(eqn, name, facts.REGION, in_16_bit=False)
         elif name in constructs.CONSTRUCTS and name not in rules:
             self._enter(eqn)
         else:
@@ -177,22 +177,22 @@ class _Body:
             key = self._target.rule_key(eqn, self._path, is_gradient, is_out_of_range, is_few)
             category = rules[key].category if key in rules else facts.NO_RULE
             # A jaxpr in the parameters, such as the update of a scatter, runs only at the dtypes it was traced with.
-            is_narrow = self._runs_narrow(eqn, category) and not constructs.has_body(eqn)
+            in_16_bit = self._runs_in_16_bit(eqn, category) and not constructs.has_body(eqn)
             if self._target.raises(key, eqn) and not self._compares_rounded(eqn):
                 self._raise(eqn, key, category)
             elif self._target.raised and self._moves_raised(eqn):
                 self._changed = True
             elif is_product:
-                self._multiply(eqn, key, category, is_narrow)
+                self._multiply(eqn, key, category, in_16_bit)
             else:
-                self._copy(eqn, key, category, is_narrow)
+                self._copy(eqn, key, category, in_16_bit)
 
     def _expands_products(self, eqn: JaxprEqn) -> bool:
         follow = self._facts.of_inputs("follows_long_sum", eqn.invars)
         are_stored = [self._is_stored(v) and not self._is_raised(v) for v in eqn.invars]
         return expands_products(eqn, follow, are_stored)
 
-    def _runs_narrow(self, eqn: JaxprEqn, category: str) -> bool:
+    def _runs_in_16_bit(self, eqn: JaxprEqn, category: str) -> bool:
         """Whether an equation of a category reads and writes its float32 values in 16 bit."""
         floats = [v for v in eqn.invars if self._target.is_wide(v.aval)]
         if category in (COMPUTE, ACCUMULATE):
@@ -203,27 +203,27 @@ class _Body:
         arrays = [v for v in floats if self._number(v) is None]
         numbers = [x for x in map(self._number, floats) if x is not None]
         # Not of several arrays: a vmap around autocast may copy one of them, which has the sum as its cotangent.
-        is_exact = all(map(self._is_narrow, arrays)) and all(map(self._target.holds, numbers))
+        is_exact = all(map(self._is_passed_on, arrays)) and all(map(self._target.holds, numbers))
         return len(arrays) == 1 and is_exact
 
-    def _copy(self, eqn: JaxprEqn, key: str, category: str, narrow: bool) -> None:
+    def _copy(self, eqn: JaxprEqn, key: str, category: str, in_16_bit: bool) -> None:
         """Add an equation, with all its float32 operands and results in 16 bit, or none."""
         # It may copy an element many times, and its transpose is the sum over the copies, such as over all uses of a
         # token. So it runs in float32, and its result is cast.
-        is_copy = narrow and ir.name(eqn) in COPIES
-        is_narrow = [narrow and not is_copy and self._target.is_wide(v.aval) for v in (*eqn.invars, *eqn.outvars)]
+        is_copy = in_16_bit and ir.name(eqn) in COPIES
+        recast = [in_16_bit and not is_copy and self._target.is_wide(v.aval) for v in (*eqn.invars, *eqn.outvars)]
         n = len(eqn.invars)
-        reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_narrow[:n], strict=True)]
+        reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, recast[:n], strict=True)]
         if is_copy:
             writes: list[Any] = [core.Var(v.aval) for v in eqn.outvars]
         else:
-            writes = [self._define(v, x) for v, x in zip(eqn.outvars, is_narrow[n:], strict=True)]
-        run = build.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if any(is_narrow) else eqn
+            writes = [self._define(v, x) for v, x in zip(eqn.outvars, recast[n:], strict=True)]
+        run = build.replace_dtype(eqn, self._target.wide, self._target.compute_dtype) if any(recast) else eqn
         # By a rule for a scope, another place may decide otherwise about the same equation.
         is_same = reads == eqn.invars and writes == eqn.outvars and not self._target.parts
         run = run if is_same else run.replace(invars=reads, outvars=writes)
         self._eqns.append(run)
-        casts = (self._target.wide, self._target.compute_dtype) if narrow else None
+        casts = (self._target.wide, self._target.compute_dtype) if in_16_bit else None
         decision = Decision(eqn, key, category, casts)
         self._caster.decisions.add(run, decision)
         self._decided.append((eqn, decision))
@@ -231,7 +231,7 @@ class _Body:
             self._eqns.extend(
                 build.convert(w, self._define(v, True), eqn) for w, v in zip(writes, eqn.outvars, strict=True)
             )
-        self._changed |= narrow
+        self._changed |= in_16_bit
 
     def _raise(self, eqn: JaxprEqn, key: str, category: str) -> None:
         """Add an equation that was traced in 16 bit, with the digits of float32."""
@@ -331,16 +331,16 @@ class _Body:
         self._eqns.append(build.convert(atom, wide, eqn))
         return wide
 
-    def _multiply(self, eqn: JaxprEqn, key: str, category: str, is_narrow: bool) -> None:
+    def _multiply(self, eqn: JaxprEqn, key: str, category: str, in_16_bit: bool) -> None:
         """Add a product with the decision about it."""
         operands, (result,) = eqn.invars, ir.avals(eqn.outvars)
-        widens = is_narrow and self._target.widens_gradients(eqn)
+        widens = in_16_bit and self._target.widens_gradients(eqn)
         arguments = [widens and self._target.is_wide(v.aval) and self._is_argument(v) for v in operands]
-        casts = [is_narrow and self._target.is_wide(v.aval) and not x for v, x in zip(operands, arguments, strict=True)]
+        casts = [in_16_bit and self._target.is_wide(v.aval) and not x for v, x in zip(operands, arguments, strict=True)]
         reads = [self._read(v, x, eqn) for v, x in zip(operands, casts, strict=True)]
         written = self._target.result_dtype(category)
-        is_stored = is_narrow and written == self._target.compute_dtype and self._target.is_wide(result)
-        format, reason = self._format(eqn, key, category, is_narrow)
+        is_stored = in_16_bit and written == self._target.compute_dtype and self._target.is_wide(result)
+        format, reason = self._format(eqn, key, category, in_16_bit)
         product = Product(
             eqn.primitive,
             tuple(ir.params(eqn).items()),
@@ -355,10 +355,10 @@ class _Body:
         self._eqns.append(equation(product, reads, self._define(eqn.outvars[0], is_stored), eqn))
         self._changed = True
 
-    def _format(self, eqn: JaxprEqn, key: str, category: str, is_narrow: bool) -> tuple[Dtype | Format | None, str]:
+    def _format(self, eqn: JaxprEqn, key: str, category: str, in_16_bit: bool) -> tuple[Dtype | Format | None, str]:
         """Return the format of a product, and why it is not the one that was asked for."""
-        usual, wanted = self._target.compute_dtype if is_narrow else None, self._caster.format
-        if wanted is None or not is_candidate(eqn, category, is_narrow):
+        usual, wanted = self._target.compute_dtype if in_16_bit else None, self._caster.format
+        if wanted is None or not is_candidate(eqn, category, in_16_bit):
             return usual, self._beyond_range(eqn) if key == f"{ir.name(eqn)}[range]" else ""
         why = why_not(
             eqn,
@@ -375,14 +375,14 @@ class _Body:
 
     def _enter(self, eqn: JaxprEqn) -> None:
         if not is_entered(eqn, self._context.is_manual, self._target):
-            return self._copy(eqn, ir.name(eqn), facts.NOT_ENTERED, narrow=False)
+            return self._copy(eqn, ir.name(eqn), facts.NOT_ENTERED, in_16_bit=False)
         # A carry is float32. So is an operand whose gradient is a sum, over the steps of a loop or over devices.
         is_split = splits(eqn) if ir.name(eqn) == "shard_map" else [True] * len(eqn.invars)
         wide = {*constructs.added_up(eqn), *(i for i, x in enumerate(is_split) if not x)}
         is_by_rule = constructs.derivative(eqn) is Derivative.BY_RULE
         carry = constructs.carry(eqn)
         is_stored = [
-            not is_by_rule and i not in carry if self._is_raised(v) else i not in wide and self._is_narrow(v)
+            not is_by_rule and i not in carry if self._is_raised(v) else i not in wide and self._is_passed_on(v)
             for i, v in enumerate(eqn.invars)
         ]
         inside = self._context.inside(eqn)
@@ -401,10 +401,10 @@ class _Body:
             self._eqns.append(eqn.replace(invars=[self._read(v, False, eqn) for v in eqn.invars]))
             return
         meets = lambda i: all if self._target.is_wide(eqn.outvars[i].aval) else any  # Branches may differ.
-        narrow = [i >= first and meets(i)(body.narrow[i] for body in bodies) for i in range(len(eqn.outvars))]
+        recast = [i >= first and meets(i)(body.recast[i] for body in bodies) for i in range(len(eqn.outvars))]
         reads = [self._read(v, x, eqn) for v, x in zip(eqn.invars, is_stored, strict=True)]
-        writes = [self._define(v, x) for v, x in zip(eqn.outvars, narrow, strict=True)]
-        call = CastConstruct(eqn, bodies, inputs, outputs, narrow, rewrite, self._caster.rest)
+        writes = [self._define(v, x) for v, x in zip(eqn.outvars, recast, strict=True)]
+        call = CastConstruct(eqn, bodies, inputs, outputs, recast, rewrite, self._caster.rest)
         self._eqns.extend(enter(call, reads, writes, self._context.shard_map))
         self._changed = True
 
@@ -439,7 +439,7 @@ class _Body:
         """Whether a value was traced in 16 bit and is stored in float32."""
         return self._is_stored(atom) and not self._target.is_wide(atom.aval)
 
-    def _is_narrow(self, atom: Atom) -> bool:
+    def _is_passed_on(self, atom: Atom) -> bool:
         """Whether a float32 value is stored in 16 bit and has a single reader."""
         return self._is_stored(atom) and not self._is_raised(atom) and self._readers[atom] == 1
 
@@ -459,7 +459,7 @@ class _Body:
         """A value for an equation, as it was traced or in the other dtype."""
         if is_stored and ir.is_literal(atom):
             return self._target.narrow_literal(atom)
-        if is_stored and (self._is_narrow(atom) or self._is_raised(atom)):
+        if is_stored and (self._is_passed_on(atom) or self._is_raised(atom)):
             return self._stored[atom]
         if self._is_stored(atom) and atom not in self._cast_back:
             self._cast_back.add(atom)

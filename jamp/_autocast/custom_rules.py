@@ -27,7 +27,7 @@ class Rewritten:
 
     Attributes:
       closed: The jaxpr, or the traced one if nothing in it changes.
-      narrow: Which of its outputs are 16 bit in place of float32, or by a rule float32 in place of 16 bit.
+      recast: Which of its outputs are 16 bit in place of float32, or by a rule float32 in place of 16 bit.
       changed: Whether anything changes.
       follow_long_sums: Which of its outputs depend on a product that sums more than a few terms.
     """
@@ -35,25 +35,25 @@ class Rewritten:
     def __init__(
         self,
         closed: ClosedJaxpr,
-        narrow: Sequence[bool],
+        recast: Sequence[bool],
         types: Sequence[Any],
         changed: bool,
         follow_long_sums: Sequence[bool],
     ):
-        self.closed, self.narrow, self.changed, self._types = closed, tuple(narrow), changed, types
+        self.closed, self.recast, self.changed, self._types = closed, tuple(recast), changed, types
         self.follow_long_sums = follow_long_sums
-        self._done: dict[tuple[bool, ...], ClosedJaxpr] = {self.narrow: closed}
+        self._done: dict[tuple[bool, ...], ClosedJaxpr] = {self.recast: closed}
 
-    def at(self, narrow: Sequence[bool]) -> ClosedJaxpr:
+    def at(self, recast: Sequence[bool]) -> ClosedJaxpr:
         """The jaxpr with these outputs in the other dtype, and the rest as traced.
 
-        Any output that was traced in 16 bit can be float32. Of the others, only those that are `narrow` can be 16 bit.
+        Any output that was traced in 16 bit can be float32. Of the others, only those that are `recast` can be 16 bit.
         """
-        wanted = tuple(narrow)
+        wanted = tuple(recast)
         if wanted not in self._done:
             eqns, outputs = list(self.closed.jaxpr.eqns), list(self.closed.jaxpr.outvars)
             for i, v in enumerate(outputs):
-                if self.narrow[i] != wanted[i]:
+                if self.recast[i] != wanted[i]:
                     wide = self._types[i].update(dtype=np.dtype(np.float32))
                     outputs[i] = core.Var(wide if wanted[i] else self._types[i])
                     eqns.append(build.convert(v, outputs[i], eqns[-1] if eqns else None))
@@ -77,7 +77,7 @@ class CastConstruct(NamedTuple):
       eqn: The construct as it was traced.
       bodies: Its bodies.
       inputs, outputs: What is known of the inputs and the outputs of each body.
-      narrow: Which of its results are 16 bit.
+      recast: Which of its results are 16 bit.
       rewrite: Casts other jaxprs as if they stood in its place.
       rest: The passes after `cast`.
     """
@@ -86,13 +86,13 @@ class CastConstruct(NamedTuple):
     bodies: Sequence[Rewritten]
     inputs: Sequence[Sequence[Input]]
     outputs: Sequence[Sequence[Output]]
-    narrow: Sequence[bool]
+    recast: Sequence[bool]
     rewrite: Rewrite
     rest: Callable[[ClosedJaxpr], ClosedJaxpr]
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Evaluate the body of a call. Its results have the traced dtypes."""
-        return interpret.call(self.bodies[0].at([False] * len(self.narrow)), args)
+        return interpret.call(self.bodies[0].at([False] * len(self.recast)), args)
 
     def replay(
         self,
@@ -110,8 +110,8 @@ class CastConstruct(NamedTuple):
         Returns the results, and which of them depend on a product that sums more than a few terms.
 
         `inputs` say what is known of the arguments, but for whether they are 16 bit. `outputs` say what is known of the
-        first results. All results have the traced dtypes, but residuals, from some result on, are 16 bit where that is
-        exact.
+        first results. Results have the traced dtypes. Residuals, which are those from `residuals_from` on, are 16 bit
+        where that is exact.
         """
         closed = jax.make_jaxpr(fun)(*avals)
         known = zip(args, avals, inputs, strict=True)
@@ -121,8 +121,8 @@ class CastConstruct(NamedTuple):
         known_outputs = [*outputs, *[Output()] * (n - len(outputs))]
         wanted = [x._replace(keeps_narrow=y) for x, y in zip(known_outputs, stored, strict=True)]
         rewritten = self.rewrite(closed, given, wanted, in_backward_rule)
-        narrow = [x and y for x, y in zip(rewritten.narrow, stored, strict=True)]
-        return interpret.call(self.rest(rewritten.at(narrow)), args), rewritten.follow_long_sums
+        recast = [x and y for x, y in zip(rewritten.recast, stored, strict=True)]
+        return interpret.call(self.rest(rewritten.at(recast)), args), rewritten.follow_long_sums
 
 
 def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
@@ -135,12 +135,12 @@ def is_entered(eqn: JaxprEqn, manual: bool, target: Target) -> bool:
 
 def enter(call: CastConstruct, reads: Sequence[Any], writes: Sequence[Var], inside: JaxprEqn | None) -> list[JaxprEqn]:
     """Return the equations of a construct with cast bodies. It may be `inside` a shard_map."""
-    eqn, bodies, narrow = call.eqn, call.bodies, call.narrow
+    eqn, bodies, recast = call.eqn, call.bodies, call.recast
     name = ir.name(eqn)
     if name in _RETRACED:
         closed = trace_inside(inside, lambda *args: _RETRACED[name](call, args), ir.avals(reads))
         return [build.located(item, eqn) for item in inline.inline(closed, reads, writes)]
-    wanted = [[False], narrow] if name == "while" else [narrow[: len(body.narrow)] for body in bodies]
+    wanted = [[False], recast] if name == "while" else [recast[: len(body.recast)] for body in bodies]
     closed_bodies = [body.at(x) for body, x in zip(bodies, wanted, strict=True)]
     entered = build.with_bodies(eqn, closed_bodies, reads, writes)
     if name != "remat_opt":

@@ -30,7 +30,7 @@ def sums_few_terms(eqn: JaxprEqn) -> bool:
 
 
 def expands_products(eqn: JaxprEqn, follow_long_sums: Flags, are_stored: Flags) -> bool:
-    """Whether a product of few terms is larger than both operands, and these are computed and wider than points.
+    """Whether a product of few terms is larger than both operands, and these are computed and longer than a point.
 
     Either both follow products that sum many terms, as queries and keys do, or one is the 16-bit result of a product,
     as in LoRA. In float32, attention with heads of 8 would move 1.5 times the bytes, and layers with LoRA of rank 8
@@ -42,11 +42,11 @@ def expands_products(eqn: JaxprEqn, follow_long_sums: Flags, are_stored: Flags) 
     return is_larger and is_computed and ir.summed_terms(eqn) > AXES_OF_A_POINT
 
 
-def is_candidate(eqn: JaxprEqn, category: str, is_narrow: bool) -> bool:
+def is_candidate(eqn: JaxprEqn, category: str, in_16_bit: bool) -> bool:
     """Whether a product has 16-bit operands, by a rule or as traced, and a result that may be one of 8-bit operands."""
     if category != COMPUTE:
         return False
-    if is_narrow:
+    if in_16_bit:
         return bool(ir.avals(eqn.outvars)[0].dtype == np.float32)
     dtypes = [aval.dtype for aval in ir.avals(eqn.invars[:2])]
     return all(dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)

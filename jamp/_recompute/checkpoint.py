@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend import core
 
 from jamp._jaxprs import build, inline, ir
@@ -21,6 +20,7 @@ from jamp._recompute.opened import CODED_RULE, opened, without_calls
 from jamp._recompute.policies import check_version
 from jamp._recompute.segment_call import as_call
 from jamp._recompute.segments import Chosen, Part, Place, Segment, Split, SplitConstruct, SplitJaxpr
+from jamp._recompute.shared_codes import SharedCodes
 from jamp._recompute.stored import round_stored, with_rounded_inputs, with_rounding
 from jamp._recompute.stores import Store, Stores
 from jamp._rounded import may_be_wider
@@ -63,12 +63,12 @@ class _Checkpointer:
         if key in self._bodies:
             return self._bodies[key][1]
         jaxpr = body.closed.jaxpr
-        stored = self._stored(body, inside, is_function=not place)
+        stored = self._read_by_both_passes(body, inside, is_function=not place)
         inputs = [] if place else [*jaxpr.constvars, *jaxpr.invars]
         unrounded = {v: core.Var(v.aval) for v in inputs if v in stored and may_be_wider(v.aval)}
         eqns: list[JaxprEqn] = []
-        codes = _Codes(body, inside)
-        eqns.extend(codes.of([*jaxpr.constvars, *jaxpr.invars]))
+        codes = SharedCodes(body, inside)
+        eqns.extend(codes.encode([*jaxpr.constvars, *jaxpr.invars]))
         for i, part in enumerate(body.parts):
             if isinstance(part, Segment):
                 eqns.extend(self._segment(part, inside.get((i,)), stored, unrounded, codes))
@@ -79,13 +79,13 @@ class _Checkpointer:
                 eqns.extend(with_rounding(self._rule(part, codes), stored))
             else:
                 eqns.extend(with_rounding([part], stored))
-            eqns.extend(codes.of(_results(part)))
+            eqns.extend(codes.encode(_results(part)))
         constants = dict(zip(jaxpr.constvars, body.closed.consts, strict=True))
         new_body = with_rounded_inputs(unrounded, constants, jaxpr.invars, jaxpr.outvars, eqns)
         self._bodies[key] = body, new_body  # With the body, so that no other one gets its id.
         return new_body
 
-    def _stored(self, body: SplitJaxpr, chosen: Chosen, is_function: bool) -> set[Any]:
+    def _read_by_both_passes(self, body: SplitJaxpr, chosen: Chosen, is_function: bool) -> set[Any]:
         """The values that are stored between the passes: the inputs of calls of segments, in this body or others.
 
         XLA may round a value for its readers in the backward pass alone. So all its readers get it rounded, and the
@@ -100,7 +100,7 @@ class _Checkpointer:
         return found
 
     def _segment(
-        self, segment: Segment, stores: Stores | None, stored: set[Any], unrounded: dict[Var, Var], codes: "_Codes"
+        self, segment: Segment, stores: Stores | None, stored: set[Any], unrounded: dict[Var, Var], codes: SharedCodes
     ) -> list[JaxprEqn]:
         """The equations of a segment, as they are or in one call.
 
@@ -110,59 +110,24 @@ class _Checkpointer:
         if stores is None:
             return with_rounding(segment.eqns, stored)
         coded = [segment.inputs[i] for i in sorted(stores.inputs)]
-        outputs = codes.made_by(segment)
-        places = () if outputs or stores.is_coded else tuple(i for i, v in enumerate(segment.inputs) if v in unrounded)
-        key = segment.key(sources=True), stores, tuple(outputs), places
+        outputs = codes.encoded_by(segment)
+        rounds = () if outputs or stores.is_coded else tuple(i for i, v in enumerate(segment.inputs) if v in unrounded)
+        key = segment.key(sources=True), stores, tuple(outputs), rounds
         if key not in self._segments:  # Equal layers share a segment, which is differentiated once.
-            call = as_call(segment, stores, outputs, places, self._drops)
-            types = ir.avals([*segment.inputs, *codes.read(coded)])
+            call = as_call(segment, stores, outputs, rounds, self._drops)
+            types = ir.avals([*segment.inputs, *codes.of(coded)])
             self._segments[key] = trace_inside(segment.context.shard_map, call, types)
-        reads = [unrounded[v] if i in places else v for i, v in enumerate(segment.inputs)]
-        writes = [*segment.outputs, *codes.write([segment.outputs[i] for i in outputs])]
-        return inline.inline(self._segments[key], [*reads, *codes.read(coded)], writes)
+        reads = [unrounded[v] if i in rounds else v for i, v in enumerate(segment.inputs)]
+        writes = [*segment.outputs, *codes.define([segment.outputs[i] for i in outputs])]
+        return inline.inline(self._segments[key], [*reads, *codes.of(coded)], writes)
 
-    def _rule(self, part: CodedRule, codes: "_Codes") -> list[JaxprEqn]:
+    def _rule(self, part: CodedRule, codes: SharedCodes) -> list[JaxprEqn]:
         eqn = part.eqn
-        reads = [*eqn.invars, *codes.read([eqn.invars[i] for i in part.operands])]
-        writes = [*eqn.outvars, *codes.write([eqn.outvars[j] for j in part.results])]
+        reads = [*eqn.invars, *codes.of([eqn.invars[i] for i in part.operands])]
+        writes = [*eqn.outvars, *codes.define([eqn.outvars[j] for j in part.results])]
         call = jax.named_scope(CODED_RULE)(coded_rule(part))
         closed = trace_inside(part.context.shard_map, call, ir.avals(reads))
         return [build.located(x, eqn) for x in inline.inline(closed, reads, writes)]
-
-
-class _Codes:
-    """The codes of the values that parts of a body read in 8 bits. Each value is encoded once, where it is computed."""
-
-    def __init__(self, body: SplitJaxpr, chosen: Chosen):
-        self._wanted, self._codes = set[Any](), dict[Any, list[Var]]()
-        self._inside = body.context.shard_map
-        for i, part in enumerate(body.parts):
-            if isinstance(part, Segment):
-                self._wanted.update(part.inputs[j] for j in (chosen[i,].inputs if (i,) in chosen else ()))
-            elif isinstance(part, CodedRule):
-                self._wanted.update(part.coded)
-
-    def made_by(self, segment: Segment) -> list[int]:
-        """Which outputs a segment encodes itself: those that other parts read in 8 bits."""
-        return [i for i, v in enumerate(segment.outputs) if v in self._wanted]
-
-    def read(self, values: Sequence[Any]) -> list[Var]:
-        """The variables of the codes of some values."""
-        return [x for v in values for x in self._codes[v]]
-
-    def write(self, values: Sequence[Any]) -> list[Var]:
-        """New variables for the codes of some values."""
-        for v in values:
-            self._codes[v] = list(map(core.Var, self._encoded(v).out_avals))
-        return self.read(values)
-
-    def of(self, values: Sequence[Any]) -> list[JaxprEqn]:
-        """The equations that encode some values, if they are read in 8 bits and have no codes yet."""
-        found = [v for v in dict.fromkeys(values) if v in self._wanted and v not in self._codes]
-        return [eqn for v in found for eqn in inline.inline(self._encoded(v), [v], self.write([v]))]
-
-    def _encoded(self, v: Var) -> ClosedJaxpr:
-        return trace_inside(self._inside, lambda x: Store.INT8.encode(lax.stop_gradient(x)), [v.aval])
 
 
 def _results(part: Part) -> Sequence[Any]:

@@ -26,40 +26,37 @@ _WORTH_CODING = 0.875
 
 
 def choose(closed: ClosedJaxpr, budget: MemoryBudget, residuals: Store = Store.ITSELF) -> tuple[MemoryPlan, float]:
-    """The plan for a function, with the split of it for which least is computed again, and the bytes without a budget.
+    """The plan within a budget that computes the fewest FLOPs again, and the bytes that are kept without a budget.
 
-    A budget is a share of what is kept without one, as it is. `residuals` is how large activations are kept, if that
-    takes clearly fewer bytes. It may not, because a value that other code reads as it is would be kept twice.
+    A share is of these bytes, with nothing in 8 bits. `residuals` is how large activations are kept, if that takes
+    clearly fewer bytes. It may not, because a value that other code reads as it is would be kept twice.
     """
     known = Known({}, {})
     without = MemoryPlan(Split().function(closed), known)
+    total = without.total
+    coded = without if residuals is Store.ITSELF else MemoryPlan(Split(residuals=residuals).function(closed), known)
     if budget == 1.0:
-        if residuals is Store.ITSELF:
-            return without, without.total
-        coded = MemoryPlan(Split(residuals=residuals).function(closed), known)
-        return coded if coded.total < _WORTH_CODING * without.total else without, without.total
-    target = bytes_of(budget, without.total)
-    found = _within(closed, target, residuals, known)
+        return coded if coded.total < _WORTH_CODING * total else without, total
+    target = bytes_of(budget, total)
+    found = _within(closed, target, residuals, known, coded)
     if residuals is not Store.ITSELF and found.total > target:
-        found = min(found, _within(closed, target, Store.ITSELF, known), key=lambda x: x.total)
+        found = min(found, _within(closed, target, Store.ITSELF, known, without), key=lambda x: x.total)
     if found.total > target and budget != 0:
-        _warn(found, target, without.total)
-    return found, without.total
+        _warn(found, target, total)
+    return found, total
 
 
-def _within(closed: ClosedJaxpr, target: float, residuals: Store, known: Known) -> MemoryPlan:
-    """The plan that keeps no more than the `target` bytes, or else the fewest.
+def _within(closed: ClosedJaxpr, target: float, residuals: Store, known: Known, first: MemoryPlan) -> MemoryPlan:
+    """The plan that keeps no more than the `target` bytes, or else the fewest. The `first` drops nothing yet.
 
     Gathers and whole constructs are computed again if that pays. Segments are merged, if the target is not reached, as
     long as the sum of the kept bytes and the bytes that the largest segment computes again at once becomes smaller.
     """
 
-    def plan(
-        whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT, cut: bool = True
-    ) -> MemoryPlan:
-        return MemoryPlan(Split(products, whole, cut, residuals).function(closed), known)
+    def plan(whole: frozenset[Any] = frozenset(), products: int = PRODUCTS_OF_A_SEGMENT) -> MemoryPlan:
+        return MemoryPlan(Split(products, whole, True, residuals).function(closed), known)
 
-    best = plan(cut=False)
+    best = first
     if best.total <= target:
         return best
     # Models that name most values, for checkpoints that are not there, would keep them all.

@@ -24,23 +24,23 @@ _SMALL = 0.1  # of the bytes that cross a cut: the most that may be kept in the 
 _LEAST_CUT = 4  # Code that computes fewer times the bytes that cross a cut is not cut.
 
 
-def is_plain(eqn: JaxprEqn) -> bool:
+def may_be_in_segment(eqn: JaxprEqn) -> bool:
     """Whether an equation may be in a segment: not a construct, without effects, and not a `checkpoint_name`."""
-    operations = list(walk.through_calls(eqn, _plain_body))
+    operations = list(walk.through_calls(eqn, _inlinable_body))
     # JAX keeps no partial sum between the passes unless the axes are explicit. Its checkpoint rounds the values that it
     # keeps, and cannot round complex ones.
     avals = ir.avals([v for e in (eqn, *operations) for v in (*e.invars, *e.outvars)])
-    return not any(is_partial(x) or is_complex(x) for x in avals) and all(map(_is_plain_operation, operations))
+    return not any(is_partial(x) or is_complex(x) for x in avals) and all(map(_may_operation, operations))
 
 
-def _plain_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+def _inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a call that may be in a segment."""
     # A derivative rule that multiplies would do so again in the backward pass.
-    is_plain = ir.name(eqn) == "jit" or (ir.name(eqn) == "custom_jvp_call" and not holds_product(eqn))
-    return constructs.body_of_call(eqn) if is_plain else None
+    is_call = ir.name(eqn) == "jit" or (ir.name(eqn) == "custom_jvp_call" and not holds_product(eqn))
+    return constructs.body_of_call(eqn) if is_call else None
 
 
-def _is_plain_operation(eqn: JaxprEqn) -> bool:
+def _may_operation(eqn: JaxprEqn) -> bool:
     # The backward pass would compute again what the derivative reads of these, also if their results are kept.
     if eqn.effects or ir.name(eqn) in CUBIC.keys() | {"name", "sort", "jit", "custom_jvp_call"}:
         return False
@@ -76,7 +76,7 @@ def end(eqns: Sequence[JaxprEqn], last_uses: dict[Any, int], origins: Mapping[Va
     The values that are kept in between are small, because no budget drops them: a random key, or the mean of a norm.
     """
     products = [i for i, eqn in enumerate(eqns) if holds_product(eqn)]
-    if not products or not is_plain(eqns[products[-1]]):
+    if not products or not may_be_in_segment(eqns[products[-1]]):
         return products[-1] + 1 if products else len(eqns)
     last, start = products[-1], products[-2] + 1 if len(products) > 1 else 0
     inputs = reads(eqns[start:last])

@@ -32,8 +32,9 @@ class Value:
       context: The constructs around it.
       eqn: The equation that computes it. None for an argument or a constant, which is in memory anyway.
       slots: For each `cond` around it, outermost first: the cond, the type in which it returns the value, the branch.
-        JAX returns what the branches keep in the same arrays, so of each type the branch that keeps the most counts. A
-        scan inside the branch returns the values of all its steps in one array, whose shape begins with its length.
+        The branches share one array for each value that they keep, by its type. So of each type only the branch that
+        keeps the most bytes counts. A scan inside the branch returns the values of all its steps in one array, whose
+        shape begins with its length.
       store: How it is kept.
     """
 
@@ -70,7 +71,7 @@ class Known(NamedTuple):
     """Results that are found once for equal segments, and for equal equations that are in no segment."""
 
     residuals: dict[Any, Residuals]
-    plain: dict[Any, ClosedJaxpr]
+    of_others: dict[Any, ClosedJaxpr]
 
 
 class MemoryPlan:
@@ -106,18 +107,18 @@ class MemoryPlan:
         JAX keeps a value that is the same in each step of a scan once, outside. `fixed` are such inputs, and the places
         where they are computed.
         """
-        plain: list[CodedRule | JaxprEqn] = []
+        others: list[CodedRule | JaxprEqn] = []
         for i, part in enumerate(body.parts):
             if not isinstance(part, (Segment, SplitConstruct)):
-                plain.append(part)
+                others.append(part)
                 continue
-            self._add_plain(plain, body, values, place, fixed)
-            plain = []
+            self._add_others(others, body, values, place, fixed)
+            others = []
             if isinstance(part, Segment):
                 self._add_segment(part, values, (*place, i), fixed)
             else:
                 self._add_construct(part, values, (*place, i), fixed)
-        self._add_plain(plain, body, values, place, fixed)
+        self._add_others(others, body, values, place, fixed)
 
     def _add_segment(self, segment: Segment, values: dict[Any, Value], place: Place, fixed: dict[Any, Place]) -> None:
         body = place[:-1]
@@ -136,10 +137,10 @@ class MemoryPlan:
         for v in segment.outputs:
             number = segment.numbers[v]
             known[number] = values[v] = values.get(v) or computed_at(number)
-        for i in residuals.kept - computed:
+        for i in residuals.kept_without_budget - computed:
             known[i] = computed_at(i)
         known = {i: stored(i, value) for i, value in known.items()}
-        choice = residuals.choice(residuals.kept, frozenset())
+        choice = residuals.choice(residuals.kept_without_budget, frozenset())
         occurrence = Occurrence(segment, residuals, known, self._contexts[body].times, computed, choice)
         self.occurrences[place] = occurrence
         self._read(occurrence, 1)
@@ -187,7 +188,7 @@ class MemoryPlan:
         for outer in eqn.outvars:
             values.setdefault(outer, self._computed(outer, eqn, outside))
 
-    def _add_plain(
+    def _add_others(
         self,
         parts: list[CodedRule | JaxprEqn],
         body: SplitJaxpr,
@@ -213,10 +214,10 @@ class MemoryPlan:
         if not any(perturbed):
             return
         key = equality.fingerprint(inputs, [*defined], eqns, sources=False), perturbed, alive
-        if key not in self._known.plain:
+        if key not in self._known.of_others:
             closed = build.closed_jaxpr({}, inputs, [*defined], eqns)
-            self._known.plain[key] = with_residuals(closed, perturbed, alive, context.shard_map)
-        found = self._known.plain[key]
+            self._known.of_others[key] = with_residuals(closed, perturbed, alive, context.shard_map)
+        found = self._known.of_others[key]
         results = found.jaxpr.outvars[: len(defined)]
         known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
         producers = {v: eqn for eqn in found.jaxpr.eqns for v in eqn.outvars}
@@ -230,15 +231,17 @@ class MemoryPlan:
                 self._count(self._in_8_bits(value) if known.get(v) in coded else value, 1)
 
     def _where(self, sources: frozenset[Any] | None, places: dict[Any, Place], here: Place) -> Place:
-        """Where a value is computed: here, or outside of the loops around, if that in which they are fixed decides it.
+        """The place of a value: here, or outside of the loops in which all its sources are fixed.
 
-        What nothing decides, such as a random mask whose key is a constant, is computed outside of all of them.
+        A random mask in a scan has no sources if its key is a constant. JAX computes it once, outside.
         """
         if sources is None or not sources <= places.keys():
             return here
-        while not sources and here and ir.name(self._contexts[here].around[-1]) == "scan":
-            here = here[:-2]
-        return max((places[i] for i in sources), key=len, default=here)
+        if sources:
+            return max((places[i] for i in sources), key=len)
+        while here and ir.name(self._contexts[here].around[-1]) == "scan":
+            here = here[:-2]  # the body around the loop
+        return here
 
     def _computed(self, v: Any, eqn: JaxprEqn, place: Place) -> Value:
         """The value that an equation computes in the body at a place."""

@@ -57,7 +57,7 @@ class Residuals:
       derived: The values that only the derivative computes, and their equations.
       sizes: The bytes of each value, as it is kept.
       coded: The numbers of the values, and of the inputs, that are kept in 8 bits, if they are kept.
-      kept: The numbers of the values that are kept without a budget.
+      kept_without_budget: The numbers of the values that are kept without one.
       read_at_once: The bytes that the backward pass reads in the segment at once.
     """
 
@@ -105,9 +105,9 @@ class Residuals:
         cheap = frozenset(i for i, (_, eqn) in enumerate(segment.computed) if is_cheap(eqn))
         statistics = (self._in_checkpoint & cheap) - self.coded - self._discrete
         self._statistics = sorted(statistics) if self.coded else []
-        self.kept = self._in_checkpoint = self._consistent(self._in_checkpoint)
+        self.kept_without_budget = self._in_checkpoint = self._consistent(self._in_checkpoint)
         if not segment.is_worth_it:
-            self.kept |= {i for i in self._direct if i >= 0}
+            self.kept_without_budget |= {i for i in self._direct if i >= 0}
         self._is_worth_it = segment.is_worth_it
         self._choices: dict[frozenset[int], list[Choice]] = {}
 
@@ -123,7 +123,7 @@ class Residuals:
 
     def is_checkpoint(self, kept: frozenset[int]) -> bool:
         """Whether the segment becomes a checkpoint if it keeps some values. Else JAX decides what is kept."""
-        return self._is_worth_it or not kept >= self.kept
+        return self._is_worth_it or not kept >= self.kept_without_budget
 
     def _consistent(self, kept: frozenset[int]) -> frozenset[int]:
         """The kept values without exact statistics, such as a sum, of values that are decoded in the backward pass."""
@@ -195,7 +195,7 @@ class Residuals:
                 for n in range(len(groups) + 1)
                 for chosen in itertools.combinations(groups, n)
             ]
-            self._choices[free] = _pareto([self.choice(self.kept, free), *found])
+            self._choices[free] = _pareto([self.choice(self.kept_without_budget, free), *found])
         return self._choices[free]
 
     def _groups(self, values: frozenset[int]) -> list[frozenset[int]]:

@@ -35,17 +35,17 @@ from jamp._rounded import rounded
 Call = Callable[..., list[Array]]
 
 
-def as_call(segment: Segment, stores: Stores, outputs: Sequence[int], unrounded: Sequence[int], drops: bool) -> Call:
+def as_call(segment: Segment, stores: Stores, outputs: Sequence[int], rounds: Sequence[int], drops: bool) -> Call:
     """A segment as a function of its inputs, and of the codes of those that it reads in 8 bits.
 
-    It also returns codes, of some `outputs`. It rounds its `unrounded` inputs itself. `drops` says whether a budget may
-    drop what it would keep without one.
+    It also returns codes, of some `outputs`. `rounds` are the inputs that it rounds itself. `drops` says whether a
+    budget may drop what it would keep without one.
     """
     scoped = jax.named_scope(SEGMENT)
     if outputs or stores.is_coded:
         inner = _in_checkpoint(_coded(segment, stores, outputs), segment)
     else:
-        inner = _plain(segment, stores, unrounded, drops)
+        inner = _uncoded(segment, stores, rounds, drops)
     # The scope is of the call, and of the checkpoint in it.
     call: Call = scoped(jax.jit(scoped(inner)))
     return _with_barrier(call, segment, has_barrier=drops and not segment.context.in_loop)
@@ -70,14 +70,14 @@ def _with_barrier(call: Call, segment: Segment, has_barrier: bool) -> Call:
     return with_barrier if behind or without else call
 
 
-def _plain(piece: Segment, stores: Stores, unrounded: Sequence[int], drops: bool) -> Call:
+def _uncoded(piece: Segment, stores: Stores, rounds: Sequence[int], drops: bool) -> Call:
     """A segment as a function that keeps some of its values, as they are, for the backward pass."""
     kept = {piece.values[i] for i, _ in stores.values}
     body = with_names(piece, dict.fromkeys(kept, KEPT), kept | computed_twice(piece))
 
     def segment(*args: Array) -> list[Array]:  # the name of the call in jaxprs and profiles
         # In here, because outside it would be another array, which is kept.
-        given = build.replaced(args, unrounded, [rounded.bind(args[i]) for i in unrounded])
+        given = build.replaced(args, rounds, [rounded.bind(args[i]) for i in rounds])
         return stopped(interpret.call(body, tuple(stopped(given, _reaches(piece)))), piece.alive)
 
     # JAX's next checkpoint would compute in the forward pass what a rule of ours around it linearizes.

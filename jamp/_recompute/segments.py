@@ -49,7 +49,7 @@ from jamp._recompute.cut import (
     cut_by_bytes,
     end,
     frees_memory,
-    is_plain,
+    may_be_in_segment,
     reads,
     with_refs,
 )
@@ -121,7 +121,7 @@ class Segment:
 
     @functools.cached_property
     def kept(self) -> set[Var]:
-        """The values that are kept without a budget."""
+        """The values that are kept without a budget, if it becomes a checkpoint."""
         return values_to_keep(self.eqns, self.inputs, self.origins, self.coded) | self.discrete
 
     def key(self, sources: bool) -> Any:
@@ -242,7 +242,9 @@ class Split:
         of_refs = with_refs(eqns)
 
         def is_straight(i: int) -> bool:
-            return i not in of_refs and (is_plain(eqns[i]) or bool(self._whole and key_of(eqns[i]) in self._whole))
+            return i not in of_refs and (
+                may_be_in_segment(eqns[i]) or bool(self._whole and key_of(eqns[i]) in self._whole)
+            )
 
         for straight, group in itertools.groupby(range(len(eqns)), is_straight):
             members = list(group)
@@ -305,8 +307,9 @@ def _read(context: Context) -> tuple[bool, JaxprEqn | None]:
 def _alive(scales: bool) -> dataflow.Backward:
     """The analysis of which values have tangents that reach a result.
 
-    A product has none of the `scales` of its 8-bit operands. Where they count all the same, the segment that encodes
-    them is not stopped: with JAX's default checkpoint, what is kept is then what a budget counts.
+    The scales of the 8-bit operands of a product have no tangents. With `scales` they count as if they had: then the
+    gradients of the segment that encodes the operands are not stopped, and JAX's default checkpoint keeps what a budget
+    counts.
     """
     return dataflow.Backward(functools.partial(_passes_tangents, scales), constructs.has_own_rule)
 

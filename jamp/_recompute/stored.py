@@ -5,7 +5,12 @@
     its backward pass             computes the exponentials again, from the residual
 
 Without rounding, the sum is of other scores than the exponentials, and the rows of that softmax do not sum to 1. So the
-product is followed by a `rounded`, and every reader of the scores gets what is stored.
+product is followed by a `rounded`, and every reader of the scores gets what is stored. These round:
+
+    round_stored          what derivative rules and the user's checkpoints read, here, with or without a budget
+    checkpoint.py         what segments and loops hand on, in each body
+    segment_call.py       arguments that a segment reads, in it; what it keeps; results of products and casts in it
+    _products/lower.py    the results of products of autocast
 """
 
 import functools

@@ -8,7 +8,8 @@ n + 1/64 of it, so that the codes 1 and -1 are left for numbers that are nearly 
     codes            127      -51        1        0
     decoded       2.5203  -1.0003   0.0003     0.00
 
-So a mask of positive numbers fits what is decoded, and nothing is divided by a zero that was none.
+A number that is not zero is never decoded as zero, and keeps its sign. So the mask `x > 0` is the same after decoding,
+and a division stays finite.
 """
 
 import enum

@@ -198,9 +198,12 @@ def _prices(x: Occurrence) -> dict[int, float]:
 
 def _dropped(x: Occurrence) -> dict[int, float]:
     """The values that would be kept without a budget, and the FLOPs of computing each again."""
-    now, first = x.residuals.needs(x.choice.kept)[0], x.residuals.choice(x.residuals.kept, frozenset())
-    found = (i for i in x.residuals.needs(x.residuals.kept)[0] if i >= 0 and i not in now)
-    return {i: x.times * (x.residuals.choice(x.residuals.kept - {i}, frozenset()).flops - first.flops) for i in found}
+    now, first = x.residuals.needs(x.choice.kept)[0], x.residuals.choice(x.residuals.kept_without_budget, frozenset())
+    found = (i for i in x.residuals.needs(x.residuals.kept_without_budget)[0] if i >= 0 and i not in now)
+    return {
+        i: x.times * (x.residuals.choice(x.residuals.kept_without_budget - {i}, frozenset()).flops - first.flops)
+        for i in found
+    }
 
 
 def _cells(row: MemoryRow, total: float) -> list[str]:
