@@ -8,10 +8,12 @@ import numpy as np
 
 from jamp._arguments import Call, leaf_names
 from jamp._cast import is_floating
+from jamp._jaxprs import interpret
+from jamp._jaxprs.ir import ClosedJaxpr
 from jamp.debug._align import AlignedProgram, Entry, align, list_entries, pair_up
 from jamp.debug._compared_array import FLOAT32, JUMP, ComparedArray, agree, differ_by, relative_difference, roundoff
 from jamp.debug._comparison import ComparedRow, Comparison
-from jamp.debug._observe import Operation, observe
+from jamp.debug._observe import Operation, observe, to_host
 from jamp.debug._parting import find_differences, find_region, make_row
 from jamp.debug._usage import called_as, check_concrete, naming_states
 
@@ -65,9 +67,9 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
         results = list(zip(here.arrays, there.arrays, strict=True))
         traced = tuple(relative_difference(x.traced, y.traced) for x, y in results)
         without_rounding = tuple(differ_by(x, y)[0] for x, y in results)
-        # The values of float64 code are those without rounding. As traced it ran in float32.
-        in_float64 = _dtypes(here, there) == [np.float64]
-        differences = without_rounding if in_float64 else traced
+        in_float64 = np.dtype(np.float64) in _dtypes(here, there)
+        # As observed, float64 code ran in float32.
+        differences = tuple(map(relative_difference, here.run(), there.run())) if in_float64 else traced
         differing = [i for i, (x, y) in enumerate(results) if x.value.shape != y.value.shape or not agree(x, y)]
         programs = align(here.operations, there.operations, [here.results, there.results])
         ends = [(programs[0][here.results[i]], programs[1][there.results[i]]) for i in differing]
@@ -91,16 +93,23 @@ def compare(fun: Callable[..., Any], other: Callable[..., Any]) -> Callable[...,
 
 
 class _Run(NamedTuple):
-    """The operations of a function, those that computed its results, and the tree of these."""
+    """The operations of a function, those that computed its results, the tree of these, and the function itself."""
 
     operations: list[Operation]
     results: list[int]
     tree: Any
+    closed: ClosedJaxpr
+    leaves: list[Any]
 
     @property
     def arrays(self) -> list[ComparedArray]:
         """The results."""
         return [self.operations[i].result for i in self.results]
+
+    def run(self) -> list[Any]:
+        """The results of the function as it is."""
+        found = interpret.call(self.closed, self.leaves)[: len(self.results)]
+        return list(map(to_host, found))
 
 
 def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
@@ -111,7 +120,7 @@ def _run(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     tree = call.result_structure  # without the new values of an NNX module
     names = [name + path for name, path in leaf_names(fun, args, kwargs)]
     operations, results = observe(closed, call.leaves, names)
-    return _Run(operations, results[: tree.num_leaves], tree)
+    return _Run(operations, results[: tree.num_leaves], tree, closed, call.leaves)
 
 
 def _dtypes(here: _Run, there: _Run) -> list[Any]:

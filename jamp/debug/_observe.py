@@ -98,9 +98,9 @@ class Observer(interpret.Interpreter[ObservedArray]):
         unit = max([roundoff(array.dtype), *(x.unit for x in before)])
         least = min(roundoff(found.dtype), roundoff(_F32))
         constant = max([constant, least, *(x.constant for x in before)])
-        value = _to_host(wide)
+        value = to_host(wide)
         scale = max([_largest(value), *(x.scale for x in before)])
-        result = ComparedArray(value, _to_host(array), unit, constant, scale)
+        result = ComparedArray(value, to_host(array), unit, constant, scale)
         loops = tuple((id(x.eqn), x.iteration) for x in self.entered if x.iteration is not None)
         found = found._replace(equation=found.equation or index, loops=loops, reads=tuple(x.index for x in xs))
         self.operations.append(found._replace(result=result))
@@ -115,7 +115,8 @@ def observe(closed: ClosedJaxpr, args: Sequence[Any], names: Sequence[str]) -> t
     return observer.operations, [x.index for x in results]
 
 
-def _to_host(x: Any) -> np.ndarray[Any, Any]:
+def to_host(x: Any) -> np.ndarray[Any, Any]:
+    """An array in float64 or complex128, an integer, or the data of a random key, on the host."""
     x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     wide = np.complex128 if np.iscomplexobj(x) else _F64 if is_floating(x) else x.dtype
     return x.astype(wide)
