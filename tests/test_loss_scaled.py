@@ -62,6 +62,16 @@ def test_compositions_outside_skip_and_step_as_the_plain_optimizer():
     assert float(jamp.get_loss_scale(state)) == 2.0**19
 
 
+def test_a_flag_of_python_reaches_inner_as_it_is_outside_jit():
+    def update(updates, state, params=None, *, is_last=False, **extra_args):
+        return jax.tree.map(lambda x: 2 * x if is_last else x, updates), state
+
+    tx = jamp.skip_nonfinite(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
+    state = tx.init(PARAMS)
+    once, twice = (tx.update(GOOD, state, PARAMS, is_last=flag)[0] for flag in (False, True))
+    assert_equal(twice, jax.tree.map(lambda x: 2 * x, once))
+
+
 def test_extra_args_reach_inner_params_are_optional_and_grads_finite_may_be_given():
     update = lambda updates, state, params=None, *, given, **others: (updates, state + given * (len(others) == 1))
     tx = jamp.loss_scaled(optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), update))

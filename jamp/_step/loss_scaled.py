@@ -47,9 +47,10 @@ def loss_scaled(
     addition. A selection changes no bit: `jnp.where(jamp.get_grads_finite(state), new, old)`. `GradScaler` and the
     steps of `jamp.linen`, `jamp.nnx` and `jamp.equinox` select.
 
-    Outside `jit`, `update` is compiled, once for arguments of the same shapes and dtypes.
+    Outside `jit`, `update` is compiled, once for arguments of the same shapes and dtypes, unless an extra argument of
+    `inner` is a function or a bool of Python.
 
-    float16 and bfloat16 gradients and params reach `inner` as float32, and its updates come out float32. Only
+    float16 and bfloat16 gradients and params reach `inner` as float32. The updates are as `inner` returns them. Only
     `jamp.stochastic_rounding` and `jamp.master_params(split=True)` get their parameters as they are.
 
     Args:
@@ -109,8 +110,10 @@ def loss_scaled(
         check_state(state, unscale, loss_scale, structure)
         _check_extra_args(extra_args, unscale)
         args = updates, state, cast_params(state.inner_state, params), grads_finite, extra_args
-        # Outside jit, the trace and each operation of a step would take longer than the step.
-        return (compiled if not is_off and _is_concrete(args) else step)(*args)
+        # Outside jit, the trace and each operation of a step would take longer than the step. A bool of Python may be a
+        # flag in an `if` of `inner`, in which a tracer is an error.
+        has_flag = any(isinstance(x, bool) for x in jax.tree.leaves(extra_args))
+        return (compiled if not is_off and _is_concrete(args) and not has_flag else step)(*args)
 
     def step(
         grads: Any, state: AnyLossScaledState, params: Any, grads_finite: Any, extra_args: dict[str, Any]
