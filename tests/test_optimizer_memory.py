@@ -1,5 +1,7 @@
 """Split masters and quantized states: the bits of both, and the optimizers around and inside them."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -569,6 +571,19 @@ def test_a_moment_that_optax_renamed_is_a_warning(monkeypatch):
         jamp.quantized_state(adam).init(params)
     jamp.quantized_state(adam, never_negative=lambda path, x: None).init(params)
     jamp.quantized_state(optax.chain(optax.trace(0.9), optax.adam(1e-3))).init(params[0])  # too small
+
+
+def test_a_state_that_optax_renamed_is_a_warning_beside_one_that_is_stored():
+    class ScaleByAdamsState(NamedTuple):
+        count: jax.Array
+        mu: dict
+        nu: dict
+
+    ScaleByAdamsState.__module__ = "optax._src.transform"
+    adam = optax.scale_by_adam()
+    renamed = optax.GradientTransformation(lambda params: ScaleByAdamsState(*adam.init(params)), adam.update)
+    with pytest.warns(UserWarning, match=r"leaves ScaleByAdamsState\.mu, ScaleByAdamsState\.nu in float32"):
+        jamp.quantized_state(optax.chain(optax.trace(0.9), renamed)).init({"w": jnp.zeros((64, 128))})
 
 
 def test_moments_that_are_all_16_bit_are_a_warning():

@@ -164,8 +164,8 @@ def _is_large(x: Any) -> bool:
 def _warn_of_unknown(fields: Sequence[str]) -> None:
     if fields:
         warnings.warn(
-            f"quantized_state leaves {', '.join(dict.fromkeys(fields))} in float32, which is new in Optax. To store it "
-            "in eight bits, pass never_negative.",
+            f"quantized_state leaves {', '.join(dict.fromkeys(fields))} in float32, which this version of jamp does "
+            "not know. To store it in eight bits, pass never_negative.",
             stacklevel=users_stacklevel(),
         )
 

@@ -52,8 +52,18 @@ FIELDS: dict[str, dict[str, _Kind]] = {
     "SophiaState": {"mu": "signed", "nu": "signed"},  # An estimate of the Hessian may be negative.
     "TraceState": {"trace": "signed"},
 }
-# More arrays of these states that are no moments.
-_NO_MOMENTS = {"COCOBState": {"scale", "subgradients", "reward"}, "ScaleByAdanState": {"g"}}
+# More arrays that are no moments.
+_NO_MOMENTS = {
+    "ApplyEvery": {"grad_acc"},
+    "COCOBState": {"scale", "subgradients", "reward"},
+    "SAMState": {"cache"},
+    "ScaleByAdanState": {"g"},
+    "ScaleByDistanceOverGradientsState": {"init_params"},
+    "ScaleByLBFGSState": {"updates", "diff_params_memory", "diff_updates_memory"},
+    "ScaleByOptimisticGradientState": {"previous_gradient"},
+    "ScaleByRpropState": {"step_sizes", "prev_updates"},
+    "ScaleByZoomLinesearchState": {"grad"},
+}
 # The usual names of moments, for states of other libraries.
 _USUAL = FIELDS["EmaState"] | FIELDS["ScaleByAdamState"] | FIELDS["TraceState"]
 # The names of fields that are no moments, in a state of any library.
@@ -85,12 +95,12 @@ def map_moments(fun: Callable[[Any, Any, bool | None], Any], state: Any) -> Any:
 
 
 def unknown_fields(state: Any, is_large: Callable[[Any], bool]) -> list[str]:
-    """Return the fields with large arrays, in Optax's states with moments, that this version of jamp does not know."""
+    """Return the fields with large arrays, in Optax's states, that this version of jamp does not know."""
     found = []
     for _, x in find_nodes(state, _is_of_optax):
         of = type(x).__name__
         known = FIELDS["*"].keys() | FIELDS.get(of, {}).keys() | _NO_MOMENTS.get(of, set())
-        for name, field in x._asdict().items() if of in FIELDS else ():
+        for name, field in x._asdict().items():
             if name not in known and any(map(is_large, jax.tree.leaves(field, is_leaf=_is_of_optax))):
                 found.append(f"{of}.{name}")
         found += [
