@@ -476,6 +476,24 @@ def test_small_values_beside_very_large_ones_keep_their_digits(made):
     np.testing.assert_allclose(found, WIDE[made](X @ W), rtol=0.01, atol=1e-4)
 
 
+def test_a_ref_between_layers_with_constants():
+    """The variance of a row has a number of Python for a result of its derivative."""
+
+    def loss(w, x):
+        total = jax.new_ref(jnp.zeros((N, D)))
+        for _ in range(3):
+            x = x + jnp.tanh(x * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) @ w) @ w
+            total[...] = total[...] + x
+        return jnp.mean((jnp.tanh(total[...] @ w) @ w) ** 2)
+
+    for budget in (1.0, 0.5):
+        for residuals in (None, I8):
+            expected, found = (
+                quietly(grads, fun, W, X)[1] for fun in (loss, jamp.recompute(loss, budget, residuals=residuals))
+            )
+            assert max(map(error, found, expected)) < 0.02
+
+
 def test_forward_mode_is_right_and_a_second_derivative_says_what_to_leave_out():
     loss = unrolled(block)
     fun = jamp.recompute(loss, 1.0, residuals=I8)

@@ -23,7 +23,7 @@ from jamp._cast import is_floating, is_inexact
 from jamp._jaxprs import constructs, ir, walk
 from jamp._jaxprs.dataflow import Forward
 from jamp._jaxprs.ir import JaxprEqn, Var
-from jamp._jaxprs.primitives import CHEAP, IDENTITIES, MOVING
+from jamp._jaxprs.primitives import CHEAP, GATHERS, IDENTITIES, MOVING
 from jamp._recompute.stores import Store
 
 _READS = 4  # a value is computed again if that reads at most this many times its size
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 
     Attributes:
       argument: It is an argument of the function or a constant, perhaps cast or moved.
-      activation: It depends on a product or other expensive operation.
+      activation: It depends on a product or other expensive operation. A weight that is gathered does not.
       perturbed: A floating-point argument of the function can change it.
     """
 
@@ -58,7 +58,7 @@ def _origin(eqn: JaxprEqn, operands: Sequence[Origin]) -> Origin:
         return Origin(activation=True, perturbed=True)
     return Origin(
         all(x.argument for x in operands) and all(ir.name(e) in CHEAP & MOVING for e in walk.through_calls(eqn)),
-        any(x.activation for x in operands) or (any(inexact) and not is_cheap(eqn)),
+        any(x.activation for x in operands) or (any(inexact) and not is_cheap(eqn) and ir.name(eqn) not in GATHERS),
         any(x.perturbed and y for x, y in zip(operands, inexact, strict=True)) and ir.name(eqn) != "stop_gradient",
     )
 

@@ -219,7 +219,8 @@ class MemoryPlan:
             self._known.of_others[key] = with_residuals(closed, perturbed, alive, context.shard_map)
         found = self._known.of_others[key]
         results = found.jaxpr.outvars[: len(defined)]
-        known = dict(zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True))
+        pairs = zip([*results, *found.jaxpr.invars], [*defined, *inputs], strict=True)
+        known = {v: of for v, of in pairs if not ir.is_literal(v)}
         producers = {v: eqn for eqn in found.jaxpr.eqns for v in eqn.outvars}
         places = {v: fixed[known[v]] for v in found.jaxpr.invars if known[v] in fixed}
         sources = dataflow.sources(found)

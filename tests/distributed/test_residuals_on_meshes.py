@@ -47,3 +47,29 @@ def test_inside_shard_map(layer):
     expected, found = grads(loss, W, x)[1], grads(jamp.recompute(loss, 1.0, residuals=I8), W, x)[1]
     assert max(map(error, found, expected)) < 0.02
     assert holds_codes(jamp.recompute(loss, 1.0, residuals=I8), W, x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("gathers", [True, False])
+def test_weights_of_a_shard_map_stay_as_they_are(gathers, check_vma):
+    """A weight that is gathered for each layer, or whose type says that it varies over the devices."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def loss(w, x):
+        gathered = lambda: lax.all_gather(w, "d", axis=0, tiled=True) if gathers else w
+        for _ in range(4):
+            x = jnp.tanh(x @ gathered())
+        return lax.pmean(jnp.sum((x @ gathered()) ** 2), "d")
+
+    specs = {"in_specs": (PartitionSpec("d" if gathers else None), PartitionSpec("d")), "out_specs": PartitionSpec()}
+    fun = jax.shard_map(jamp.recompute(loss, 1.0, residuals=I8), mesh=mesh, check_vma=check_vma, **specs)
+    # One device has 192 rows of each activation, and all 128 of a weight.
+    x = jnp.concatenate([X] * 24)
+    codes = [
+        v.aval.shape
+        for eqn in equations(jax.make_jaxpr(jax.grad(fun, (0, 1)))(W, x))
+        for v in eqn.outvars
+        if getattr(v.aval, "dtype", None) == I8
+    ]
+    assert (192, 128) in codes
+    assert (128, 128) not in codes
