@@ -52,7 +52,11 @@ def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> l
     """Warnings that a budget does not bound what a function keeps, `way` being how to give one to a loss."""
     messages = []
     if any(map(is_transposed, walk.all_equations(closed.jaxpr))):
-        messages.append(f"This function takes a gradient itself. Transform the loss inside: jax.grad(jamp.{way}).")
+        messages.append(
+            "This function takes a gradient itself, and the budget is not for what that keeps. In a train step, transform "
+            f"the loss inside: jax.grad(jamp.{way}). If the gradient is part of a loss, such as a force, it is for the "
+            "gradient of that loss."
+        )
     meshes = [aval.sharding.mesh for aval in closed.in_avals if hasattr(aval, "sharding")]
     is_auto = any(
         kind is AxisType.Auto and size > 1
