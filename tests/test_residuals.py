@@ -454,6 +454,7 @@ def test_nothing_is_in_8_bits_where_more_than_seven_eighths_of_the_bytes_would_b
 
     report = jamp.memory_report(loss, 1.0, residuals=I8)(W, X)
     assert any(row.store == "int8" for row in report.rows) == is_coded
+    assert ("Nothing is kept in 8 bits" in str(report)) == (not is_coded)
     assert report.kept < report.without_budget * (7 / 8 if is_coded else 1.001)
 
 

@@ -9,6 +9,8 @@ from jax.typing import DTypeLike
 
 from jamp import _table
 from jamp._arguments import check_function, of_types
+from jamp._jaxprs import ir, walk
+from jamp._jaxprs.ir import ClosedJaxpr
 from jamp._jaxprs.primitives import operation
 from jamp._jaxprs.source import pattern, scope, user_line
 from jamp._numbers import as_number
@@ -61,6 +63,7 @@ class MemoryReport:
       end: The bytes of the last product and what follows, such as logits. The backward pass reads them at once, so they
         are neither dropped nor in `kept`.
       memory_budget: The budget.
+      uncoded: Why nothing is kept in 8 bits, if `residuals` asks for it. Else it is empty.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -70,6 +73,7 @@ class MemoryReport:
     largest: float
     end: float
     memory_budget: MemoryBudget
+    uncoded: str = ""
 
     def beside(self, compiled: Any) -> str:
         """Compare with a compiled gradient, `jax.jit(jax.grad(fun)).lower(*args).compile()`.
@@ -94,6 +98,7 @@ class MemoryReport:
             f"The backward pass keeps {megabytes(self.kept)} MB, {share:.0%} of the "
             f"{megabytes(self.without_budget)} MB without a budget.",
             f"It computes {self.flops / 1e9:.4g} GFLOP again. GFLOP in a row: to compute its values again.",
+            *filter(None, [self.uncoded]),
         ]
         header = ("MB", "share", "GFLOP", "values", "line and layer")
         lines = [_cells(row, self.without_budget) for row in self.rows if row.nbytes >= 0.005 * self.without_budget]
@@ -168,7 +173,15 @@ def _report(
         for (operation, kind, is_kept, store, line), members in rows.items()
     ]
     found.sort(key=lambda row: -row.nbytes)
-    return MemoryReport(tuple(found), plan.total, without, plan.flops, plan.largest, plan.end, budget)
+    is_uncoded = residuals is not Store.ITSELF and all(row.store != residuals.value for row in found)
+    why = _why_uncoded(closed) if is_uncoded else ""
+    return MemoryReport(tuple(found), plan.total, without, plan.flops, plan.largest, plan.end, budget, why)
+
+
+def _why_uncoded(closed: ClosedJaxpr) -> str:
+    if any(ir.name(eqn) == "remat2" for eqn in walk.all_equations(closed.jaxpr)):
+        return "Nothing is kept in 8 bits: what your own jax.checkpoint or nn.remat keeps stays as it is."
+    return "Nothing is kept in 8 bits: that would free less than an eighth of the bytes."
 
 
 def _scope(value: Value) -> str:
