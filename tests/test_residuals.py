@@ -319,7 +319,8 @@ def test_blocks_of_zeros_and_of_very_small_or_large_numbers(dtype, scale):
     x = (jnp.clip(X, -1, 1) * F32(scale)).astype(dtype)
     loss = lambda c, x: jnp.sum((c * (x @ eye)) @ eye @ eye)
     found = in_8_bits(loss, jnp.ones((N, D), dtype), x)
-    np.testing.assert_allclose(found.astype(F32), x.astype(F32), rtol=0, atol=max(scale / 100, 1e-37))
+    # No scale is so large that a multiple becomes inf: numbers near 65504 lose 1.5 % in float16.
+    np.testing.assert_allclose(found.astype(F32), x.astype(F32), rtol=0, atol=max(scale / 64, 1e-37))
 
 
 SHAPES = {(64, 197): True, (4, 16, 7, 7, 8): True, (512, 8): True, (48, 100, 1): True, (32, 3, 64): True}

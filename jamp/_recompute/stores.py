@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jamp._cast import as_dtype, is_floating
@@ -54,9 +55,9 @@ class Store(enum.Enum):
         x = row_major(x)
         blocks = x.reshape(_block_shape(aval)).astype(jnp.float32)
         # With an inf or NaN, all of a block is decoded as NaN: the derivative of a tanh at inf would be 0, which is
-        # finite.
+        # finite. A finite number is decoded as one.
         exact = jnp.max(jnp.abs(blocks), -1, keepdims=True) / _MOST
-        scales = jnp.where(jnp.isinf(exact), jnp.nan, exact).astype(jnp.bfloat16)
+        scales = jnp.where(jnp.isinf(exact), jnp.nan, jnp.minimum(exact, _largest_scale(x.dtype))).astype(jnp.bfloat16)
         scale = scales.astype(jnp.float32)
         is_known = (scale >= _TINY) & jnp.isfinite(scale)
         inverse = jnp.where(is_known, 1 / jnp.where(is_known, scale, 1), 0)
@@ -73,9 +74,8 @@ class Store(enum.Enum):
         codes, scales = kept
         blocks = codes.reshape(_block_shape(aval)).astype(jnp.float32)
         multiples = blocks - jnp.clip(blocks, _NEARLY_ZERO - 1, 1 - _NEARLY_ZERO)
-        largest = float(jnp.finfo(aval.dtype).max)  # A scale may be rounded up. A finite number is decoded as one.
-        decoded = jnp.clip(multiples * scales[..., None].astype(jnp.float32), -largest, largest)
-        return decoded.reshape(aval.shape).astype(aval.dtype)
+        decoded: Array = (multiples * scales[..., None].astype(jnp.float32)).reshape(aval.shape).astype(aval.dtype)
+        return decoded
 
 
 class Stores(NamedTuple):
@@ -91,6 +91,12 @@ class Stores(NamedTuple):
 
 
 _TINY, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+
+
+def _largest_scale(dtype: Any) -> np.float32:
+    """A bfloat16 number of which no multiple that is decoded becomes inf in a dtype, and nearly the largest."""
+    bits = np.float32(float(jnp.finfo(dtype).max) / (_MOST + 1)).view(np.uint32)
+    return np.uint32(bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def as_store(residuals: Any) -> Store:
