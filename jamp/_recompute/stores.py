@@ -55,9 +55,10 @@ class Store(enum.Enum):
         x = row_major(x)
         blocks = x.reshape(_block_shape(aval)).astype(jnp.float32)
         # With an inf or NaN, all of a block is decoded as NaN: the derivative of a tanh at inf would be 0, which is
-        # finite. A finite number is decoded as one.
+        # finite. A finite number is decoded as one. A `where` took five more kernels (GPT-2 for an H200, jaxlib 0.12.0).
         exact = jnp.max(jnp.abs(blocks), -1, keepdims=True) / _MOST
-        scales = jnp.where(jnp.isinf(exact), jnp.nan, jnp.minimum(exact, _largest_scale(x.dtype))).astype(jnp.bfloat16)
+        nan_or_zero = exact - exact
+        scales = (jnp.minimum(exact, _largest_scale(x.dtype)) + nan_or_zero).astype(jnp.bfloat16)
         scale = scales.astype(jnp.float32)
         is_known = (scale >= _TINY) & jnp.isfinite(scale)
         inverse = jnp.where(is_known, 1 / jnp.where(is_known, scale, 1), 0)
