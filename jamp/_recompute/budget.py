@@ -53,9 +53,9 @@ def warnings_of_budget(closed: ClosedJaxpr, budget: MemoryBudget, way: str) -> l
     messages = []
     if any(map(is_transposed, walk.all_equations(closed.jaxpr))):
         messages.append(
-            "This function takes a gradient itself, and the budget is not for what that keeps. In a train step, transform "
-            f"the loss inside: jax.grad(jamp.{way}). If the gradient is part of a loss, such as a force, it is for the "
-            "gradient of that loss."
+            "This function takes a gradient itself, and the budget is not for what that keeps. In a train step, "
+            f"transform the loss inside: jax.grad(jamp.{way}). If the gradient is part of a loss, such as a force, the "
+            "budget is for the gradient of that loss."
         )
     meshes = [aval.sharding.mesh for aval in closed.in_avals if hasattr(aval, "sharding")]
     is_auto = any(

@@ -55,7 +55,7 @@ class Store(enum.Enum):
         x = row_major(x)
         blocks = x.reshape(_block_shape(aval)).astype(jnp.float32)
         # With an inf or NaN, all of a block is decoded as NaN: the derivative of a tanh at inf would be 0, which is
-        # finite. A finite number is decoded as one. A `where` took five more kernels (GPT-2 for an H200, jaxlib 0.12.0).
+        # finite. A finite number is decoded as one. A `where` took five more kernels (GPT-2, for an H200, jaxlib 0.12).
         exact = jnp.max(jnp.abs(blocks), -1, keepdims=True) / _MOST
         nan_or_zero = exact - exact
         scales = (jnp.minimum(exact, _largest_scale(x.dtype)) + nan_or_zero).astype(jnp.bfloat16)
