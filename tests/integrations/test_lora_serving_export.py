@@ -72,6 +72,25 @@ def test_the_backward_pass_keeps_codes_unless_all_weights_are_dequantized_before
     assert "bfloat16" in kept(before)
 
 
+def test_a_budget_keeps_more_than_the_adapters_need_unless_the_base_is_in_stop_gradient(page):
+    """The numbers of docs/a-model-that-does-not-fit.md."""
+    of_weights = {x.shape for x in jax.tree.leaves((page.frozen, page.lora))}
+
+    def kept(loss_fn, budget):  # MB of activations
+        fun = jamp.autocast(loss_fn, jnp.bfloat16, memory_budget=budget)
+        residuals = jax.tree.leaves(jax.vjp(lambda lora: fun(lora, page.frozen, page.tokens), page.lora)[1])
+        return sum({id(x): x.nbytes for x in residuals if x.shape not in of_weights}.values()) / 1e6
+
+    def stopped(lora, base, tokens):
+        return page.loss_fn(lora, jax.lax.stop_gradient(base), tokens)
+
+    budgets = 1.0, 0.5, 0.0
+    numbers = [[f"{kept(fun, budget):.2f}" for budget in budgets] for fun in (page.loss_fn, stopped)]
+    assert numbers == [["4.92", "2.43", "0.79"], ["4.78", "2.29", "0.53"]]
+    fun = jamp.autocast(stopped, jnp.bfloat16)
+    assert "bf16[512,128] convert_element_type" in str(jamp.memory_report(fun, 0)(page.lora, page.frozen, page.tokens))
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("flax"), reason="Flax is not installed")
 def test_nnx_trains_the_adapters_alone_in_float16():
     from flax import nnx
