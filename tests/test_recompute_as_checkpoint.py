@@ -392,3 +392,42 @@ def test_a_budget_takes_what_jax_does_not_differentiate_in_all_arguments(fun, as
     for way in WAYS.values():
         found, expected = (jax.jit(asked(loss_of(f)))(X, W) for f in (way(fun), fun))
         assert apart([found], [expected]) < 0.03
+
+
+def transformer(weights, x):
+    """Layers of attention and an MLP in a scan."""
+
+    def normed(x):
+        return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+    def layer(x, w):
+        q, k, v = jnp.split(normed(x) @ w[0], 3, -1)
+        x = x + jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k) / 8) @ v
+        return x + jax.nn.gelu(normed(x) @ w[1]) @ w[2], None
+
+    return jnp.mean(lax.scan(layer, x, weights)[0] ** 2)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0])
+def test_in_float64_gradients_are_those_of_jax_checkpoint_but_for_the_last_digit(budget):
+    with jax.enable_x64(True):
+        key = jax.random.key(0)
+        of_shape = lambda *shape: jax.random.normal(key, shape, jnp.float64) / shape[1] ** 0.5
+        weights, x = (of_shape(8, 64, 192), of_shape(8, 64, 256), of_shape(8, 256, 64)), of_shape(2, 128, 64)
+        found, expected = (
+            np.concatenate([np.ravel(g) for g in jax.jit(jax.grad(fun))(weights, x)])
+            for fun in (jamp.recompute(transformer, budget), jax.checkpoint(transformer))
+        )
+    assert found.dtype == np.float64
+    assert np.linalg.norm(found - expected) < 1e-15 * np.linalg.norm(expected)
+
+
+def test_a_scan_over_steps_keeps_every_carry_and_two_nested_scans_those_of_the_outer_one():
+    step = lambda h, x: (jnp.tanh(h @ W + x), None)
+    once = lambda h, xs: jnp.mean(lax.scan(step, h, xs)[0] ** 2)
+    nested = lambda h, xs: jnp.mean(lax.scan(lambda h, xs: lax.scan(step, h, xs), h, xs)[0] ** 2)
+    h, xs = normal(4, 32), normal(100, 4, 32, seed=1)
+
+    kept = lambda fun, xs: round(jamp.memory_report(fun, 0)(h, xs).kept / h.nbytes)  # carries
+    assert kept(once, xs) == 100
+    assert kept(nested, xs.reshape(5, 20, 4, 32)) == 5

@@ -210,8 +210,8 @@ def residuals(h200: Rows) -> str:
             more = row["gigaflops"] / least - 1
             again = f" (+{100 * more:.0f} %)" if more > 0.005 else ""
             cells.append(number(row["temporary_megabytes"] / 1e3) + again)
-        moved = lambda way: rows[way]["gigabytes_moved"]
-        ratios = [f"{moved('int8, budget 1.0') / moved(way):.2f}" for way in (base, "by hand, each block again")]
+        moved = {way: row["gigabytes_moved"] for way, row in rows.items()}
+        ratios = [f"{moved['int8, budget 1.0'] / moved[way]:.2f}" for way in (base, "by hand, each block again")]
         body.append([model, *cells, ", ".join(ratios)])
     return table(["", *ways.values(), "bytes moved, int8 / autocast, each block again"], body)
 
