@@ -409,7 +409,7 @@ def transformer(weights, x):
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0])
-def test_in_float64_gradients_are_those_of_jax_checkpoint_but_for_the_last_digit(budget):
+def test_in_float64_gradients_differ_from_jax_checkpoints_in_the_last_digit_at_most(budget):
     with jax.enable_x64(True):
         key = jax.random.key(0)
         of_shape = lambda *shape: jax.random.normal(key, shape, jnp.float64) / shape[1] ** 0.5
@@ -422,7 +422,7 @@ def test_in_float64_gradients_are_those_of_jax_checkpoint_but_for_the_last_digit
     assert np.linalg.norm(found - expected) < 1e-15 * np.linalg.norm(expected)
 
 
-def test_a_scan_over_steps_keeps_every_carry_and_two_nested_scans_those_of_the_outer_one():
+def test_a_scan_over_steps_keeps_every_carry_and_of_two_nested_scans_only_the_outer_carries():
     step = lambda h, x: (jnp.tanh(h @ W + x), None)
     once = lambda h, xs: jnp.mean(lax.scan(step, h, xs)[0] ** 2)
     nested = lambda h, xs: jnp.mean(lax.scan(lambda h, xs: lax.scan(step, h, xs), h, xs)[0] ** 2)
