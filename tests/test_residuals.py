@@ -166,6 +166,11 @@ of_kernel.defvjp(
 layer = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w)
 three_times = lambda step, x: lax.scan(lambda x, _: (step(x), None), x, length=3)[0]
 mask = lambda shape: jax.random.bernoulli(jax.random.key(1), 0.5, shape)
+mix = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
+rms_norm = lambda x: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+gated_sums = lambda w, x: squares(
+    w, rms_norm(lax.associative_scan(mix, (jax.nn.sigmoid(x @ w), x @ w[::-1]), axis=0)[1])
+)
 CORNERS = {  # losses of what is the same in each step of a loop, of constants, and of rules that read their results
     "a rule of a user": lambda w, x: squares(w, of_kernel(w, of_kernel(w, layer(w, x)))),
     "an exponential, no product": lambda w, x: jnp.mean(jnp.sin(jnp.exp(jnp.sin(x)) * jnp.cos(x))),
@@ -182,6 +187,7 @@ CORNERS = {  # losses of what is the same in each step of a loop, of constants, 
     "a loop without a derivative": lambda w, x: squares(
         w, layer(w, lax.stop_gradient(lax.while_loop(lambda c: c[0, 0] > 9, lambda c: layer(w, c), x)) + layer(w, x))
     ),
+    "a result that is kept as it is": lambda w, x: gated_sums(w[:96, :96], x[:, :96]),
     "linear algebra": lambda w, x: squares(w, layer(jnp.linalg.cholesky(w @ w.T + jnp.eye(D)), layer(w, x))),
 }
 CONSTANT = normal(N, D, seed=5)

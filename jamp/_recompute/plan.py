@@ -4,7 +4,6 @@ A value that several segments read counts once, and one in a loop counts for eve
 only, so it is the same on every host. It takes every floating-point argument of the function to be differentiated.
 """
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -57,7 +56,6 @@ class Occurrence:
       values: Its inputs, and the values that may be kept, by their numbers.
       times: How often it runs.
       outputs: The numbers of the segment's values that later code reads. They exist whatever the segment keeps.
-      copies: Of the outputs that are kept as they are. Where others are in 8 bits, the segment keeps a copy of its own.
       choice: The choice for it.
     """
 
@@ -66,15 +64,7 @@ class Occurrence:
     values: dict[int, Value]
     times: int
     outputs: frozenset[int]
-    copies: dict[int, Value]
     choice: Choice
-
-    @property
-    def kept(self) -> list[tuple[int, Value]]:
-        """What the backward pass reads, by its numbers."""
-        needs = self.residuals.needs(self.choice.kept)[0]
-        has_copies = self.copies and self.residuals.stores(self.choice.kept).is_coded
-        return [(i, self.copies.get(i, self.values[i]) if has_copies else self.values[i]) for i in needs]
 
 
 class Known(NamedTuple):
@@ -149,10 +139,9 @@ class MemoryPlan:
             known[number] = values[v] = values.get(v) or computed_at(number)
         for i in residuals.kept_without_budget - computed:
             known[i] = computed_at(i)
-        copies = {i: dataclasses.replace(known[i]) for i in computed - residuals.coded if residuals.coded}
         known = {i: stored(i, value) for i, value in known.items()}
         choice = residuals.choice(residuals.kept_without_budget, frozenset())
-        occurrence = Occurrence(segment, residuals, known, self._contexts[body].times, computed, copies, choice)
+        occurrence = Occurrence(segment, residuals, known, self._contexts[body].times, computed, choice)
         self.occurrences[place] = occurrence
         self._read(occurrence, 1)
 
@@ -290,11 +279,11 @@ class MemoryPlan:
         self.total += change
 
     def _read(self, occurrence: Occurrence, step: int) -> None:
-        for i, value in occurrence.kept:
+        for i in occurrence.residuals.needs(occurrence.choice.kept)[0]:
             if occurrence.segment.is_end and i >= 0:
                 self.end += step * occurrence.residuals.sizes[i]
             else:
-                self._count(value, step)
+                self._count(occurrence.values[i], step)
 
     def _set(self, occurrence: Occurrence, choice: Choice) -> None:
         self._read(occurrence, -1)

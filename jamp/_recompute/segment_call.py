@@ -131,6 +131,8 @@ def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
     exact = build.closed_jaxpr({}, piece.inputs, [*piece.outputs, *kept], eqns)
     sources = dataflow.sources(exact)
     n = len(piece.outputs)
+    # A result that is kept as it is. It has its name as it is returned, so that JAX keeps it once.
+    named = {v for v, store in kept.items() if store is Store.ITSELF and v in piece.outputs and is_inexact(v.aval)}
 
     def segment(*args: Array) -> list[Array]:
         codes = iter(args[len(piece.inputs) :])
@@ -140,7 +142,9 @@ def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
         for i in outputs:
             key = piece.outputs[i], Store.INT8
             parts[key] = parts.get(key) or Store.INT8.encode(found[i])
-        parts = {key: [checkpoint_name(x, KEPT) for x in held] for key, held in parts.items()}
+        later = {(v, Store.ITSELF) for v in named}
+        parts |= {key: [checkpoint_name(x, KEPT) for x in held] for key, held in parts.items() if key not in later}
+        held = [] if piece.context.in_loop else [x for key, held in parts.items() if key not in later for x in held]
         known = {v: store.decode(parts[v, store], v.aval) for v, store in kept.items()}
         probes = {v: checkpoint_name(probe(x), KEPT) for v, x in zip(piece.inputs, args, strict=True) if is_inexact(x)}
 
@@ -160,18 +164,20 @@ def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
         def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             results = interpret.bind(eqn, operands, ir.avals(eqn.outvars))
             for i, v in enumerate(eqn.outvars):
-                if v in known and is_inexact(v.aval):
+                if v in named:
+                    (x,) = with_tangents_of([results[i]], [known[v]], *probes_of([v]), held)
+                    results[i] = checkpoint_name(x, KEPT)
+                elif v in known and is_inexact(v.aval):
                     (results[i],) = with_tangents_of([results[i]], [known[v]], *probes_of([v]))
                 elif v in known:
                     results[i] = known[v]
             return results
 
         derived = stopped(interpret.interpret(exact.jaxpr, given, run)[:n], piece.alive)
-        results = found[:n]
-        places = [i for i, x in enumerate(derived) if is_inexact(x)]
+        results = [y if v in named else x for v, x, y in zip(piece.outputs, found, derived, strict=False)]
+        places = [i for i, x in enumerate(derived) if is_inexact(x) and piece.outputs[i] not in named]
         for some in [[i] for i in places] if piece.context.in_loop else [places]:
             of_results = probes_of([piece.outputs[i] for i in some])
-            held = [] if piece.context.in_loop else [x for held in parts.values() for x in held]
             exact_of, derived_of = ([xs[i] for i in some] for xs in (found, derived))
             results = build.replaced(results, some, with_tangents_of(derived_of, exact_of, *of_results, held))
         return [*results, *(x for i in outputs for x in parts[piece.outputs[i], Store.INT8])]
