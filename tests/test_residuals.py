@@ -284,6 +284,15 @@ def test_a_mask_and_a_divisor_are_never_zero_where_the_value_is_not():
     assert (signs == jnp.sign(x)).all()
 
 
+@pytest.mark.parametrize(("largest", "underflows"), [(3e-4, False), (2e-4, True)])
+def test_in_float16_a_number_that_is_not_zero_is_decoded_as_zero_only_beside_2e_4(largest, underflows):
+    eye = jnp.eye(D, dtype=jnp.float16)
+    x = jnp.where(jnp.arange(D) % 16 == 0, largest, largest / 300).astype(jnp.float16) * jnp.ones((N, 1), jnp.float16)
+    loss = lambda c, x: jnp.sum((c * (x @ eye)) @ eye @ eye)
+    found = in_8_bits(loss, jnp.ones((N, D), jnp.float16), x)
+    assert bool((found == 0).any()) == underflows
+
+
 def test_an_error_is_at_most_half_a_code_of_the_largest_magnitude_in_its_block():
     x = X * jnp.where(jnp.arange(D) == 5, 300, 1)  # a feature that is larger than the others
     loss = lambda c, x: jnp.sum((c * (x @ jnp.eye(D))) @ jnp.eye(D) @ jnp.eye(D))
@@ -470,6 +479,9 @@ def test_nothing_is_in_8_bits_where_more_than_seven_eighths_of_the_bytes_would_b
     assert any(row.store == "int8" for row in report.rows) == is_coded
     assert ("Nothing is kept in 8 bits" in str(report)) == (not is_coded)
     assert report.kept < report.without_budget * (7 / 8 if is_coded else 1.001)
+    assert ("less than an eighth" in str(report)) == (not is_coded)
+    if exponentials == 1:  # at 0, all is computed again
+        assert quietly(jamp.memory_report(loss, 0, residuals=I8), W, X).uncoded == "Nothing is kept in 8 bits."
 
 
 WIDE = {

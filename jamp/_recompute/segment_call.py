@@ -142,9 +142,9 @@ def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
         for i in outputs:
             key = piece.outputs[i], Store.INT8
             parts[key] = parts.get(key) or Store.INT8.encode(found[i])
-        later = {(v, Store.ITSELF) for v in named}
-        parts |= {key: [checkpoint_name(x, KEPT) for x in held] for key, held in parts.items() if key not in later}
-        held = [] if piece.context.in_loop else [x for key, held in parts.items() if key not in later for x in held]
+        of_names = [key for key in parts if key[0] not in named or key[1] is Store.INT8]
+        parts |= {key: [checkpoint_name(x, KEPT) for x in parts[key]] for key in of_names}
+        held = [] if piece.context.in_loop else [x for key in of_names for x in parts[key]]
         known = {v: store.decode(parts[v, store], v.aval) for v, store in kept.items()}
         probes = {v: checkpoint_name(probe(x), KEPT) for v, x in zip(piece.inputs, args, strict=True) if is_inexact(x)}
 
@@ -174,7 +174,7 @@ def _coded(piece: Segment, stores: Stores, outputs: Sequence[int]) -> Call:
             return results
 
         derived = stopped(interpret.interpret(exact.jaxpr, given, run)[:n], piece.alive)
-        results = [y if v in named else x for v, x, y in zip(piece.outputs, found, derived, strict=False)]
+        results = [y if v in named else x for v, x, y in zip(piece.outputs, found[:n], derived, strict=True)]
         places = [i for i, x in enumerate(derived) if is_inexact(x) and piece.outputs[i] not in named]
         for some in [[i] for i in places] if piece.context.in_loop else [places]:
             of_results = probes_of([piece.outputs[i] for i in some])

@@ -8,8 +8,8 @@ n + 1/64 of it, so that the codes 1 and -1 are left for numbers that are nearly 
     codes            127      -51        1        0
     decoded       2.5203  -1.0003   0.0003     0.00
 
-A number that is not zero is never decoded as zero, and keeps its sign. So the mask `x > 0` is the same after decoding,
-and a division stays finite.
+A number that is not zero is decoded as zero only if it underflows: in float16, beside numbers of at most 2e-4. It keeps
+its sign. So the mask `x > 0` is the same after decoding, and a division stays finite.
 """
 
 import enum

@@ -174,14 +174,17 @@ def _report(
     ]
     found.sort(key=lambda row: -row.nbytes)
     is_uncoded = residuals is not Store.ITSELF and all(row.store != residuals.value for row in found)
-    why = _why_uncoded(closed) if is_uncoded else ""
+    why = _why_uncoded(closed, budget) if is_uncoded else ""
     return MemoryReport(tuple(found), plan.total, without, plan.flops, plan.largest, plan.end, budget, why)
 
 
-def _why_uncoded(closed: ClosedJaxpr) -> str:
+def _why_uncoded(closed: ClosedJaxpr, budget: MemoryBudget) -> str:
+    why = ""
     if any(ir.name(eqn) == "remat2" for eqn in walk.all_equations(closed.jaxpr)):
-        return "Nothing is kept in 8 bits: what your own jax.checkpoint or nn.remat keeps stays as it is."
-    return "Nothing is kept in 8 bits: that would free less than an eighth of the bytes."
+        why = " What your own jax.checkpoint or nn.remat keeps stays as it is."
+    elif budget == 1.0:
+        why = " It would free less than an eighth of the bytes."
+    return f"Nothing is kept in 8 bits.{why}"
 
 
 def _scope(value: Value) -> str:

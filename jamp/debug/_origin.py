@@ -178,7 +178,7 @@ def _both(made: Made, other: Made | None) -> list[Any]:
 def _share(
     eqn: JaxprEqn, operands: Mapping[int, Sequence[Any]], results: Sequence[Any], streams: dict[int, list[Any]]
 ) -> None:
-    """Put an inf or NaN that no stream has into those of all causes that take part in it."""
+    """Put an inf or NaN that no stream has into the streams of all causes that take part in it."""
     if len(streams) < 3 or all(map(all_finite, results)):  # the clean one, and one of a single cause
         return
     columns = zip(*streams.values(), strict=True)

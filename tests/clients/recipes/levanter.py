@@ -242,7 +242,7 @@ def losses(vocabulary):
 
 
 def decoders():
-    """Of the logits that the model returns: those of the loss function are float32 products of bfloat16 anyway."""
+    """Of the logits that the model returns. The loss function computes its logits in float32 from bfloat16 anyway."""
     params, model, example = decoder()
     targets = hax.roll(example.tokens, -1, "position").array[..., None]
 

@@ -212,7 +212,7 @@ def log_probs(learner, wrap):
 
 
 def mismatch(way, seed):
-    """How far the log-probabilities of the trainer are from those of the sampler, before and while it learns.
+    """How far the log-probabilities of trainer and sampler differ, before the trainer learns and while it does.
 
     `way` is one of the ways above, or "float16 loss" or "bfloat16 loss": a loss in 16 bit, and a sampler in float32.
     """
